@@ -1,0 +1,56 @@
+# A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv,
+# in the versions and with the hashes of requirements.lock.
+
+VENV  := .venv
+RUN   := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+# The first of these that runs (a version manager's shim may exist and fail), is new enough and can
+# make virtual environments. Override with: make PYTHON=/path/to/python
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+		>/dev/null 2>&1; then echo $$python; break; fi; done)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint format lock clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP)  ## train a small language model through the runtime
+	@$(RUN) -m examples.train_lm
+
+test: lint  ## everything CI checks: format, lint, types, import contracts, tests
+	@$(RUN) -m pytest
+
+lint: $(STAMP)  ## format check, lint, types and import contracts
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo
+
+format: $(STAMP)  ## format the code and fix what the linter can fix
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+lock:  ## resolve requirements.lock again (needs uv)
+	@uv pip compile pyproject.toml --extra dev --output-file requirements.lock --quiet --upgrade \
+		--universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url
+
+clean:  ## remove the environment, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml requirements.lock
+	@test -n "$(PYTHON)" || { \
+		echo "error: no Python >= 3.11 with venv found; install one, or: make PYTHON=/path/to/python" >&2; \
+		exit 1; }
+	@$(RUN) -m pip --version >/dev/null 2>&1 || { \
+		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing requirements.lock into $(VENV)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
+		-r requirements.lock
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@

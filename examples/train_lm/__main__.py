@@ -1,0 +1,218 @@
+"""The command: a cluster of two islands on this machine, the paper's program, a language model.
+
+Steps are dispatched ahead of their results: the loop keeps a few of them in flight and reads the
+loss of the oldest, so the islands never wait for this process. The reference and the sampling run
+in this process with plain JAX, once the cluster has stopped, because they would take the same
+cores.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+import pw
+from examples import quickstart
+from examples.train_lm import reference
+from examples.train_lm.corpus import Batch, Corpus
+from examples.train_lm.model import ModelConfig, OptimizerConfig, Params, count_params, init_params
+from examples.train_lm.pipeline import Pipeline, build_pipeline, initial_state
+from examples.train_lm.report import TrainingProgress
+from examples.train_lm.schedule import Schedule, one_forward_one_backward, table
+
+ISLANDS = ("island-0", "island-1")
+HOSTS_PER_ISLAND = 2
+MICRO_BATCHES = 4
+ROWS = 8
+"""Rows of a micro-batch; the hosts of an island share them."""
+STEPS_IN_FLIGHT = 4
+CHECKED_STEPS = 5
+CHECK_TOLERANCE = 1e-4
+LOSS_GOAL = 3.0
+FINAL_STEPS = 10
+"""The final loss is the mean over this many steps: a single one is noisy."""
+PROMPT = b"def "
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is left of a training run when its cluster is gone."""
+
+    losses: list[float]
+    params: tuple[Params, Params]
+    stats: Mapping[str, Any]
+
+    def final_loss(self) -> float:
+        """The mean loss of the last few steps, nats a byte."""
+        return float(np.mean(self.losses[-FINAL_STEPS:]))
+
+
+class BatchSource:
+    """Draws batches by step number, so that the reference can draw the same ones again."""
+
+    def __init__(self, corpus: Corpus, seed: int, context: int):
+        self._corpus, self._seed, self._context = corpus, seed, context
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of one step."""
+        return self._corpus.training_batch(
+            seed=self._seed,
+            step=step,
+            micro_batches=MICRO_BATCHES,
+            rows=ROWS,
+            context=self._context,
+        )
+
+
+def train(
+    pipeline: Pipeline,
+    states: tuple[Any, Any],
+    batches: BatchSource,
+    progress: TrainingProgress,
+    *,
+    steps: int | None,
+    deadline_s: float,
+) -> tuple[list[float], tuple[Any, Any]]:
+    """Trains until `steps` are done or time.monotonic() reaches `deadline_s`.
+
+    Returns the loss of every step and the last states, which are still on their islands.
+    """
+    losses: list[float] = []
+    in_flight: deque[Any] = deque()
+
+    def read_oldest() -> None:
+        losses.append(float(np.asarray(in_flight.popleft())))
+        progress.step_done(len(losses) - 1, losses[-1])
+
+    stage0, stage1 = pipeline.put_states(states)
+    step = 0
+    while step < steps if steps is not None else time.monotonic() < deadline_s:
+        stage0, stage1, loss = pipeline.train_step(
+            stage0, stage1, pipeline.put_batch(batches(step))
+        )
+        in_flight.append(loss)
+        step += 1
+        if len(in_flight) > STEPS_IN_FLIGHT:
+            read_oldest()
+    while in_flight:
+        read_oldest()
+    return losses, (stage0, stage1)
+
+
+def run_on_cluster(
+    console: Console,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    params: tuple[Params, Params],
+    batches: BatchSource,
+    schedule: Schedule,
+    *,
+    steps: int | None,
+    deadline_s: float,
+) -> Trained:
+    """Starts a cluster, runs the quickstart and the training on it, and brings the results home."""
+    started_s = time.monotonic()
+    with pw.LocalCluster(
+        islands=len(ISLANDS), hosts_per_island=HOSTS_PER_ISLAND, devices_per_host=1
+    ):
+        console.print(
+            f"{len(ISLANDS)} islands of {HOSTS_PER_ISLAND} hosts are up "
+            f"after {time.monotonic() - started_s:.1f} s"
+        )
+        console.print("\n[bold]The paper's program[/bold] (examples/quickstart.py)")
+        console.print(f"  f([1., 2.]) = {pw.get(quickstart.run())}", markup=False)
+
+        console.print("\n[bold]A language model[/bold] over two islands, one step as scheduled:")
+        for island, row in zip(ISLANDS, table(schedule), strict=True):
+            console.print(f"  {island}   {row}", highlight=False)
+        console.print("  (F forward, L loss and its backward, B backward; then both update)\n")
+        pipeline = build_pipeline(model, optimizer, schedule, ISLANDS, HOSTS_PER_ISLAND)
+        states = initial_state(optimizer, params[0]), initial_state(optimizer, params[1])
+        with TrainingProgress(
+            console,
+            steps=steps,
+            seconds=max(deadline_s - time.monotonic(), 1.0),
+            step_tokens=MICRO_BATCHES * ROWS * model.context,
+        ) as progress:
+            losses, (stage0, stage1) = train(
+                pipeline, states, batches, progress, steps=steps, deadline_s=deadline_s
+            )
+        console.print(
+            f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last, "
+            f"{progress.tokens_per_s:,.0f} tokens/s"
+        )
+        trained_params = pw.get((stage0["params"], stage1["params"]))
+        return Trained(losses=losses, params=trained_params, stats=pw.stats())
+
+
+def largest_relative_difference(measured: list[float], expected: list[float]) -> float:
+    """How far two rows of losses are apart, relative to the expected ones."""
+    return max(abs(m - e) / abs(e) for m, e in zip(measured, expected, strict=True))
+
+
+def main(
+    seconds: Annotated[
+        float,
+        typer.Option(help="Train until this long after the command's start; ignored with --steps."),
+    ] = 55.0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Train for this many steps instead.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of parameters, batches and the sample.")] = 0,
+) -> None:
+    """Trains a byte-level language model on Python's own source text, over two islands."""
+    deadline_s = time.monotonic() + seconds
+    console = Console(soft_wrap=True)
+    model, optimizer = ModelConfig(), OptimizerConfig()
+    corpus = Corpus.standard_library()
+    params = init_params(model, seed)
+    batches = BatchSource(corpus, seed, model.context)
+    console.print(
+        f"corpus: {len(corpus.training) / 1e6:.1f} MB of Python in {corpus.file_count} files; "
+        f"model: {count_params(*params):,} parameters"
+    )
+
+    schedule = one_forward_one_backward(MICRO_BATCHES)
+    trained = run_on_cluster(
+        console, model, optimizer, params, batches, schedule, steps=steps, deadline_s=deadline_s
+    )
+
+    final_loss = trained.final_loss()
+    held_out = reference.held_out_loss(model, trained.params, corpus)
+    console.print(f"held-out text: {held_out:.2f} nats/byte (a uniform guess: {np.log(256):.2f})")
+    sample = reference.generate(model, trained.params, prompt=PROMPT, size_bytes=200, seed=seed)
+    console.print(Panel(Text(sample.decode("utf-8", "replace")), title="a sample", width=90))
+
+    checked = trained.losses[:CHECKED_STEPS]
+    expected = reference.train(
+        model, optimizer, params, [batches(step) for step in range(len(checked))]
+    )
+    difference = largest_relative_difference(checked, expected)
+    agrees = difference < CHECK_TOLERANCE
+    learned = final_loss < LOSS_GOAL
+    console.print(
+        f"check against plain JAX on one device: the first {len(checked)} losses differ by at most "
+        f"{difference:.1e} (relative): {'ok' if agrees else f'FAILED, allowed {CHECK_TOLERANCE}'}"
+    )
+    console.print(
+        f"final loss {final_loss:.2f} nats/byte, goal below {LOSS_GOAL}: "
+        f"{'ok' if learned else 'FAILED'}"
+    )
+    bulk = {name: count for name, count in trained.stats.items() if "bulk" in name}
+    console.print(f"pw.stats(): {bulk}", markup=False)
+    if not (agrees and learned):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""What a user touches: connecting, arrays, jit, pmap and program, local clusters."""

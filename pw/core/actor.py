@@ -1,0 +1,95 @@
+"""The one actor shell: a synchronous state machine with a mailbox.
+
+A handler takes one typed message, changes its own state, and sends messages. It never blocks, never
+awaits, and reaches the outside world only through the `Env` it was given, so that the same class runs
+over ZeroMQ, inside one process, and in simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from pw.core.ids import Address
+
+
+class Timer(Protocol):
+    """A note that will be delivered later, unless cancelled."""
+
+    def cancel(self) -> None:
+        """Forget the note."""
+
+
+class Env(Protocol):
+    """All that an actor can do besides computing."""
+
+    @property
+    def address(self) -> Address:
+        """This actor's own address."""
+
+    def send(self, to: Address, message: object) -> None:
+        """Send `message`: FIFO for each pair of nodes, at most once. Local when `to` is this node."""
+
+    def now_s(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    def call_later(self, delay_s: float, note: object) -> Timer:
+        """Deliver `note` to this actor after `delay_s` seconds."""
+
+    def introduce(self, node: str, endpoint: str) -> None:
+        """Make `node` reachable at `endpoint`; a link is made when first needed."""
+
+    def forget(self, node: str) -> None:
+        """Drop the link to `node` and all that waits to be sent to it."""
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        """Write one structured line: `level` is debug, info, warning or error."""
+
+    def count(self, counter: str, amount: int = 1) -> None:
+        """Add to a named counter of this node (see `pw.stats`)."""
+
+
+Handler = TypeVar("Handler", bound=Callable[..., None])
+
+
+def handles(*kinds: type) -> Callable[[Handler], Handler]:
+    """Mark a method `(self, sender, message)` as the handler of these message types."""
+
+    def mark(method: Handler) -> Handler:
+        method.__dict__["_handles"] = kinds
+        return method
+
+    return mark
+
+
+class Actor:
+    """Base of every actor: dispatches each message to the method marked with `handles`."""
+
+    _table: ClassVar[dict[type, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._table = dict(cls._table)
+        for name, member in vars(cls).items():
+            for kind in getattr(member, "_handles", ()):
+                cls._table[kind] = name
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+        self._handlers: dict[type, Callable[[Address, Any], None]] = {
+            kind: getattr(self, name) for kind, name in self._table.items()
+        }
+
+    def receive(self, sender: Address, message: object) -> None:
+        """Handle one message; a type this actor does not know is counted and dropped."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self.env.count("messages_unexpected")
+            self.env.log(
+                "warning", "unexpected message", sender=sender, message=type(message).__name__
+            )
+            return
+        handler(sender, message)
+
+    def turn_ended(self) -> None:
+        """Called when the mailbox of this node has been drained: the place to send what was batched."""

@@ -1,0 +1,64 @@
+"""Names: which node and actor, which client, which array.
+
+A node is one process (a host, the controller, a client); an actor is one state machine in it. Clients
+name what they create: the controller gives each a number, and every id made by that client carries it
+in its upper bits, so that ownership is a shift and a comparison, and no call waits for a name.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CONTROLLER = "controller"
+"""Node name of the controller process."""
+
+_SERIAL_BITS = 40
+
+
+class Address(NamedTuple):
+    """Where a message goes: an actor on a node."""
+
+    node: str
+    actor: str
+
+
+def client_id(client: int, serial: int) -> int:
+    """The id that `client` gives to its `serial`-th array, program, run or slice."""
+    return (client << _SERIAL_BITS) | serial
+
+
+def client_of(identifier: int) -> int:
+    """The number of the client that made `identifier`."""
+    return identifier >> _SERIAL_BITS
+
+
+RESOURCES = Address(CONTROLLER, "resources")
+CONTROL = Address(CONTROLLER, "controller")
+
+
+def scheduler_of(island: str) -> Address:
+    """The address of an island's gang scheduler."""
+    return Address(CONTROLLER, f"scheduler/{island}")
+
+
+def executor_of(host: str) -> Address:
+    """The address of a host's executor."""
+    return Address(host, "executor")
+
+
+def coordinator_of(host: str) -> Address:
+    """The address of a host's shard coordinator."""
+    return Address(host, "coordinator")
+
+
+def store_of(host: str) -> Address:
+    """The address of a host's object store."""
+    return Address(host, "store")
+
+
+def session_of(client_node: str) -> Address:
+    """The address of a client's session."""
+    return Address(client_node, "session")
+
+
+SERVICES = Address(CONTROLLER, "services")

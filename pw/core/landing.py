@@ -1,0 +1,27 @@
+"""Where the bytes of a transfer should go: the one thing both ends of a bulk transfer agree on.
+
+A receiver reserves a buffer and describes it in a `Landing`; the landing travels to the sender
+inside an ordinary control message, and the sender pushes the bytes to it over the bulk plane.
+The transfer number is drawn at random, so knowing it is what entitles a peer to write: a peer that
+was not handed the landing cannot guess its way into somebody's buffer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Landing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a receiver wants the bytes of one transfer."""
+
+    transfer: int
+    """Unique at the receiving plane; 63 random bits, never 0."""
+    size_bytes: int
+    segment: int
+    """The receiver's shared-memory segment; 0 for a small buffer, whose bytes travel inline."""
+    machine: str
+    """Machine, network namespace and user of the receiver."""
+    socket: str
+    """The receiver's abstract unix socket, without the leading NUL; empty if it has none."""
+    endpoint: str
+    """The receiver's `tcp://ip:port`; empty if it has none."""

@@ -1,0 +1,275 @@
+"""Turns a program and the devices behind its slices into each host's short list of instructions.
+
+`Send`s stand right after what produced the value (those of program inputs at the start of the
+island's first segment), `Receive`s right before the first consumer, and a `Free` right after the
+last use of a slot on a host. Which segment an instruction belongs to is decided before, in
+`pw.core.segments`.
+
+The cost is one step for every computation, edge and piece.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from pw.core.physical import Physical
+from pw.core.plan import (
+    Execute,
+    Free,
+    HostPlan,
+    HostSegment,
+    Instruction,
+    Plan,
+    Receive,
+    Route,
+    Segment,
+    Send,
+)
+from pw.core.program import Program
+from pw.core.reshard import route_layout
+from pw.core.segments import Draft, Edge, Schedule
+from pw.core.sharding import Binding
+
+
+def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
+    """Give every host its part of `program`.
+
+    Slots are numbered: program inputs, then the results of the nodes in order, then edges.
+
+    Args:
+        program: the program; nodes in an order in which they can run.
+        bindings: the binding of every slice that the program touches.
+
+    Returns:
+        The plan, with the hosts that have a part in a run: those with instructions, with outputs,
+        or with donated inputs.
+
+    Raises:
+        KeyError: a slice has no binding.
+        PlacementError: a computation or an array names devices that cannot hold it together.
+        ShardingError: an array does not divide as its sharding says, or a consumer wants another
+            shape or dtype than its producer makes.
+        ArgumentError: a node has the wrong number of arguments, or reads what is computed later.
+    """
+    schedule = Schedule(program, Physical(program, bindings))
+    return _write(program, schedule)
+
+
+def _write(program: Program, schedule: Schedule) -> Plan:
+    """Write every host's instructions down, segment by segment."""
+    physical = schedule.physical
+    kept = set(range(len(program.inputs))) - set(program.donated) | set(schedule.output_slots)
+    written: defaultdict[str, dict[int, list[Instruction]]] = defaultdict(dict)
+
+    def write(host: str, segment: Draft, instruction: Instruction) -> None:
+        written[host].setdefault(segment.index, []).append(instruction)
+
+    def write_sends(segment: Draft, edges: Iterable[Edge]) -> None:
+        for edge in edges:
+            for route in edge.sends():
+                send = Send(edge.index, edge.source_slot, edge.source, route)
+                write(route.source_host, segment, send)
+
+    for segment in schedule.segments:
+        write_sends(segment, segment.input_sends)
+        for step in segment.steps:
+            if isinstance(step, Edge):
+                for host, routes in step.receives().items():
+                    receive = Receive(
+                        step.index,
+                        step.slot,
+                        step.destination,
+                        tuple(routes),
+                        step.source_slot,
+                        step.source,
+                    )
+                    write(host, segment, receive)
+            else:
+                execute = _execute(program, schedule, kept, step)
+                for host in physical.hosts(program.computations[execute.computation].placement):
+                    write(host, segment, execute)
+                write_sends(segment, schedule.sends_after[step])
+
+    inputs: defaultdict[str, list[int]] = defaultdict(list)
+    for number, spec in enumerate(program.inputs):
+        for host in physical.hosts(spec.placement):
+            inputs[host].append(number)
+    outputs: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for number, (output, slot) in enumerate(
+        zip(program.outputs, schedule.output_slots, strict=True)
+    ):
+        for host in physical.hosts(output.spec.placement):
+            outputs[host].append((number, slot))
+
+    # A host that only keeps or gives up arrays of a run must hear of the run, too.
+    concerned = set(outputs)
+    for number in program.donated:
+        concerned.update(physical.hosts(program.inputs[number].placement))
+    for host in sorted(concerned - set(written), key=physical.rank.__getitem__):
+        written[host][schedule.first_segment(physical.island_of[host]).index] = []
+
+    members: list[list[str]] = [[] for _ in schedule.segments]
+    plans = []
+    for host in sorted(written, key=physical.rank.__getitem__):
+        parts = dict(sorted(written[host].items()))
+        for index in parts:
+            members[index].append(host)
+        _free(parts, inputs[host], kept)
+        named = _slices(program, parts)
+        named |= {program.inputs[number].placement.slice for number in inputs[host]}
+        named |= {program.outputs[number].spec.placement.slice for number, _ in outputs[host]}
+        plans.append(
+            HostPlan(
+                host,
+                tuple(HostSegment(index, tuple(part)) for index, part in parts.items()),
+                tuple(inputs[host]),
+                tuple(outputs[host]),
+                tuple(physical.bindings[number] for number in sorted(named)),
+            )
+        )
+    segments = tuple(
+        Segment(draft.island, tuple(hosts), tuple(sorted(draft.depends)))
+        for draft, hosts in zip(schedule.segments, members, strict=True)
+    )
+    return Plan(segments, tuple(plans))
+
+
+def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) -> Execute:
+    """Node `number` as an instruction; what it may donate is the same on all of its hosts.
+
+    The hosts of a gang must compile one and the same executable, so a buffer that one of them still
+    needs is donated by none.
+    """
+    node, args = program.nodes[number], schedule.args[number]
+    donated = tuple(
+        position
+        for position in program.computations[node.computation].donated
+        if schedule.last_node[args[position]] == number
+        and args.count(args[position]) == 1
+        and args[position] not in kept
+    )
+    return Execute(node.computation, args, schedule.results[number], donated)
+
+
+def _touched(instruction: Instruction) -> Iterable[int]:
+    """The slots that an instruction reads or fills on its host."""
+    match instruction:
+        case Execute():
+            return (*instruction.args, *instruction.results)
+        case Send():
+            return (instruction.slot,)
+        case Receive():
+            local = any(r.source_host == r.destination_host for r in instruction.routes)
+            return (instruction.slot, instruction.source_slot) if local else (instruction.slot,)
+        case Free():
+            return instruction.slots
+
+
+def _free(parts: dict[int, list[Instruction]], held: list[int], kept: set[int]) -> None:
+    """Add to one host's `parts` a Free after the last use of every slot that is not `kept`.
+
+    Donated inputs that are `held` there and never used go at the start.
+    """
+    seen = set(kept)
+    for part in reversed(parts.values()):
+        backwards: list[Instruction] = []
+        for instruction in reversed(part):
+            ended = set(_touched(instruction)) - seen
+            if ended:
+                backwards.append(Free(tuple(sorted(ended))))
+                seen |= ended
+            backwards.append(instruction)
+        part[:] = reversed(backwards)
+    unused = tuple(slot for slot in held if slot not in seen)
+    if unused:
+        next(iter(parts.values())).insert(0, Free(unused))
+
+
+def _slices(program: Program, parts: dict[int, list[Instruction]]) -> set[int]:
+    """The slices that one host's instructions mention."""
+    named: set[int] = set()
+    computations: set[int] = set()
+    for part in parts.values():
+        for instruction in part:
+            match instruction:
+                case Execute():
+                    computations.add(instruction.computation)
+                case Send():
+                    named.add(instruction.spec.placement.slice)
+                case Receive():
+                    named.add(instruction.spec.placement.slice)
+                    named.add(instruction.source.placement.slice)
+                case Free():
+                    pass
+    for number in computations:
+        computation = program.computations[number]
+        named.add(computation.placement.slice)
+        for spec in (*computation.inputs, *computation.outputs):
+            named.add(spec.placement.slice)
+    return named
+
+
+def format_plan(plan: Plan, program: Program) -> str:
+    """Print a plan so that a person can read it; hosts that do the same share one block.
+
+    Args:
+        plan: what `lower` made.
+        program: of this program.
+    """
+    parts: list[dict[str, tuple[Instruction, ...]]] = [{} for _ in plan.segments]
+    for host_plan in plan.hosts:
+        for part in host_plan.segments:
+            parts[part.segment][host_plan.host] = part.instructions
+    lines = [
+        f"program {program.name}: {len(program.nodes)} nodes, {len(plan.segments)} segments, "
+        f"{len(plan.hosts)} hosts"
+    ]
+    for index, (segment, by_host) in enumerate(zip(plan.segments, parts, strict=True)):
+        after = f" after {', '.join(map(str, segment.depends))}" if segment.depends else ""
+        lines.append(f"segment {index} on {segment.island}{after}")
+        blocks: dict[tuple[str, ...], list[str]] = {}
+        for host in segment.hosts:
+            text = tuple(_line(instruction, program) for instruction in by_host[host])
+            blocks.setdefault(text or ("nothing to do",), []).append(host)
+        width = max((len(", ".join(hosts)) for hosts in blocks.values()), default=0)
+        for text, hosts in blocks.items():
+            for label, line in zip([", ".join(hosts)] + [""] * len(text), text, strict=False):
+                lines.append(f"  {label:<{width}}  {line}")
+    for number, output in enumerate(program.outputs):
+        places = {
+            slot: None for host in plan.hosts for index, slot in host.outputs if index == number
+        }
+        shape = "x".join(map(str, output.spec.shape)) or "scalar"
+        lines.append(f"output {number}  {_names(places)}  {output.spec.dtype} {shape}")
+    return "\n".join(lines)
+
+
+def _names(slots: Iterable[int]) -> str:
+    return ", ".join(f"%{slot}" for slot in slots)
+
+
+def _line(instruction: Instruction, program: Program) -> str:
+    match instruction:
+        case Execute():
+            name = program.computations[instruction.computation].name
+            donated = [instruction.args[position] for position in instruction.donated]
+            note = f", taking over {_names(donated)}" if donated else ""
+            results = f"{_names(instruction.results)} = " if instruction.results else ""
+            return f"execute  {results}{name}({_names(instruction.args)}){note}"
+        case Send():
+            route = instruction.route
+            size_bytes = route_layout(route, instruction.spec)[1]
+            return (
+                f"send     %{instruction.slot} to {route.destination_host} "
+                f"(edge {instruction.edge}, {_pieces(route)}, {size_bytes} B)"
+            )
+        case Receive():
+            origins = ", ".join(f"{route.source_host}" for route in instruction.routes)
+            return f"receive  %{instruction.slot} from {origins} (edge {instruction.edge})"
+        case Free():
+            return f"free     {_names(instruction.slots)}"
+
+
+def _pieces(route: Route) -> str:
+    return "1 piece" if len(route.pieces) == 1 else f"{len(route.pieces)} pieces"

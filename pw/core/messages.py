@@ -1,0 +1,659 @@
+"""The whole protocol: every message that crosses between actors, in one place.
+
+Each message is a frozen struct that travels as a tagged msgpack array. Its docstring is one sentence:
+who sends it, to whom, what it promises. A message between two actors of one process is the same
+struct and skips the codec. Tags are part of the protocol: append, never reuse, and raise
+`PROTOCOL_VERSION` when the meaning of an old one changes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pw.core.errors import ErrorReport
+from pw.core.landing import Landing
+from pw.core.plan import HostPlan
+from pw.core.program import Program
+from pw.core.sharding import ArraySpec, DeviceAddress
+
+PROTOCOL_VERSION = 1
+
+INLINE_BYTES = 8192
+"""Host values up to this size travel inside a control message; larger ones take the bulk plane."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+# --- links -------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag=1):
+    """Each end of a link to the other, first of all: who I am and what I speak."""
+
+    protocol: int
+    pw_version: str
+    jax_version: str
+    node: str
+    incarnation: int
+
+
+class Refused(_Message, frozen=True, tag=2):
+    """One end of a link to the other instead of a hello: why we cannot talk (an error's kind and words)."""
+
+    error: ErrorReport
+
+
+class Heartbeat(_Message, frozen=True, tag=3):
+    """Each end of an idle link to the other: I am alive."""
+
+
+class Goodbye(_Message, frozen=True, tag=4):
+    """One end of a link to the other: I leave on purpose, do not wait for me."""
+
+
+class PeerLost(_Message, frozen=True, tag=5):
+    """The transport to every local actor: nothing more will come from `node` in this incarnation."""
+
+    node: str
+    reason: str
+
+
+class PeerRefused(_Message, frozen=True, tag=6):
+    """The transport to every local actor: `node` does not want to talk to us, or we not to it."""
+
+    node: str
+    error: ErrorReport
+
+
+# --- hosts and islands -------------------------------------------------------------------------------
+
+
+class RegisterHost(_Message, frozen=True, tag=10):
+    """HostExecutor to ResourceManager: this host is up and wants to join its island."""
+
+    island: str
+    island_hosts: int
+    local_devices: int
+    platform: str
+    endpoint: str
+    process: int
+    """Operating system process id, for people who look for it."""
+
+
+class HostRejected(_Message, frozen=True, tag=11):
+    """ResourceManager to HostExecutor: you cannot join, stop."""
+
+    error: ErrorReport
+
+
+class FormIsland(_Message, frozen=True, tag=12):
+    """ResourceManager to every HostExecutor of an island: join this epoch's group at your rank."""
+
+    island: str
+    epoch: int
+    hosts: tuple[str, ...]
+    rank: int
+    group_address: str
+    secret: bytes
+    """Key with which the cluster signs client tickets."""
+
+
+class IslandJoined(_Message, frozen=True, tag=13):
+    """HostExecutor to ResourceManager: I am in the group, with these devices."""
+
+    island: str
+    epoch: int
+    kind: str
+    devices: int
+    memory_bytes: int | None
+    """Memory of one device, None where nothing limits it."""
+
+
+class IslandJoinFailed(_Message, frozen=True, tag=14):
+    """HostExecutor to ResourceManager: I could not join."""
+
+    island: str
+    epoch: int
+    error: ErrorReport
+
+
+class LeaveIsland(_Message, frozen=True, tag=15):
+    """ResourceManager to HostExecutor: the epoch is over; come back as a new incarnation."""
+
+    island: str
+    epoch: int
+    reason: str
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """A host and the endpoint at which others reach it."""
+
+    node: str
+    endpoint: str
+
+
+class Directory(_Message, frozen=True, tag=16):
+    """ResourceManager to all hosts and clients: these hosts exist now, and where."""
+
+    peers: tuple[Peer, ...]
+
+
+class IslandFormed(_Message, frozen=True, tag=17):
+    """ResourceManager to Controller (local): an island is ready under a new epoch."""
+
+    island: str
+    epoch: int
+    hosts: tuple[str, ...]
+
+
+class IslandLost(_Message, frozen=True, tag=18):
+    """ResourceManager to Controller (local): an island left its epoch, with all that was on it."""
+
+    island: str
+    epoch: int
+    error: ErrorReport
+
+
+class CoordinationStarted(_Message, frozen=True, tag=19):
+    """The coordination services to ResourceManager (local): an epoch's service is up, or is not."""
+
+    island: str
+    epoch: int
+    address: str
+    error: str
+
+
+class StartCoordination(_Message, frozen=True, tag=20):
+    """ResourceManager to the coordination services (local): a fresh service for this epoch's group."""
+
+    island: str
+    epoch: int
+    hosts: int
+
+
+class StopCoordination(_Message, frozen=True, tag=21):
+    """ResourceManager to the coordination services (local): this epoch's group is over."""
+
+    island: str
+    epoch: int
+
+
+class EndEpoch(_Message, frozen=True, tag=22):
+    """IslandScheduler to ResourceManager (local): the gang's order is broken, form the island anew."""
+
+    island: str
+    epoch: int
+    reason: str
+
+
+# --- clients -----------------------------------------------------------------------------------------
+
+
+class Attach(_Message, frozen=True, tag=30):
+    """ClientSession to Controller: let me in, with this weight and priority for my work."""
+
+    name: str
+    share: float
+    priority: int
+
+
+class Attached(_Message, frozen=True, tag=31):
+    """Controller to ClientSession: your number, your ticket for the hosts, how far ahead you may run."""
+
+    client: int
+    ticket: bytes
+    run_credits: int
+    islands: tuple[str, ...]
+
+
+class Identify(_Message, frozen=True, tag=32):
+    """ClientSession to ObjectStore, first of all: I am this client, and this ticket proves it."""
+
+    client: int
+    ticket: bytes
+
+
+class Evicted(_Message, frozen=True, tag=33):
+    """Controller to ClientSession: you are not known here (any more), nothing of yours exists."""
+
+    reason: str
+
+
+class AllocateSlice(_Message, frozen=True, tag=34):
+    """ClientSession to Controller and on to ResourceManager: bind this many virtual devices."""
+
+    slice: int
+    devices: int
+    kind: str | None
+    island: str | None
+    topology: tuple[int, ...] | None
+
+
+class SliceBound(_Message, frozen=True, tag=35):
+    """ResourceManager to Controller and ClientSession: the slice exists, on these devices."""
+
+    slice: int
+    island: str
+    platform: str
+    kind: str
+    devices: tuple[DeviceAddress, ...]
+
+
+class SliceRefused(_Message, frozen=True, tag=36):
+    """ResourceManager to ClientSession (through Controller): no such slice can be had."""
+
+    slice: int
+    error: ErrorReport
+
+
+class ReleaseSlice(_Message, frozen=True, tag=37):
+    """ClientSession to Controller and on to ResourceManager: the slice is no longer used."""
+
+    slice: int
+
+
+class SliceLost(_Message, frozen=True, tag=38):
+    """Controller to ClientSession: the slice's island is gone; its arrays fail with this error."""
+
+    slice: int
+    error: ErrorReport
+
+
+class Artifact(msgspec.Struct, frozen=True, array_like=True):
+    """A serialized computation under its SHA-256."""
+
+    digest: bytes
+    blob: bytes
+
+
+class RegisterProgram(_Message, frozen=True, tag=40):
+    """ClientSession to Controller: a program I will run, with the artifacts not sent before."""
+
+    program: int
+    body: Program
+    artifacts: tuple[Artifact, ...]
+
+
+class ReleaseProgram(_Message, frozen=True, tag=41):
+    """ClientSession to Controller: I will not run this program any more."""
+
+    program: int
+
+
+class Run(_Message, frozen=True, tag=42):
+    """ClientSession to Controller: run a program; arguments are arrays or small host values as bytes."""
+
+    run: int
+    program: int
+    args: tuple[int | bytes, ...]
+    results: tuple[int, ...]
+
+
+class RunFailed(_Message, frozen=True, tag=43):
+    """Controller to ClientSession: a run did not start, or its island died; these results never will be."""
+
+    run: int
+    results: tuple[int, ...]
+    error: ErrorReport
+
+
+class RunsSettled(_Message, frozen=True, tag=44):
+    """Controller to ClientSession: so many runs have ended, you may send as many more."""
+
+    count: int
+
+
+class CreateArray(_Message, frozen=True, tag=45):
+    """ClientSession to Controller: I am uploading this array straight to its hosts."""
+
+    array: int
+    spec: ArraySpec
+
+
+class Delete(_Message, frozen=True, tag=46):
+    """ClientSession to Controller: I hold no more references to these arrays."""
+
+    arrays: tuple[int, ...]
+
+
+class GetStatus(_Message, frozen=True, tag=47):
+    """ClientSession to Controller: describe the cluster."""
+
+    request: int
+
+
+class HostStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One host in a status report."""
+
+    node: str
+    process: int
+    devices: int
+    endpoint: str
+    joined: bool
+
+
+class IslandStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One island in a status report."""
+
+    island: str
+    epoch: int
+    state: str
+    platform: str
+    kind: str
+    hosts: tuple[HostStatus, ...]
+    expected_hosts: int
+    slices: int
+    queued: int
+    launched: int
+
+
+class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One client in a status report."""
+
+    client: int
+    name: str
+    arrays: int
+    programs: int
+    slices: int
+    runs_in_flight: int
+
+
+class Status(_Message, frozen=True, tag=48):
+    """Controller to ClientSession: the cluster as it stands."""
+
+    request: int
+    pw_version: str
+    jax_version: str
+    policy: str
+    islands: tuple[IslandStatus, ...]
+    clients: tuple[ClientStatus, ...]
+
+
+class GetStats(_Message, frozen=True, tag=49):
+    """ClientSession to Controller or ObjectStore: your counters, please."""
+
+    request: int
+
+
+class Stats(_Message, frozen=True, tag=50):
+    """Controller or ObjectStore to ClientSession: the counters of this process."""
+
+    request: int
+    node: str
+    counters: dict[str, int]
+
+
+# --- gang scheduling ---------------------------------------------------------------------------------
+
+
+class AddClient(_Message, frozen=True, tag=60):
+    """Controller to IslandScheduler (local): a client's work may come, with this weight and priority."""
+
+    client: int
+    share: float
+    priority: int
+
+
+class Submit(_Message, frozen=True, tag=61):
+    """Controller to every IslandScheduler a run touches (local): queue these segments of the run.
+
+    `segments` are this island's; `depends` runs parallel to it and names (island, segment) pairs.
+    """
+
+    run: int
+    program: int
+    segments: tuple[int, ...]
+    hosts: tuple[tuple[str, ...], ...]
+    depends: tuple[tuple[tuple[str, int], ...], ...]
+    args: tuple[int | bytes, ...]
+    results: tuple[int, ...]
+    notify: tuple[tuple[str, ...], ...]
+    """For each segment the other islands that wait for it."""
+    awaits: tuple[int, ...]
+    """Argument arrays whose upload has not ended."""
+
+
+class SegmentLaunched(_Message, frozen=True, tag=62):
+    """IslandScheduler to the IslandSchedulers that wait for it (local): a producer has been launched."""
+
+    run: int
+    segment: int
+
+
+class SegmentDone(_Message, frozen=True, tag=63):
+    """IslandScheduler to those that wait for it, and to Controller (local): a segment has ended."""
+
+    run: int
+    segment: int
+    device_time_us: int
+
+
+class UploadEnded(_Message, frozen=True, tag=64):
+    """Controller to IslandScheduler (local): an awaited array is there on all its hosts."""
+
+    array: int
+
+
+class Release(_Message, frozen=True, tag=65):
+    """Controller to IslandScheduler (local): drop these arrays, after all the client's earlier work."""
+
+    client: int
+    arrays: tuple[int, ...]
+    hosts: tuple[tuple[str, ...], ...]
+    """Holders of each array."""
+
+
+class RemoveClient(_Message, frozen=True, tag=66):
+    """Controller to IslandScheduler (local): drop a client's queue and, on hosts, all it owns."""
+
+    client: int
+
+
+class CancelRun(_Message, frozen=True, tag=67):
+    """Controller to IslandScheduler (local): forget the segments of this run that are still queued."""
+
+    run: int
+
+
+class InstallProgram(_Message, frozen=True, tag=68):
+    """Controller to IslandScheduler (local): let your hosts compile this, in this order on each."""
+
+    program: int
+    body: Program
+    plans: tuple[HostPlan, ...]
+    artifacts: tuple[Artifact, ...]
+
+
+class ProgramInstalled(_Message, frozen=True, tag=69):
+    """IslandScheduler to Controller (local): all hosts of the island have compiled it, or one could not."""
+
+    island: str
+    program: int
+    error: ErrorReport | None
+
+
+class UninstallProgram(_Message, frozen=True, tag=70):
+    """Controller to IslandScheduler (local): hosts may forget this program after its earlier work."""
+
+    program: int
+    hosts: tuple[str, ...]
+
+
+class Install(_Message, frozen=True, tag=71):
+    """IslandScheduler to HostExecutor: compile your part of this program."""
+
+    epoch: int
+    program: int
+    body: Program
+    plan: HostPlan
+    artifacts: tuple[Artifact, ...]
+
+
+class Installed(_Message, frozen=True, tag=72):
+    """HostExecutor to IslandScheduler: compiled, or why not."""
+
+    epoch: int
+    program: int
+    error: ErrorReport | None
+
+
+class Arguments(msgspec.Struct, frozen=True, array_like=True):
+    """What a run reads and makes; comes with the run's first launch on a host."""
+
+    args: tuple[int | bytes, ...]
+    results: tuple[int, ...]
+
+
+class Launch(_Message, frozen=True, tag=73):
+    """IslandScheduler to every HostExecutor of a gang: your next piece of work, number `sequence`."""
+
+    epoch: int
+    sequence: int
+    run: int
+    program: int
+    segment: int
+    last: bool
+    """No segment of this run follows on this host."""
+    arguments: Arguments | None
+    report: bool
+    """This host leads the gang: tell the scheduler when the segment has ended."""
+
+
+class Discard(_Message, frozen=True, tag=74):
+    """IslandScheduler to HostExecutor, in launch order: drop these arrays, programs, clients."""
+
+    epoch: int
+    sequence: int
+    arrays: tuple[int, ...]
+    programs: tuple[int, ...]
+    clients: tuple[int, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """One launch that has ended on a host, and the device time it took."""
+
+    sequence: int
+    device_time_us: int
+
+
+class Progress(_Message, frozen=True, tag=75):
+    """HostExecutor to IslandScheduler, once a loop turn: these launches have ended."""
+
+    epoch: int
+    finished: tuple[Finished, ...]
+
+
+class LaunchGap(_Message, frozen=True, tag=76):
+    """HostExecutor to IslandScheduler: a launch number is missing, I have stopped."""
+
+    epoch: int
+    expected: int
+    got: int
+
+
+# --- data --------------------------------------------------------------------------------------------
+
+
+class EdgeCredit(_Message, frozen=True, tag=90):
+    """Receiving ShardCoordinator to the sending one: put the bytes of this edge here."""
+
+    run: int
+    edge: int
+    landing: Landing
+
+
+class EdgeData(_Message, frozen=True, tag=91):
+    """Sending ShardCoordinator to the receiving one: the bytes of a small edge."""
+
+    run: int
+    edge: int
+    data: bytes
+
+
+class EdgeFailed(_Message, frozen=True, tag=92):
+    """Sending ShardCoordinator to the receiving one: this edge has no value, its producer failed."""
+
+    run: int
+    edge: int
+    error: ErrorReport
+
+
+class Upload(_Message, frozen=True, tag=93):
+    """ClientSession to ObjectStore: take your shards of this array (inline, or tell me where)."""
+
+    array: int
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    data: bytes | None
+
+
+class UploadLanding(_Message, frozen=True, tag=94):
+    """ObjectStore to ClientSession: put the bytes of this array's shards here."""
+
+    array: int
+    landing: Landing
+
+
+class Uploaded(_Message, frozen=True, tag=95):
+    """ObjectStore to Controller: my shards of this array are in device memory."""
+
+    array: int
+    error: ErrorReport | None
+
+
+class Fetch(_Message, frozen=True, tag=96):
+    """ClientSession to ObjectStore: send me these shards (mesh positions) when they are ready."""
+
+    request: int
+    array: int
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    positions: tuple[int, ...]
+    landing: Landing | None
+
+
+class Fetched(_Message, frozen=True, tag=97):
+    """ObjectStore to ClientSession: the bytes of a small fetch."""
+
+    request: int
+    data: bytes
+
+
+class Wait(_Message, frozen=True, tag=98):
+    """ClientSession to ObjectStore: tell me when your shards of these arrays are ready."""
+
+    request: int
+    arrays: tuple[int, ...]
+
+
+class Ready(_Message, frozen=True, tag=99):
+    """ObjectStore to ClientSession: your shards on this host are ready."""
+
+    request: int
+
+
+class RequestFailed(_Message, frozen=True, tag=100):
+    """Controller or ObjectStore to ClientSession: a fetch, wait or query has failed."""
+
+    request: int
+    error: ErrorReport
+
+
+class CancelRequest(_Message, frozen=True, tag=101):
+    """ClientSession to ObjectStore: I no longer wait for this fetch or wait."""
+
+    request: int
+
+
+Message = (
+    Hello | Refused | Heartbeat | Goodbye | RegisterHost | HostRejected | FormIsland | IslandJoined
+    | IslandJoinFailed | LeaveIsland | Directory | Attach | Attached | Identify | Evicted
+    | AllocateSlice | SliceBound | SliceRefused | ReleaseSlice | SliceLost | RegisterProgram
+    | ReleaseProgram | Run | RunFailed | RunsSettled | CreateArray | Delete | GetStatus | Status
+    | GetStats | Stats | Install | Installed | Launch | Discard | Progress | LaunchGap | EdgeCredit
+    | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
+    | RequestFailed | CancelRequest
+)  # fmt: skip
+"""Everything that may arrive from another process (local notes are not among them)."""

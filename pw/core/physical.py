@@ -1,0 +1,134 @@
+"""Where arrays lie once virtual devices are bound: checked, and worked out once for each spec.
+
+Micro-batches and chains name the same few specs thousands of times; what a spec means physically
+(its devices, its hosts, the way to another spec) is therefore computed once and looked up ever
+after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pw.core.errors import PlacementError
+from pw.core.plan import Route
+from pw.core.program import Computation, Program
+from pw.core.reshard import plan_routes
+from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress, Placement
+
+
+class Physical:
+    """Where specs lie physically: checked, and worked out once for each distinct one."""
+
+    def __init__(self, program: Program, bindings: Mapping[int, Binding]) -> None:
+        slices = program.slices().union(
+            spec.placement.slice
+            for computation in program.computations
+            for spec in (*computation.inputs, *computation.outputs)
+        )
+        self.bindings = {number: bindings[number] for number in sorted(slices)}
+        self._devices: dict[Placement, tuple[DeviceAddress, ...]] = {}
+        self._hosts: dict[Placement, tuple[str, ...]] = {}
+        self._checked: set[ArraySpec] = set()
+        self._boxes: dict[ArraySpec, dict[DeviceAddress, Box]] = {}
+        self._moves: dict[tuple[ArraySpec, ArraySpec], tuple[Route, ...] | None] = {}
+        self.rank: dict[str, int] = {}
+        self.island_of: dict[str, str] = {}
+        for binding in self.bindings.values():
+            for device in binding.devices:
+                self.rank.setdefault(device.host, len(self.rank))
+                self.island_of[device.host] = binding.island
+        for computation in program.computations:
+            self._check_computation(computation)
+        for spec in (*program.inputs, *(output.spec for output in program.outputs)):
+            self._check_spec(spec)
+
+    def island(self, placement: Placement) -> str:
+        """The island that `placement` is on."""
+        return self.bindings[placement.slice].island
+
+    def devices(self, placement: Placement) -> tuple[DeviceAddress, ...]:
+        """The physical device at every position of `placement`."""
+        if placement not in self._devices:
+            self._devices[placement] = self._located(placement)
+        return self._devices[placement]
+
+    def hosts(self, placement: Placement) -> tuple[str, ...]:
+        """The hosts of `placement`, in binding order."""
+        if placement not in self._hosts:
+            found = dict.fromkeys(device.host for device in self.devices(placement))
+            self._hosts[placement] = tuple(sorted(found, key=self.rank.__getitem__))
+        return self._hosts[placement]
+
+    def routes(self, source: ArraySpec, destination: ArraySpec) -> tuple[Route, ...] | None:
+        """How to get from one spec to the other; None where every device holds what it shall."""
+        pair = (source, destination)
+        if pair not in self._moves:
+            there, here = self.devices(destination.placement), self.devices(source.placement)
+            same = (
+                (source.shape, source.dtype) == (destination.shape, destination.dtype)
+                and set(here) == set(there)
+                and self._layout(source) == self._layout(destination)
+            )
+            self._moves[pair] = None if same else plan_routes(source, destination, here, there)
+        return self._moves[pair]
+
+    def _layout(self, spec: ArraySpec) -> dict[DeviceAddress, Box]:
+        if spec not in self._boxes:
+            self._boxes[spec] = {
+                device: spec.box(position)
+                for position, device in enumerate(self.devices(spec.placement))
+            }
+        return self._boxes[spec]
+
+    def _located(self, placement: Placement) -> tuple[DeviceAddress, ...]:
+        binding = self.bindings[placement.slice]
+        if not placement.devices:
+            raise PlacementError(f"no device of slice {placement.slice} was named")
+        for index in placement.devices:
+            if not 0 <= index < len(binding.devices):
+                raise PlacementError(
+                    f"virtual device {index} was named, but slice {placement.slice} has "
+                    f"{len(binding.devices)} devices"
+                )
+        devices = binding.located(placement)
+        if len(set(devices)) < len(devices):
+            twice = next(device for device in devices if devices.count(device) > 1)
+            raise PlacementError(
+                f"two positions of the mesh on slice {placement.slice} are the same physical "
+                f"device, number {twice.ordinal} of host {twice.host}; they must be distinct"
+            )
+        return devices
+
+    def _check_spec(self, spec: ArraySpec) -> None:
+        if spec in self._checked:
+            return
+        if spec.sharding.device_count != len(spec.placement.devices):
+            raise PlacementError(
+                f"the mesh {spec.sharding.axis_sizes} has {spec.sharding.device_count} positions, "
+                f"but {len(spec.placement.devices)} devices were named for it"
+            )
+        spec.sharding.check(spec.shape)
+        self.devices(spec.placement)
+        self._checked.add(spec)
+
+    def _check_computation(self, computation: Computation) -> None:
+        placement = computation.placement
+        try:
+            own = set(self.devices(placement))
+        except PlacementError as error:
+            raise PlacementError(f"computation {computation.name!r}: {error}") from error
+        for kind, specs in (("input", computation.inputs), ("output", computation.outputs)):
+            for number, spec in enumerate(specs):
+                self._check_spec(spec)
+                if self.island(spec.placement) != self.island(placement):
+                    raise PlacementError(
+                        f"computation {computation.name!r} runs on island "
+                        f"{self.island(placement)}, but its {kind} {number} is declared on island "
+                        f"{self.island(spec.placement)}; a computation cannot span islands"
+                    )
+                if set(self.devices(spec.placement)) != own:
+                    raise PlacementError(
+                        f"computation {computation.name!r} runs on {len(own)} devices of slice "
+                        f"{placement.slice}, but its {kind} {number} is declared on other devices; "
+                        "all inputs and outputs must lie on exactly the devices that run it"
+                    )

@@ -1,0 +1,77 @@
+"""Programs: sharded dataflow graphs of compiled functions.
+
+A `Program` has one `Node` per call of a computation and one `Value` per edge, whatever the number of
+shards. Where a value lies differently from what its consumer asks for, the edge implies a transfer; the
+client never writes one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pw.core.sharding import ArraySpec, Placement
+
+
+class Computation(msgspec.Struct, frozen=True, array_like=True):
+    """A compiled function over all its shards.
+
+    `artifact` is the SHA-256 of a serialized `jax.export` artifact whose arguments and results are flat
+    lists of arrays as `inputs` and `outputs` say. `donated` are positions in `inputs` whose buffers the
+    computation may take over.
+    """
+
+    name: str
+    artifact: bytes
+    placement: Placement
+    inputs: tuple[ArraySpec, ...]
+    outputs: tuple[ArraySpec, ...]
+    donated: tuple[int, ...] = ()
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True):
+    """Result `index` of node `node`; with `node` -1, the program's input `index`."""
+
+    node: int
+    index: int
+
+
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """One call of a computation."""
+
+    computation: int
+    args: tuple[Value, ...]
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """One result of a program, delivered as `spec` (which may ask for a transfer)."""
+
+    value: Value
+    spec: ArraySpec
+
+
+class Program(msgspec.Struct, frozen=True, array_like=True):
+    """A graph of computations; nodes are in an order in which they can run.
+
+    `donated` are the program inputs whose arrays are gone once the program has been run.
+    """
+
+    name: str
+    computations: tuple[Computation, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[ArraySpec, ...]
+    outputs: tuple[Output, ...]
+    donated: tuple[int, ...] = ()
+
+    def spec_of(self, value: Value) -> ArraySpec:
+        """How `value` lies where it is made."""
+        if value.node < 0:
+            return self.inputs[value.index]
+        return self.computations[self.nodes[value.node].computation].outputs[value.index]
+
+    def slices(self) -> set[int]:
+        """All slices the program touches."""
+        return (
+            {spec.placement.slice for spec in self.inputs}
+            | {computation.placement.slice for computation in self.computations}
+            | {output.spec.placement.slice for output in self.outputs}
+        )

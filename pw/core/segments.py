@@ -1,0 +1,175 @@
+"""Lays the nodes and edges of a program out in segments, before anything is written host by host.
+
+A value that lies as its consumer asks for is read from its slot. Otherwise there is an *edge*: one
+for each distinct pair of a value and a wanted spec, shared by all consumers, with a slot of its
+own.
+
+There is one open segment an island. A segment may gain dependencies only while it is empty: a
+consumer of another island's work that is not yet among the dependencies of the open segment closes
+it and opens the next. Every dependency is therefore older than the first instruction of the segment
+that has it, and so is every earlier segment of the same island: whatever the program, segments
+never wait for each other in a circle (DESIGN G4). Sends that join a segment later do not matter,
+for a `Send` waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pw.core.errors import ArgumentError
+from pw.core.physical import Physical
+from pw.core.plan import Route
+from pw.core.program import Program, Value
+from pw.core.sharding import ArraySpec
+
+
+@dataclass(slots=True)
+class Edge:
+    """A value on its way to where a consumer wants it."""
+
+    index: int
+    slot: int
+    source_slot: int
+    source: ArraySpec
+    destination: ArraySpec
+    producer: int
+    routes: tuple[Route, ...]
+
+    def sends(self) -> Iterator[Route]:
+        """The routes that leave their host."""
+        return (r for r in self.routes if r.source_host != r.destination_host)
+
+    def receives(self) -> dict[str, list[Route]]:
+        """All routes by the host they go to."""
+        incoming: dict[str, list[Route]] = {}
+        for route in self.routes:
+            incoming.setdefault(route.destination_host, []).append(route)
+        return incoming
+
+
+@dataclass(slots=True)
+class Draft:
+    """A segment being laid out: steps are node numbers, or edges to receive."""
+
+    index: int
+    island: str
+    depends: set[int] = field(default_factory=set)
+    input_sends: list[Edge] = field(default_factory=list)
+    steps: list[int | Edge] = field(default_factory=list)
+
+
+class Schedule:
+    """Lays nodes and edges out in segments."""
+
+    def __init__(self, program: Program, physical: Physical) -> None:
+        self.physical = physical
+        self.segments: list[Draft] = []
+        self.args: list[tuple[int, ...]] = []
+        self.results: list[tuple[int, ...]] = []
+        self.sends_after: defaultdict[int, list[Edge]] = defaultdict(list)
+        self.last_node: dict[int, int | None] = {}
+        """The node that uses a slot last, or None where a receive on the same host does."""
+        self._program = program
+        self._first: dict[str, Draft] = {}
+        self._open: dict[str, Draft] = {}
+        self._segment_of_node: list[int] = []
+        self._edges: dict[tuple[Value, ArraySpec], Edge] = {}
+        end = len(program.inputs)
+        for node in program.nodes:
+            start, end = end, end + len(program.computations[node.computation].outputs)
+            self.results.append(tuple(range(start, end)))
+        self._edge_slots = end
+        for number in range(len(program.nodes)):
+            self._place_node(number)
+        self.output_slots = self._place_outputs()
+        """Where each program output is."""
+
+    def first_segment(self, island: str) -> Draft:
+        """The first segment of `island`, made now if there is none."""
+        return self._first.get(island) or self._new_segment(island)
+
+    def _new_segment(self, island: str) -> Draft:
+        draft = Draft(len(self.segments), island)
+        self.segments.append(draft)
+        self._open[island] = draft
+        self._first.setdefault(island, draft)
+        return draft
+
+    def _place_node(self, number: int) -> None:
+        node = self._program.nodes[number]
+        computation = self._program.computations[node.computation]
+        if len(node.args) != len(computation.inputs):
+            raise ArgumentError(
+                f"node {number} gives {len(node.args)} arguments to computation "
+                f"{computation.name!r}, which takes {len(computation.inputs)}"
+            )
+        arriving: list[Edge] = []
+        slots = []
+        for value, spec in zip(node.args, computation.inputs, strict=True):
+            if value.node >= number:
+                raise ArgumentError(
+                    f"node {number} reads a result of node {value.node}, a later one"
+                )
+            slots.append(self._slot(value, spec, arriving))
+        segment = self._receive(self.physical.island(computation.placement), arriving)
+        segment.steps.append(number)
+        self._segment_of_node.append(segment.index)
+        self.args.append(tuple(slots))
+        self.last_node.update(dict.fromkeys(slots, number))
+
+    def _place_outputs(self) -> tuple[int, ...]:
+        slots = []
+        arriving: dict[str, list[Edge]] = {}
+        for output in self._program.outputs:
+            there = arriving.setdefault(self.physical.island(output.spec.placement), [])
+            slots.append(self._slot(output.value, output.spec, there))
+        for island, edges in arriving.items():
+            if edges:
+                self._receive(island, edges)
+        return tuple(slots)
+
+    def _slot(self, value: Value, wanted: ArraySpec, arriving: list[Edge]) -> int:
+        """The slot where `value` lies as `wanted`; an edge not on its way yet is `arriving`."""
+        own = self._program.spec_of(value)
+        slot = value.index if value.node < 0 else self.results[value.node][value.index]
+        routes = None if own == wanted else self.physical.routes(own, wanted)
+        if routes is None:
+            return slot
+        edge = self._edges.get((value, wanted))
+        if edge is None:
+            index = len(self._edges)
+            edge = Edge(index, self._edge_slots + index, slot, own, wanted, value.node, routes)
+            self._edges[value, wanted] = edge
+            arriving.append(edge)
+        return edge.slot
+
+    def _receive(self, island: str, arriving: list[Edge]) -> Draft:
+        """The segment of `island` to go on in, once it has received `arriving`."""
+        remote: list[Edge] = []
+        local: list[Edge] = []
+        for edge in arriving:
+            is_local = self.physical.island(edge.source.placement) == island
+            (local if is_local else remote).append(edge)
+        needed = {self._send(edge).index for edge in remote}
+        segment = self._open.get(island)
+        if segment is None or not needed <= segment.depends:
+            segment = self._new_segment(island)
+        segment.depends |= needed
+        for edge in local:
+            if any(edge.sends()):
+                self._send(edge)
+            if any(route.source_host == route.destination_host for route in edge.routes):
+                self.last_node[edge.source_slot] = None
+        segment.steps.extend(arriving)
+        return segment
+
+    def _send(self, edge: Edge) -> Draft:
+        """Have `edge` sent where its value is made, and say in which segment that is."""
+        if edge.producer >= 0:
+            self.sends_after[edge.producer].append(edge)
+            return self.segments[self._segment_of_node[edge.producer]]
+        segment = self.first_segment(self.physical.island(edge.source.placement))
+        segment.input_sends.append(edge)
+        return segment

@@ -1,0 +1,196 @@
+"""How a logical array lies on virtual devices, in numbers only.
+
+A `Sharding` is what JAX calls a NamedSharding, without devices: mesh axes with sizes, and for each
+dimension of the array the axes that split it. A `Placement` says which virtual devices of one slice
+stand at the positions of that mesh. Boxes (start and stop in every dimension) follow in closed form, so
+that nothing in the system needs one object per shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from pw.core.errors import ShardingError
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open interval in every dimension."""
+
+ALIGNMENT_BYTES = 64
+"""Every shard starts at such a boundary in a transfer, so that JAX can alias it without a copy."""
+
+
+def dtype_of(name: str) -> np.dtype[np.generic]:
+    """The numpy dtype called `name`, the small floats and integers of ml_dtypes included."""
+    extension = getattr(ml_dtypes, name, None)
+    return np.dtype(extension if extension is not None else name)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Extent of `box` in every dimension."""
+    return tuple(stop - start for start, stop in box)
+
+
+def box_bytes(box: Box, dtype: str) -> int:
+    """Size of `box` in bytes as numpy lays it out."""
+    return math.prod(box_shape(box)) * dtype_of(dtype).itemsize
+
+
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """`box` as an index."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def packed_offsets(sizes_bytes: list[int]) -> tuple[list[int], int]:
+    """Offsets of buffers laid one after the other at 64-byte boundaries, and the total size."""
+    offsets, end = [], 0
+    for size in sizes_bytes:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets.append(start)
+        end = start + size
+    return offsets, end
+
+
+class Sharding(msgspec.Struct, frozen=True, array_like=True):
+    """Mesh axes, and the axes that split each dimension (dimensions left out are not split)."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices in the mesh."""
+        return math.prod(self.axis_sizes)
+
+    def partitions(self, ndim: int) -> tuple[int, ...]:
+        """Into how many parts each of `ndim` dimensions is split."""
+        sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        split = [math.prod(sizes[axis] for axis in axes) for axes in self.spec]
+        return tuple(split + [1] * (ndim - len(split)))
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise ShardingError if an array of `shape` cannot be split this way."""
+        if len(self.spec) > len(shape):
+            raise ShardingError(
+                f"a partition spec of {len(self.spec)} dimensions was given for an array of "
+                f"{len(shape)} dimensions with shape {shape}"
+            )
+        used: set[str] = set()
+        for axes in self.spec:
+            for axis in axes:
+                if axis not in self.axis_names:
+                    raise ShardingError(
+                        f"the partition spec names the axis {axis!r}, but the mesh has {self.axis_names}"
+                    )
+                if axis in used:
+                    raise ShardingError(f"the partition spec uses the mesh axis {axis!r} twice")
+                used.add(axis)
+        for dim, (size, parts) in enumerate(zip(shape, self.partitions(len(shape)), strict=True)):
+            if size % parts:
+                raise ShardingError(
+                    f"dimension {dim} of shape {shape} has size {size}, which does not divide into "
+                    f"{parts} equal shards over the mesh axes {self.spec[dim]}; pad it or choose another "
+                    "sharding"
+                )
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of every shard of an array of `shape`."""
+        return tuple(
+            size // parts for size, parts in zip(shape, self.partitions(len(shape)), strict=True)
+        )
+
+    def box(self, shape: tuple[int, ...], device: int) -> Box:
+        """What part of an array of `shape` lies on the device at position `device` of the mesh."""
+        coordinates: dict[str, tuple[int, int]] = {}
+        rest = device
+        for axis, size in zip(reversed(self.axis_names), reversed(self.axis_sizes), strict=True):
+            rest, coordinate = divmod(rest, size)
+            coordinates[axis] = (coordinate, size)
+        box = []
+        for dim, size in enumerate(shape):
+            index, parts = 0, 1
+            for axis in self.spec[dim] if dim < len(self.spec) else ():
+                coordinate, axis_size = coordinates[axis]
+                index, parts = index * axis_size + coordinate, parts * axis_size
+            width = size // parts
+            box.append((index * width, (index + 1) * width))
+        return tuple(box)
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """The virtual devices (indices into one slice) at the positions of a mesh, in row-major order."""
+
+    slice: int
+    devices: tuple[int, ...]
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """All there is to know about a logical array but its values.
+
+    Typed PRNG keys appear here as the unsigned integers they consist of; only clients see key dtypes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding
+    placement: Placement
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of one full copy in bytes."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Size of one shard in bytes."""
+        return math.prod(self.sharding.shard_shape(self.shape)) * dtype_of(self.dtype).itemsize
+
+    def box(self, device: int) -> Box:
+        """What part lies on the device at position `device`."""
+        return self.sharding.box(self.shape, device)
+
+    def distinct_boxes(self) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Every different box with the positions of the devices that hold a copy of it."""
+        holders: dict[Box, list[int]] = {}
+        for device in range(self.sharding.device_count):
+            holders.setdefault(self.box(device), []).append(device)
+        for box, devices in holders.items():
+            yield box, tuple(devices)
+
+
+class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
+    """A physical device: its host and its position among that host's devices."""
+
+    host: str
+    ordinal: int
+
+
+class Binding(msgspec.Struct, frozen=True, array_like=True):
+    """The physical devices behind a slice's virtual ones."""
+
+    slice: int
+    island: str
+    devices: tuple[DeviceAddress, ...]
+
+    def located(self, placement: Placement) -> tuple[DeviceAddress, ...]:
+        """Physical device at every position of `placement`."""
+        return tuple(self.devices[index] for index in placement.devices)
+
+
+def host_boxes(
+    spec: ArraySpec, devices: tuple[DeviceAddress, ...], host: str
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """The different boxes of an array on `host`, each with the mesh positions there that hold it.
+
+    Uploads and inline arguments carry a host's boxes in this order.
+    """
+    holders: dict[Box, list[int]] = {}
+    for position, device in enumerate(devices):
+        if device.host == host:
+            holders.setdefault(spec.box(position), []).append(position)
+    return [(box, tuple(positions)) for box, positions in holders.items()]

@@ -1,0 +1,166 @@
+"""What a host's actors ask of its devices.
+
+A backend runs *ops* one after the other, in the order of `submit`, without telling anyone: an op
+fills the `Value`s that it makes, and later ops read them. Control runs ahead of data, so an actor
+names a value as the result of one op and as the argument of the next in the same breath. Only what
+concerns the world outside the devices has a `done`: it is called on the loop thread, some time
+later, exactly once (unless the backend is closed first). A value that cannot be made carries the
+error instead, and whatever needs it gets that same error.
+
+Nothing here knows JAX: the simulated backend keeps the same promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pw.core.errors import ErrorReport
+from pw.core.plan import Piece
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, Box, DeviceAddress
+
+Done = Callable[[ErrorReport | None], None]
+"""Called on the loop thread: with None for success, otherwise with what went wrong."""
+
+Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
+"""Host bytes for a box, relative to the shard, of the shards at these positions."""
+
+
+class Value:
+    """A logical array's part on this host, filled by the backend some time after it was submitted.
+
+    Actors make values, pass them to ops and drop them; everything in them belongs to the backend,
+    but for `error`, which actors may read once a `done` has told them that the value is settled.
+    """
+
+    __slots__ = ("building", "error", "heir", "payload", "shared")
+
+    def __init__(self, error: ErrorReport | None = None) -> None:
+        self.payload: Any = None
+        """The backend's own idea of the array; None until it is made, and when it failed."""
+        self.error = error
+        self.shared = False
+        """Another value, or a read under way, may alias the buffers: copied before a donation."""
+        self.building: Any = None
+        """Tells the execute thread when a build that was deferred has ended."""
+        self.heir: Value | None = None
+        """A result of the computation that this value's buffers were donated to."""
+
+
+@dataclass(slots=True)
+class Execute:
+    """Enqueue an installed computation; `results` are filled as soon as it has been enqueued.
+
+    `copied` are donated positions whose argument somebody still needs: a copy is donated instead.
+    An argument that is `shared`, or given twice, is copied without being named. The other donated
+    arguments are gone afterwards (using them again is `ArrayDeleted`).
+    """
+
+    key: bytes
+    args: tuple[Value, ...]
+    results: tuple[Value, ...]
+    copied: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Move:
+    """Lay out `source` differently, from devices of this host to devices of this host.
+
+    Every destination shard on this host is covered by exactly one piece. Nothing waits for the
+    value; a whole shard that stays on its device is aliased.
+    """
+
+    source: Value
+    source_spec: ArraySpec
+    source_devices: tuple[DeviceAddress, ...]
+    result: Value
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Build:
+    """Make an array from bytes in host memory.
+
+    A part that covers a whole shard is aliased where the backend can (64-byte aligned memory on
+    CPU), so its bytes must never change afterwards; the array is kept alive as long as it is
+    needed. `done` is called when `result` is made. Ops submitted after this one may use `result`
+    at once, but one that does so before `done` may hold up the execute thread while a large array
+    is assembled.
+    """
+
+    result: Value
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    parts: Sequence[Part]
+    done: Done | None = None
+
+
+@dataclass(slots=True)
+class Watch:
+    """Tell when all of `values` are ready, or one has failed.
+
+    A value that has been donated counts as ready when the computation that took it has run.
+    """
+
+    values: tuple[Value, ...]
+    done: Done
+
+
+@dataclass(slots=True)
+class Read:
+    """Give host views of boxes of shards on this host, in the order asked for, once they are ready.
+
+    Each box is a position and a box relative to the shard there. The views are read-only, cost no
+    copy where devices share the host's memory, and stay valid whatever happens to the value later.
+    """
+
+    value: Value
+    boxes: Sequence[tuple[int, Box]]
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    done: Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
+
+
+@dataclass(slots=True)
+class Call:
+    """Run a function on the execute thread, in its turn."""
+
+    function: Callable[[], None]
+
+
+Op = Execute | Move | Build | Watch | Read | Call
+
+
+class Backend(Protocol):
+    """The devices of one host; all methods are called on the loop thread, and none blocks."""
+
+    def install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: Done,
+    ) -> None:
+        """Compile a computation for `devices`, so that `Execute` can name it by `key` after `done`.
+
+        Computations are compiled in the order of the calls. Installing a key twice is harmless.
+        """
+
+    def forget(self, key: bytes) -> None:
+        """Drop an installed computation, after everything submitted so far has been enqueued."""
+
+    def submit(self, ops: Sequence[Op]) -> None:
+        """Run `ops` after all those submitted before; one wake-up for all of them."""
+
+    def counters(self) -> dict[str, int]:
+        """What this backend has done and holds."""
+
+    def close(self) -> None:
+        """Stop; no `done` is called afterwards."""

@@ -1,0 +1,366 @@
+"""The shard coordinator of a host: the edges of programs, host to host (the paper's Plaque role).
+
+The plan tells both ends of an edge about each other. For a small edge the sender sends the bytes in a
+message. For a large one the receiver posts where they should go (`EdgeCredit`) as soon as it sees the
+launch, and the sender pushes over the bulk plane when its value is ready. Messages between hosts and
+launches come over different links, so either may be first: what arrives for an edge that is not expected
+yet is kept until it is, within bounds of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
+from pw.core.ids import Address, client_of, coordinator_of
+from pw.core.landing import Landing
+from pw.core.messages import INLINE_BYTES, EdgeCredit, EdgeData, EdgeFailed, PeerLost
+from pw.core.plan import Receive, Route, Send
+from pw.core.reshard import route_layout
+from pw.core.sharding import ArraySpec, Box, DeviceAddress
+from pw.devices.backend import Backend, Build, Op, Part, Read, Value
+from pw.devices.store import Bulk, Bytes, pack, unpack
+
+PARKED_BYTES = 256 << 20
+"""Bytes of edges kept that no launch has announced yet."""
+
+ORPHAN_S = 30.0
+"""How long the edges of a client that has left may stay without a receiver."""
+
+Arrived = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """The sending end of one route of one edge."""
+
+    run: int
+    send: Send
+    total_bytes: int
+    offsets: list[int]
+    views: list[np.ndarray[Any, Any]] | None = None
+    landing: Landing | None = None
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """The receiving end of one edge: complete when every route has delivered."""
+
+    run: int
+    receive: Receive
+    value: Value
+    devices: tuple[DeviceAddress, ...]
+    arrived: Arrived
+    missing: set[str]
+    parts: list[Part] = field(default_factory=list)
+    transfers: dict[str, int] = field(default_factory=dict)
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _DropOrphans:
+    """Note to oneself: the edges of this client that found no receiver are void now."""
+
+    client: int
+
+
+class ShardCoordinator(Actor):
+    """Moves the pieces of edges between this host and others."""
+
+    def __init__(self, env: Env, backend: Backend, bulk: Bulk) -> None:
+        super().__init__(env)
+        self._backend = backend
+        self._bulk = bulk
+        self._host = env.address.node
+        self._outgoing: dict[tuple[int, int, str], _Outgoing] = {}
+        self._incoming: dict[tuple[int, int], _Incoming] = {}
+        self._parked: dict[tuple[int, int, str], EdgeCredit | EdgeData | EdgeFailed] = {}
+        self._parked_bytes = 0
+        self._gone_clients: set[int] = set()
+
+    # --- receiving -----------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        run: int,
+        receive: Receive,
+        value: Value,
+        devices: tuple[DeviceAddress, ...],
+        arrived: Arrived,
+    ) -> None:
+        """Prepare for an edge of a run just launched; `arrived` is called when `value` can be used."""
+        routes = {route.source_host: route for route in receive.routes}
+        incoming = _Incoming(run, receive, value, devices, arrived, set(routes))
+        self._incoming[(run, receive.edge)] = incoming
+        for source, route in routes.items():
+            if source == self._host:
+                continue
+            total = route_layout(route, receive.source)[1]
+            if total > INLINE_BYTES:
+                landing = self._bulk.land(total, self._landed(incoming, route))
+                incoming.transfers[source] = landing.transfer
+                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, landing))
+            early = self._unpark((run, receive.edge, source))
+            if isinstance(early, EdgeData):
+                self._take(incoming, route, early.data)
+            elif isinstance(early, EdgeFailed):
+                self._fail(incoming, early.error)
+        if not routes:
+            self._build(incoming)
+
+    def _landed(self, incoming: _Incoming, route: Route) -> Callable[[Bytes], None]:
+        return lambda buffer: self._take(incoming, route, buffer)
+
+    def local_read(
+        self, run: int, receive: Receive, source: Value, devices: tuple[DeviceAddress, ...]
+    ) -> Op | None:
+        """The op that reads this host's own pieces of an edge, to be submitted in its turn."""
+        incoming = self._incoming.get((run, receive.edge))
+        route = next((r for r in receive.routes if r.source_host == self._host), None)
+        if incoming is None or route is None:
+            return None
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if isinstance(views, ErrorReport):
+                self._fail(incoming, views)
+            else:
+                self._collect(incoming, route, views)
+
+        return Read(source, _source_boxes(route), receive.source, devices, read)
+
+    @handles(EdgeData)
+    def _data(self, sender: Address, message: EdgeData) -> None:
+        incoming = self._incoming.get((message.run, message.edge))
+        if incoming is None:
+            self._park((message.run, message.edge, sender.node), message, len(message.data))
+            return
+        for route in incoming.receive.routes:
+            if route.source_host == sender.node:
+                self._take(incoming, route, message.data)
+
+    def _take(self, incoming: _Incoming, route: Route, buffer: bytes | Bytes) -> None:
+        offsets, total = route_layout(route, incoming.receive.source)
+        if len(buffer) != total:
+            error = ProtocolError(
+                f"edge {incoming.receive.edge} from {route.source_host} came with {len(buffer)} bytes "
+                f"instead of {total}"
+            )
+            self._fail(incoming, ErrorReport.of(error, self._host))
+            return
+        source = incoming.receive.source
+        views = [
+            unpack(buffer, offset, source, piece.source_box)
+            for piece, offset in zip(route.pieces, offsets, strict=True)
+        ]
+        self._collect(incoming, route, views)
+
+    def _collect(
+        self, incoming: _Incoming, route: Route, views: list[np.ndarray[Any, Any]]
+    ) -> None:
+        if incoming.failed or route.source_host not in incoming.missing:
+            return
+        incoming.missing.discard(route.source_host)
+        incoming.parts += [
+            (piece.destination_devices, piece.destination_box, view)
+            for piece, view in zip(route.pieces, views, strict=True)
+        ]
+        if not incoming.missing:
+            self._build(incoming)
+
+    def _build(self, incoming: _Incoming) -> None:
+        del self._incoming[(incoming.run, incoming.receive.edge)]
+        self._backend.submit(
+            [
+                Build(
+                    incoming.value,
+                    incoming.receive.spec,
+                    incoming.devices,
+                    incoming.parts,
+                    lambda error: incoming.arrived(),
+                )
+            ]
+        )
+
+    @handles(EdgeFailed)
+    def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:
+        incoming = self._incoming.get((message.run, message.edge))
+        if incoming is None:
+            self._park((message.run, message.edge, sender.node), message, 0)
+        else:
+            self._fail(incoming, message.error)
+
+    def _fail(self, incoming: _Incoming, error: ErrorReport) -> None:
+        """The edge has no value: poison what it should have filled, and go on."""
+        if incoming.failed:
+            return
+        incoming.failed = True
+        self._incoming.pop((incoming.run, incoming.receive.edge), None)
+        for source in incoming.missing:
+            if source in incoming.transfers:
+                self._bulk.cancel(incoming.transfers[source])
+        incoming.value.error = error
+        incoming.arrived()
+
+    # --- sending -------------------------------------------------------------------------------------
+
+    def send_op(
+        self, run: int, send: Send, value: Value, devices: tuple[DeviceAddress, ...]
+    ) -> Op:
+        """The op that reads the pieces of one route, to be submitted in its turn."""
+        offsets, total = route_layout(send.route, send.spec)
+        outgoing = _Outgoing(run, send, total, offsets)
+        key = (run, send.edge, send.route.destination_host)
+        self._outgoing[key] = outgoing
+        early = self._unpark(key)
+        if isinstance(early, EdgeCredit):
+            outgoing.landing = early.landing
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if self._outgoing.get(key) is not outgoing:
+                return
+            if isinstance(views, ErrorReport):
+                del self._outgoing[key]
+                self.env.send(
+                    coordinator_of(send.route.destination_host),
+                    EdgeFailed(run, send.edge, views),
+                )
+            elif total <= INLINE_BYTES:
+                del self._outgoing[key]
+                self.env.send(
+                    coordinator_of(send.route.destination_host),
+                    EdgeData(run, send.edge, pack(views)),
+                )
+            else:
+                outgoing.views = views
+                self._push(key, outgoing)
+
+        return Read(value, _source_boxes(send.route), send.spec, devices, read)
+
+    @handles(EdgeCredit)
+    def _credit(self, sender: Address, message: EdgeCredit) -> None:
+        key = (message.run, message.edge, sender.node)
+        outgoing = self._outgoing.get(key)
+        if outgoing is None and client_of(message.run) in self._gone_clients:
+            error = ErrorReport.of(Disconnected("the client has left"), self._host)
+            self.env.send(sender, EdgeFailed(message.run, message.edge, error))
+        elif outgoing is None:
+            self._park(key, message, 0)
+        else:
+            outgoing.landing = message.landing
+            self._push(key, outgoing)
+
+    def _push(self, key: tuple[int, int, str], outgoing: _Outgoing) -> None:
+        """Push as soon as both the bytes and their place are known."""
+        if outgoing.views is None or outgoing.landing is None:
+            return
+        del self._outgoing[key]
+        run, edge, destination = key
+        if outgoing.landing.size_bytes < outgoing.total_bytes:
+            error = ProtocolError(f"edge {edge} got a landing that is too small")
+            self.env.send(
+                coordinator_of(destination),
+                EdgeFailed(run, edge, ErrorReport.of(error, self._host)),
+            )
+            return
+
+        def pushed(error: Exception | None) -> None:
+            if error is not None:
+                self.env.send(
+                    coordinator_of(destination),
+                    EdgeFailed(run, edge, ErrorReport.of(error, self._host)),
+                )
+
+        parts = list(zip(outgoing.offsets, outgoing.views, strict=True))
+        self._bulk.push(outgoing.landing, parts, pushed)
+
+    # --- what came too early, or will never come --------------------------------------------------------
+
+    def _park(
+        self,
+        key: tuple[int, int, str],
+        message: EdgeCredit | EdgeData | EdgeFailed,
+        size_bytes: int,
+    ) -> None:
+        if client_of(key[0]) in self._gone_clients:
+            self.env.count("edges_stale")
+            return
+        if self._parked_bytes + size_bytes > PARKED_BYTES:
+            self.env.count("edges_dropped")
+            self.env.log("error", "too many early edges", run=key[0], edge=key[1], sender=key[2])
+            return
+        self.env.count("edges_early")
+        self._parked[key] = message
+        self._parked_bytes += size_bytes
+
+    def _unpark(
+        self, key: tuple[int, int, str]
+    ) -> EdgeCredit | EdgeData | EdgeFailed | None:
+        message = self._parked.pop(key, None)
+        if isinstance(message, EdgeData):
+            self._parked_bytes -= len(message.data)
+        return message
+
+    def drop_client(self, client: int) -> None:
+        """A client is gone. What was launched on both ends completes; the rest is void after a while.
+
+        A receiver posts its credit when its launch arrives, so an edge without one after `ORPHAN_S` has
+        no receiver: its launch was still queued when the client went.
+        """
+        self._gone_clients.add(client)
+        self.env.call_later(ORPHAN_S, _DropOrphans(client))
+
+    @handles(_DropOrphans)
+    def _drop_orphans(self, sender: Address, message: _DropOrphans) -> None:
+        for key in [key for key in self._parked if client_of(key[0]) == message.client]:
+            self._unpark(key)
+        for key, outgoing in list(self._outgoing.items()):
+            if client_of(key[0]) == message.client and outgoing.landing is None:
+                del self._outgoing[key]
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        """Edges from and to a lost host will never be completed."""
+        error = ErrorReport.of(
+            HostLost(f"host {message.node} was lost while it was sending: {message.reason}"),
+            self._host,
+        )
+        for incoming in list(self._incoming.values()):
+            if message.node in incoming.missing:
+                self._fail(incoming, error)
+        for key in [key for key in self._outgoing if key[2] == message.node]:
+            del self._outgoing[key]
+        for key in [key for key in self._parked if key[2] == message.node]:
+            self._unpark(key)
+
+    def census(self) -> dict[str, int]:
+        """Edges under way on this host."""
+        return {
+            "edges_incoming": len(self._incoming),
+            "edges_outgoing": len(self._outgoing),
+            "edges_parked": len(self._parked),
+        }
+
+
+def _source_boxes(route: Route) -> list[tuple[int, Box]]:
+    return [(piece.source_device, piece.source_box) for piece in route.pieces]
+
+
+def is_local(receive: Receive, devices: tuple[DeviceAddress, ...], host: str) -> bool:
+    """Whether every shard on `host` is made of exactly one piece, and that from `host` itself."""
+    if any(route.source_host != host for route in receive.routes):
+        return False
+    spec = receive.spec
+    shard = tuple((0, size) for size in spec.sharding.shard_shape(spec.shape))
+    covered: list[int] = []
+    for route in receive.routes:
+        for piece in route.pieces:
+            if piece.destination_box != shard:
+                return False
+            covered += piece.destination_devices
+    here = [position for position, device in enumerate(devices) if device.host == host]
+    return sorted(covered) == here

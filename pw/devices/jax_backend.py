@@ -1,0 +1,421 @@
+"""The devices of one host, driven with JAX.
+
+One thread enqueues: it takes ops in the order of `submit`, and is the only one to call
+executables, so that hosts which submit alike enqueue alike, and collectives pair up. JAX runs
+asynchronously behind it (on CPU up to 32 computations, then the call blocks, which holds up this
+thread and nobody else). A second thread compiles. A third waits for arrays, in the order in which
+that was asked; where everything is ready already and nobody waits, the execute thread answers at
+once. A fourth assembles large arrays from host bytes.
+
+Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it, or is
+going to read it, has marked the value `shared`, and a copy is donated instead. A host view that
+exists already needs no such care: JAX sees it and does not donate. A `Watch` that finds its array
+deleted follows the value's `heir`, a result of the computation that took the buffer: when that is
+ready, so was this.
+
+JAX's warning that a donated buffer was of no use is silenced: here donation is the client's wish,
+and the worker's log is no place to tell it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pw.core.errors import (
+    ArrayDeleted,
+    ComputationFailed,
+    ErrorReport,
+    InternalError,
+    OutOfDeviceMemory,
+)
+from pw.core.program import Computation
+from pw.core.sharding import Box, DeviceAddress, box_shape, box_slices
+from pw.devices.backend import Build, Call, Done, Execute, Move, Op, Read, Value, Watch
+from pw.devices.jax_compile import Compiler, Executable
+from pw.devices.jax_layouts import (
+    Layouts,
+    assemble,
+    bytes_to_copy,
+    host_shards,
+    local_shards,
+    whole,
+)
+from pw.devices.jax_threads import Completions, QueueThread, join_all
+
+_INLINE_BYTES = 64 * 1024
+"""Builds that copy less than this cost less than a change of threads."""
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class JaxBackend:
+    """Runs ops on this process's JAX devices (see `pw.devices.backend.Backend` for the promises).
+
+    Args:
+        loop: where every `done` is called; methods are called there too.
+        host: this host's name in device addresses.
+        device: the JAX device at an address, for the whole island; called from several threads.
+    """
+
+    def __init__(
+        self, loop: AbstractEventLoop, host: str, device: Callable[[DeviceAddress], jax.Device]
+    ) -> None:
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        self._host = host
+        self._deleted = ErrorReport(
+            ArrayDeleted.__name__, "the array was donated to a computation before this use", host
+        )
+        self._layouts = Layouts(host, device)
+        self._completions = Completions(loop)
+        self._executables: dict[bytes, Executable] = {}
+        self._executed = 0
+        self._copied = 0
+        self._waits_begun = 0  # written by the execute thread only
+        self._waits_ended = 0  # written by the watcher only
+        self._closed = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Execute: self._execute,
+            Move: self._move,
+            Build: self._build,
+            Watch: self._watch,
+            Read: self._read,
+            Call: lambda op: op.function(),
+        }
+        fail = self._completions.fail
+        self._compiler = Compiler(host, self._layouts, self._completions, self._publish)
+        self._copying: QueueThread[Build] = QueueThread("pw-copy", self._finish_build, fail)
+        self._watching: QueueThread[Watch | Read] = QueueThread("pw-watch", self._wait, fail)
+        self._compiling: QueueThread[Callable[[], None]] = QueueThread(
+            "pw-compile", lambda job: job(), fail
+        )
+        self._executing: QueueThread[Sequence[Op]] = QueueThread("pw-execute", self._run, fail)
+
+    def install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: Done,
+    ) -> None:
+        """Compile `artifact` on the compile thread; equal computations share one executable."""
+        self._compiling.put(
+            partial(self._compiler.install, key, computation, artifact, devices, done)
+        )
+
+    def forget(self, key: bytes) -> None:
+        """Drop the computation installed as `key`."""
+        self._compiling.put(partial(self._compiler.forget, key))
+
+    def submit(self, ops: Sequence[Op]) -> None:
+        """Hand `ops` to the execute thread."""
+        self._executing.put(ops)
+
+    def counters(self) -> dict[str, int]:
+        """Computations enqueued, compiled and installed, donated arguments copied, live bytes."""
+        return {
+            "computations": self._executed,
+            "compilations": self._compiler.compilations,
+            "installed": len(self._compiler),
+            "donations_copied": self._copied,
+            "waiting": self._waits_begun - self._waits_ended,
+            "live_bytes": _live_bytes(),
+        }
+
+    def close(self) -> None:
+        """Stop all threads; one that a collective holds is left behind after a few seconds."""
+        self._closed = True
+        self._completions.close()
+        join_all(
+            [self._executing, self._compiling, self._watching, self._copying], _CLOSE_TIMEOUT_S
+        )
+        self._executables.clear()
+
+    # On the compile thread.
+
+    def _publish(self, key: bytes, executable: Executable | None) -> None:
+        def change() -> None:
+            if executable is None:
+                self._executables.pop(key, None)
+            else:
+                self._executables[key] = executable
+
+        self._executing.put((Call(change),))
+
+    # On the execute thread.
+
+    def _run(self, ops: Sequence[Op]) -> None:
+        handlers = self._handlers
+        for op in ops:
+            if self._closed:
+                return
+            try:
+                handlers[type(op)](op)
+            except Exception as error:  # noqa: BLE001 - the thread lives on
+                self._completions.fail(error)
+
+    def _execute(self, op: Execute) -> None:
+        """The hot path: every line here is paid once for each computation on each host."""
+        try:
+            executable, donated = self._executables[op.key]
+            arrays = []
+            for value in op.args:
+                array = value.payload
+                if array is None:
+                    array = self._awaited(value)
+                    if array is None:
+                        return _fail(op.results, value.error or self._unmade())
+                arrays.append(array)
+            if donated:
+                donated = self._donate(op, arrays, donated)
+            outputs = executable(*arrays)
+        except Exception as error:  # noqa: BLE001 - it belongs to the results
+            return _fail(op.results, self._failure(op, error))
+        for value, array in zip(op.results, outputs, strict=True):
+            value.payload = array
+        for position in donated:
+            value = op.args[position]
+            value.payload, value.error = None, self._deleted
+        self._executed += 1
+        return None
+
+    def _donate(
+        self, op: Execute, arrays: list[jax.Array], donated: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Copy what is still needed, and return the positions of what is given away."""
+        given = []
+        for position in donated:
+            value = op.args[position]
+            if position in op.copied or value.shared or op.args.count(value) > 1:
+                arrays[position] = _copy(arrays[position])
+                self._copied += 1
+            else:
+                # Before the call: a watcher may find the array deleted while the call still runs.
+                value.heir = op.results[0] if op.results else None
+                given.append(position)
+        return tuple(given)
+
+    def _awaited(self, value: Value) -> Any:
+        """The array of a value that has none yet: None unless a build is under way."""
+        building = value.building
+        if building is not None:
+            building.wait()
+        return value.payload
+
+    def _move(self, op: Move) -> None:
+        array = self._awaited(op.source)
+        if array is None:
+            return _fail((op.result,), op.source.error or self._unmade())
+        try:
+            op.result.payload = self._moved(op, array)
+        except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+            _fail((op.result,), self._report(error))
+        return None
+
+    def _moved(self, op: Move, array: jax.Array) -> jax.Array:
+        source = self._layouts(op.source_spec.sharding, op.source_devices)
+        layout = self._layouts(op.spec.sharding, op.devices)
+        shards = local_shards(array)
+        shape = op.spec.sharding.shard_shape(op.spec.shape)
+        source_shape = op.source_spec.sharding.shard_shape(op.source_spec.shape)
+        made: dict[int, jax.Array] = {}
+        for piece in op.pieces:
+            home = source.local[piece.source_device]
+            shard = shards[home]
+            if box_shape(piece.source_box) != shape:
+                raise InternalError(f"a piece of {piece.source_box} moves into shards of {shape}")
+            aliased = whole(piece.source_box, source_shape)
+            if not aliased:
+                shard = _cut(shard, piece.source_box)
+            for position in piece.destination_devices:
+                device = layout.local.get(position)
+                if device is None:
+                    continue
+                if device == home:
+                    made[position] = shard
+                    if aliased:
+                        op.source.shared = op.result.shared = True
+                else:
+                    made[position] = jax.device_put(shard, device)
+        if not math.prod(shape):  # nothing to cover, so there may be no piece
+            empty = np.zeros(shape, array.dtype)
+            for position, device in layout.local.items():
+                made.setdefault(position, jax.device_put(empty, device))
+        return assemble(op.spec, layout, made)
+
+    def _build(self, op: Build) -> None:
+        if bytes_to_copy(op.spec, op.parts) <= _INLINE_BYTES:
+            self._finish_build(op)
+        else:
+            op.result.building = threading.Event()
+            self._copying.put(op)
+
+    def _finish_build(self, op: Build) -> None:
+        """On the copy thread when large."""
+        result = op.result
+        try:
+            layout = self._layouts(op.spec.sharding, op.devices)
+            shards = host_shards(op.spec, tuple(layout.local), op.parts)
+            arrays = jax.device_put(list(shards.values()), [layout.local[at] for at in shards])
+            result.payload = assemble(op.spec, layout, dict(zip(shards, arrays, strict=True)))
+        except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+            result.error = self._report(error)
+        if result.building is not None:
+            result.building.set()
+        if op.done is not None:
+            self._completions.post(op.done, result.error)
+
+    def _watch(self, op: Watch) -> None:
+        if self._waits_begun == self._waits_ended and all(_is_ready(value) for value in op.values):
+            self._answer_watch(op)
+        else:
+            self._waits_begun += 1
+            self._watching.put(op)
+
+    def _read(self, op: Read) -> None:
+        value = op.value
+        if (
+            self._waits_begun == self._waits_ended
+            and _is_ready(value)
+            and _in_host_memory(value.payload)
+        ):
+            self._answer_read(op)
+            return
+        value.shared = True  # until the views exist, nobody may be given the buffers
+        self._waits_begun += 1
+        self._watching.put(op)
+
+    # On the watcher (or the execute thread, when nothing is to be waited for).
+
+    def _wait(self, op: Watch | Read) -> None:
+        try:
+            if isinstance(op, Watch):
+                self._answer_watch(op)
+            else:
+                self._answer_read(op)
+        finally:
+            self._waits_ended += 1
+
+    def _answer_watch(self, op: Watch) -> None:
+        for index, value in enumerate(op.values):
+            error = self._settled(value)
+            if error is self._deleted:
+                if value.heir is not None:
+                    # The heir may be about to be made: the execute thread knows when it has been.
+                    rest = Watch((value.heir, *op.values[index + 1 :]), op.done)
+                    self._executing.put((rest,))
+                    return
+            elif error is not None:
+                self._completions.post(op.done, error)
+                return
+        self._completions.post(op.done, None)
+
+    def _answer_read(self, op: Read) -> None:
+        answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._settled(op.value)
+        if answer is None:
+            try:
+                answer = self._views(op)
+            except Exception as error:  # noqa: BLE001 - the asker is to know
+                answer = self._report(error)
+        self._completions.post(op.done, answer)
+
+    def _settled(self, value: Value) -> ErrorReport | None:
+        """Wait for `value`, and return what went wrong with it."""
+        self._awaited(value)
+        array = value.payload
+        if array is None:
+            return value.error or self._unmade()
+        try:
+            array.block_until_ready()
+        except Exception as error:  # noqa: BLE001 - a computation may fail with anything
+            if array.is_deleted():
+                return self._deleted
+            value.error, value.payload = self._report(error), None
+            return value.error
+        return None
+
+    def _views(self, op: Read) -> list[np.ndarray[Any, Any]]:
+        layout = self._layouts(op.spec.sharding, op.devices)
+        shards = local_shards(op.value.payload)
+        shape = op.spec.sharding.shard_shape(op.spec.shape)
+        if not _in_host_memory(op.value.payload):
+            for position in {position for position, _ in op.boxes}:
+                shards[layout.local[position]].copy_to_host_async()
+        seen: dict[int, np.ndarray[Any, Any]] = {}
+        views = []
+        for position, box in op.boxes:
+            if position not in seen:
+                seen[position] = np.asarray(shards[layout.local[position]])
+            # An array without dimensions, indexed, would be a scalar.
+            views.append(seen[position] if whole(box, shape) else seen[position][box_slices(box)])
+        return views
+
+    # Errors.
+
+    def _report(self, error: Exception) -> ErrorReport:
+        exhausted = "RESOURCE_EXHAUSTED" in str(error)
+        return ErrorReport.of(
+            error, self._host, OutOfDeviceMemory if exhausted else ComputationFailed
+        )
+
+    def _failure(self, op: Execute, error: Exception) -> ErrorReport:
+        if op.key not in self._executables:
+            error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
+        return self._report(error)
+
+    def _unmade(self) -> ErrorReport:
+        return ErrorReport(
+            InternalError.__name__, "a value was used before the op that makes it", self._host
+        )
+
+
+def _fail(results: Sequence[Value], report: ErrorReport) -> None:
+    for value in results:
+        value.error = report
+
+
+def _is_ready(value: Value) -> bool:
+    array = value.payload
+    return array is not None and array.is_ready()
+
+
+def _in_host_memory(array: jax.Array) -> bool:
+    return bool(array.sharding.memory_kind != "device") or _platform(array) == "cpu"
+
+
+def _copy(array: jax.Array) -> jax.Array:
+    """A copy made shard by shard, so that it concerns no other host."""
+    shards = [jnp.copy(shard.data) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, shards, dtype=array.dtype
+    )
+
+
+def _cut(shard: jax.Array, box: Box) -> jax.Array:
+    return _slice(  # type: ignore[no-any-return]
+        shard, tuple(start for start, _ in box), tuple(stop for _, stop in box))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _slice(shard: jax.Array, starts: tuple[int, ...], stops: tuple[int, ...]) -> jax.Array:
+    return jax.lax.slice(shard, starts, stops)
+
+
+def _live_bytes() -> int:
+    """Bytes of logical arrays on this process's devices (their shards, as arrays, do not count)."""
+    total = 0
+    for array in jax.live_arrays():
+        if isinstance(array.sharding, jax.sharding.NamedSharding) and not array.is_deleted():
+            shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            total += shard * len(array.sharding.addressable_devices)
+    return total

@@ -1,0 +1,173 @@
+"""Artifacts become executables: vetting, compiling, and one executable for equal wishes.
+
+An artifact is a serialized `jax.export` of a flat function. It comes from a client, and StableHLO
+is not a sandbox: a `custom_call` may name any function that is linked into the worker, among them
+the trampoline that calls Python objects by address. So only targets on a list are compiled: linear
+algebra libraries, the random number kernels, and the markers that the partitioner itself replaces.
+Artifacts with effects, or with a channel to the host, are refused as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+
+from pw.core.errors import CompileError, ErrorReport
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
+from pw.devices.backend import Done
+from pw.devices.jax_layouts import Layouts
+from pw.devices.jax_threads import Completions
+
+_CUSTOM_CALL = re.compile(r'\b\w+\.custom_call\b"?\s*(?:@(?:"([^"]*)"|([\w$.-]+)))?')
+_HOST_CHANNEL = re.compile(r"\bstablehlo\.(?:send|recv|infeed|outfeed)\b")
+_ALLOWED_TARGETS = re.compile(
+    r"(?:lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
+    r"|(?:cu|hip)_(?:threefry2x32_ffi|lu_pivots_to_permutation)"
+    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|shape_assertion"
+    r"|AllocateBuffer|ApproxTopK|Eigh|LuDecomposition|ProductOfElementaryHouseholderReflectors|Qr"
+    r"|stablehlo\.dynamic_(?:approx_top_k|reduce_window|rng_bit_generator|top_k)"
+)
+
+Executable = tuple[Any, tuple[int, ...]]
+"""The compiled function, called with one `jax.Array` an argument, and its donated positions."""
+
+Publish = Callable[[bytes, Executable | None], None]
+
+
+def vet(exported: jax.export.Exported, computation: Computation) -> None:
+    """Raise CompileError unless `exported` is what `computation` says, and harmless."""
+    if exported.ordered_effects or exported.unordered_effects:
+        raise CompileError(
+            "the computation has side effects; callbacks and prints cannot run on a worker"
+        )
+    for what, avals, specs in (
+        ("arguments", exported.in_avals, computation.inputs),
+        ("results", exported.out_avals, computation.outputs),
+    ):
+        found = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
+        wanted = [(spec.shape, spec.dtype) for spec in specs]
+        if found != wanted:
+            raise CompileError(f"the artifact's {what} are {found}, not {wanted} as declared")
+    text = str(exported.mlir_module())
+    for match in _CUSTOM_CALL.finditer(text):
+        target = match[1] or match[2] or "(unreadable)"
+        if not _ALLOWED_TARGETS.fullmatch(target):
+            raise CompileError(
+                f"the computation calls the native function {target!r}, which workers do not allow"
+            )
+    if channel := _HOST_CHANNEL.search(text):
+        raise CompileError(
+            f"the computation talks to its host ({channel[0]}), which is not allowed"
+        )
+
+
+def _flat(exported: jax.export.Exported) -> Callable[..., tuple[jax.Array, ...]]:
+    """`exported` from arrays to a tuple of arrays, whatever trees it was made with."""
+
+    def computation(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        args, kwargs = jax.tree.unflatten(exported.in_tree, arrays)
+        return tuple(jax.tree.leaves(exported.call(*args, **kwargs)))
+
+    return computation
+
+
+class Compiler:
+    """Keeps the installed computations of a host; used by the compile thread only.
+
+    `publish` makes an executable known to the execute thread, or with None unknown, in order with
+    ops.
+    """
+
+    def __init__(
+        self, host: str, layouts: Layouts, completions: Completions, publish: Publish
+    ) -> None:
+        self._host = host
+        self._layouts = layouts
+        self._completions = completions
+        self._publish = publish
+        self._wish_of: dict[bytes, Any] = {}
+        self._made: dict[Any, tuple[Executable, set[bytes]]] = {}
+        self.compilations = 0
+
+    def __len__(self) -> int:
+        return len(self._wish_of)
+
+    def install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: Done,
+    ) -> None:
+        """Compile, unless an equal computation is there already; then publish and report."""
+        report = None
+        try:
+            if key not in self._wish_of:
+                self._install(key, computation, artifact, devices)
+        except Exception as error:  # noqa: BLE001 - the client is to read it
+            report = ErrorReport.of(error, self._host, CompileError)
+        self._completions.post(done, report)
+
+    def forget(self, key: bytes) -> None:
+        """Drop `key`, and its executable when no other key wished for the same."""
+        wish = self._wish_of.pop(key, None)
+        if wish is not None:
+            keys = self._made[wish][1]
+            keys.discard(key)
+            if not keys:
+                del self._made[wish]
+            self._publish(key, None)
+
+    def _install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+    ) -> None:
+        located = dict(zip(computation.placement.devices, devices, strict=True))
+
+        def wished(spec: ArraySpec) -> tuple[Any, ...]:
+            where = tuple(located[index] for index in spec.placement.devices)
+            return (spec.shape, spec.dtype, spec.sharding, where)
+
+        inputs = tuple(wished(spec) for spec in computation.inputs)
+        outputs = tuple(wished(spec) for spec in computation.outputs)
+        # The hash is not taken on trust: clients share executables, and none may pass off its own
+        # under the name of another's.
+        wish = (computation.artifact, devices, inputs, outputs, computation.donated)
+        if wish not in self._made:
+            if hashlib.sha256(artifact).digest() != computation.artifact:
+                raise CompileError("the artifact's bytes do not have the SHA-256 that it goes by")
+            exported = jax.export.deserialize(bytearray(artifact))
+            vet(exported, computation)
+            for spec in (*computation.inputs, *computation.outputs):
+                spec.sharding.check(spec.shape)
+            compiled = (
+                jax.jit(
+                    _flat(exported),
+                    in_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in inputs),
+                    out_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in outputs),
+                    donate_argnums=computation.donated,
+                )
+                .lower(
+                    *(
+                        jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype))
+                        for spec in computation.inputs
+                    )
+                )
+                .compile()
+            )
+            self.compilations += 1
+            self._made[wish] = ((compiled, computation.donated), set())
+        executable, keys = self._made[wish]
+        keys.add(key)
+        self._wish_of[key] = wish
+        self._publish(key, executable)

@@ -1,0 +1,121 @@
+"""The threads behind the JAX backend, and their way back to the loop.
+
+JAX blocks where an event loop must not: a collective holds its caller until the peers have come, a
+compilation takes seconds, an array only offers to be waited for. Each kind of waiting therefore
+has a thread with a queue. Results return in batches: threads append to one deque, and whoever
+finds the loop not yet called wakes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import jax
+
+Item = TypeVar("Item")
+
+
+class Completions:
+    """Calls made on the loop thread on behalf of other threads."""
+
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._woken = False
+        self._closed = False
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """Call `function(*args)` on the loop, after what was posted before; from any thread.
+
+        The append comes before the look at `_woken`, and `_drain` clears it before it looks at the
+        deque: a call is never left behind, at worst the loop is woken twice.
+        """
+        if self._closed:
+            return
+        self._calls.append((function, args))
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:
+                if not self._loop.is_closed():
+                    raise
+                self._closed = True
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` on the loop, whose exception handler reports it."""
+        self.post(_raise, error)
+
+    def close(self) -> None:
+        """Drop what has not been called yet, and all that is posted later."""
+        self._closed = True
+        self._calls.clear()
+
+    def _drain(self) -> None:
+        self._woken = False
+        try:
+            for _ in range(len(self._calls)):
+                if not self._calls:
+                    return
+                function, args = self._calls.popleft()
+                function(*args)
+        finally:
+            # A callback that raises must not take those behind it along.
+            if self._calls and not self._woken:
+                self._woken = True
+                self._loop.call_soon(self._drain)
+
+
+class QueueThread(Generic[Item]):
+    """A daemon thread that handles items in the order in which they were put.
+
+    It runs with 64-bit types enabled, whatever the process default: what a client has traced is
+    not for a worker to narrow.
+    """
+
+    def __init__(
+        self, name: str, handle: Callable[[Item], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        self._queue: SimpleQueue[Item | None] = SimpleQueue()
+        self.put: Callable[[Item], None] = self._queue.put
+        self._handle = handle
+        self._failed = failed
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end after what is in its queue."""
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread, and say whether it came (a collective may hold it)."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with jax.enable_x64(True):
+            while (item := self._queue.get()) is not None:
+                try:
+                    self._handle(item)
+                except Exception as error:  # noqa: BLE001 - the loop reports it
+                    self._failed(error)
+                del item  # an idle thread must not keep the last buffers alive
+
+
+def join_all(threads: list[QueueThread[Any]], timeout_s: float) -> bool:
+    """Stop all `threads`, and say whether they ended within `timeout_s` altogether."""
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.stop()
+    held = [t for t in threads if not t.join(max(0.0, deadline_s - time.monotonic()))]
+    return not held
+
+
+def _raise(error: BaseException) -> None:
+    raise error

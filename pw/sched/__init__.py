@@ -1,0 +1,1 @@
+"""The controller process's actors: resource manager, controller, gang schedulers and their policies."""

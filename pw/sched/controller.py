@@ -1,0 +1,657 @@
+"""The controller: clients, what they own, and the way from a client's `Run` to the gang schedulers.
+
+It forwards a run to every island the run touches at once, without waiting for anything but the first
+compilation of a program and never for data: the control plane runs ahead of the data plane. It holds no
+buffers and opens no bulk channel; one entry stands for a logical array, whatever its shards.
+
+What a client sends is handled in order. While a program is being installed, runs of it, and all that
+the client sent after them, wait in the client's backlog, so that compile errors poison a run on all
+its hosts alike and deletes never overtake runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.errors import (
+    ArgumentError,
+    ArrayDeleted,
+    ArrayLost,
+    Error,
+    ErrorReport,
+    InsufficientDevices,
+    NotOwner,
+    ProtocolError,
+)
+from pw.core.ids import CONTROLLER, RESOURCES, Address, client_id, client_of, scheduler_of
+from pw.core.messages import (
+    AddClient,
+    AllocateSlice,
+    Artifact,
+    Attach,
+    Attached,
+    CancelRun,
+    ClientStatus,
+    CreateArray,
+    Delete,
+    Directory,
+    Evicted,
+    GetStats,
+    GetStatus,
+    IslandFormed,
+    IslandLost,
+    IslandStatus,
+    PeerLost,
+    ProgramInstalled,
+    RegisterProgram,
+    Release,
+    ReleaseProgram,
+    ReleaseSlice,
+    RemoveClient,
+    Run,
+    RunFailed,
+    RunsSettled,
+    SegmentDone,
+    SliceBound,
+    SliceLost,
+    SliceRefused,
+    Stats,
+    Status,
+    UninstallProgram,
+    Uploaded,
+    UploadEnded,
+)
+from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
+from pw.sched.programs import RegisteredProgram, check_program, holders
+
+RUN_CREDITS = 512
+"""Runs a client may have in flight before its calls block."""
+
+
+def ticket_for(secret: bytes, client: int) -> bytes:
+    """What proves to a host that the controller let this client in."""
+    return hashlib.blake2b(client.to_bytes(8, "big"), key=secret, digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class _Array:
+    spec: ArraySpec
+    island: str
+    hosts: tuple[str, ...]
+    uploading: set[str] = field(default_factory=set)
+    error: ErrorReport | None = None
+
+
+@dataclass(slots=True)
+class _RunState:
+    client: int
+    results: tuple[int, ...]
+    islands: tuple[str, ...]
+    segments_left: int
+
+
+_NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
+"""The spec of an array whose run was refused: it never lies anywhere."""
+
+_Held = Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice
+"""What keeps its place in a client's order."""
+
+
+@dataclass(slots=True)
+class _Client:
+    address: Address
+    number: int
+    name: str
+    slices: set[int] = field(default_factory=set)
+    programs: dict[int, RegisteredProgram] = field(default_factory=dict)
+    arrays: dict[int, _Array] = field(default_factory=dict)
+    backlog: deque[_Held] = field(default_factory=deque)
+    last_run: int = 0
+    in_flight: int = 0
+    settled: int = 0
+
+
+@dataclass(slots=True)
+class ControllerVersions:
+    """What this process runs, for status reports."""
+
+    pw: str
+    jax: str
+
+
+class Controller(Actor):
+    """Admits clients and turns their runs into gangs on islands."""
+
+    def __init__(
+        self,
+        env: Env,
+        secret: bytes,
+        versions: ControllerVersions,
+        policy: str,
+        spawn_scheduler: Callable[[str], None],
+        island_status: Callable[[], tuple[IslandStatus, ...]],
+        counters: Callable[[], dict[str, int]],
+    ) -> None:
+        super().__init__(env)
+        self._secret = secret
+        self._versions = versions
+        self._policy = policy
+        self._spawn_scheduler = spawn_scheduler
+        self._island_status = island_status
+        self._counters = counters
+        self._clients: dict[int, _Client] = {}
+        self._nodes: dict[str, _Client] = {}
+        self._next_client = 1
+        self._bindings: dict[int, Binding] = {}
+        self._runs: dict[int, _RunState] = {}
+        self._artifacts: dict[bytes, bytes] = {}
+        self._islands: set[str] = set()
+        self._schedulers: set[str] = set()
+        self._shares: dict[int, tuple[float, int]] = {}
+        self._directory = Directory(())
+        self._settled: set[int] = set()
+        self._early_uploads: dict[int, dict[str, ErrorReport | None]] = {}
+        """Uploads that ended while the announcement was still in its client's backlog."""
+
+    # --- clients come and go -------------------------------------------------------------------------
+
+    @handles(Attach)
+    def _attach(self, sender: Address, message: Attach) -> None:
+        if sender.node in self._nodes:
+            self._remove(self._nodes[sender.node], "attached again")
+        number = self._next_client
+        self._next_client += 1
+        client = _Client(sender, number, message.name)
+        self._clients[number] = self._nodes[sender.node] = client
+        self._shares[number] = (message.share, message.priority)
+        for island in self._schedulers:
+            self.env.send(
+                scheduler_of(island), AddClient(number, message.share, message.priority)
+            )
+        self.env.log("info", "client attached", client=number, node=sender.node, name=message.name)
+        self.env.send(sender, self._directory)
+        self.env.send(
+            sender,
+            Attached(
+                number,
+                ticket_for(self._secret, number),
+                RUN_CREDITS,
+                tuple(sorted(self._islands)),
+            ),
+        )
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        client = self._nodes.get(message.node)
+        if client is not None:
+            self._remove(client, message.reason)
+
+    def _remove(self, client: _Client, reason: str) -> None:
+        """Release all that the client owned, on every host."""
+        self.env.log(
+            "info",
+            "client left",
+            client=client.number,
+            reason=reason,
+            arrays=len(client.arrays),
+            runs=client.in_flight,
+        )
+        del self._nodes[client.address.node], self._clients[client.number]
+        del self._shares[client.number]
+        for island in self._schedulers:
+            self.env.send(scheduler_of(island), RemoveClient(client.number))
+        for number in client.slices:
+            self._bindings.pop(number, None)
+            self.env.send(RESOURCES, ReleaseSlice(number))
+        for run in [run for run, state in self._runs.items() if state.client == client.number]:
+            del self._runs[run]
+        self._settled.discard(client.number)
+        if not self._clients:
+            self._artifacts.clear()
+
+    def _client(self, sender: Address) -> _Client | None:
+        client = self._nodes.get(sender.node)
+        if client is None:
+            self.env.count("messages_from_strangers")
+            self.env.send(sender, Evicted("the controller does not know this client (any more)"))
+        return client
+
+    @handles(Directory)
+    def _directory_changed(self, sender: Address, message: Directory) -> None:
+        self._directory = message
+        for client in self._clients.values():
+            self.env.send(client.address, message)
+
+    # --- slices --------------------------------------------------------------------------------------
+
+    @handles(AllocateSlice)
+    def _allocate(self, sender: Address, message: AllocateSlice) -> None:
+        client = self._client(sender)
+        if client is None:
+            return
+        if client_of(message.slice) != client.number or message.slice in client.slices:
+            self._refuse_slice(client, message.slice, ProtocolError("bad slice number"))
+        elif message.devices < 1:
+            self._refuse_slice(
+                client,
+                message.slice,
+                InsufficientDevices(f"a slice has at least 1 device, not {message.devices}"),
+            )
+        else:
+            client.slices.add(message.slice)
+            self.env.send(RESOURCES, message)
+
+    def _refuse_slice(self, client: _Client, number: int, error: Error) -> None:
+        self.env.send(client.address, SliceRefused(number, ErrorReport.of(error)))
+
+    @handles(SliceBound)
+    def _bound(self, sender: Address, message: SliceBound) -> None:
+        client = self._clients.get(client_of(message.slice))
+        if client is None or message.slice not in client.slices:
+            self.env.send(RESOURCES, ReleaseSlice(message.slice))
+            return
+        rebound = message.slice in self._bindings
+        self._bindings[message.slice] = Binding(message.slice, message.island, message.devices)
+        self.env.send(client.address, message)
+        if rebound:
+            self._lower_again(client, message.slice)
+
+    @handles(SliceRefused)
+    def _slice_refused(self, sender: Address, message: SliceRefused) -> None:
+        client = self._clients.get(client_of(message.slice))
+        if client is not None:
+            client.slices.discard(message.slice)
+            self.env.send(client.address, message)
+
+    # --- programs ------------------------------------------------------------------------------------
+
+    @handles(RegisterProgram)
+    def _register(self, sender: Address, message: RegisterProgram) -> None:
+        client = self._client(sender)
+        if client is None:
+            return
+        if client_of(message.program) != client.number or message.program in client.programs:
+            self.env.count("messages_refused")
+            return
+        for artifact in message.artifacts:
+            if hashlib.sha256(artifact.blob).digest() == artifact.digest:
+                self._artifacts[artifact.digest] = artifact.blob
+        needed = {computation.artifact for computation in message.body.computations}
+        program = RegisteredProgram(
+            message.program,
+            message.body,
+            tuple(
+                Artifact(digest, self._artifacts[digest])
+                for digest in sorted(needed)
+                if digest in self._artifacts
+            ),
+        )
+        client.programs[message.program] = program
+        if len(program.artifacts) < len(needed):
+            program.error = ErrorReport.of(
+                ProtocolError(f"program {message.body.name!r} came without all its artifacts")
+            )
+        else:
+            self._lower(client, program)
+
+    def _lower(self, client: _Client, program: RegisteredProgram) -> None:
+        try:
+            foreign = program.body.slices() - client.slices
+            if foreign:
+                raise NotOwner(
+                    f"program {program.body.name!r} names slices that this client has not allocated"
+                )
+            unbound = program.body.slices() - self._bindings.keys()
+            if unbound:
+                raise ArrayLost(f"the slices of program {program.body.name!r} are not bound")
+            check_program(program.body, self._bindings)
+            installs = program.lower(self._bindings)
+        except Error as error:
+            program.error = ErrorReport.of(error)
+            return
+        for island, install in installs:
+            self.env.send(scheduler_of(island), install)
+
+    def _lower_again(self, client: _Client, number: int) -> None:
+        for program in client.programs.values():
+            if number in program.body.slices():
+                self._lower(client, program)
+
+    @handles(ProgramInstalled)
+    def _installed(self, sender: Address, message: ProgramInstalled) -> None:
+        client = self._clients.get(client_of(message.program))
+        program = client.programs.get(message.program) if client else None
+        if client is None or program is None:
+            return
+        program.installing.discard(message.island)
+        if message.error is not None:
+            program.error = message.error
+            program.installing.clear()
+        self._drain(client)
+
+    # --- the client's stream -------------------------------------------------------------------------
+
+    @handles(Run, Delete, CreateArray, ReleaseProgram, ReleaseSlice)
+    def _in_order(self, sender: Address, message: _Held) -> None:
+        client = self._client(sender)
+        if client is None:
+            return
+        if client.backlog or self._must_wait(client, message):
+            client.backlog.append(message)
+        else:
+            self._handle(client, message)
+
+    def _must_wait(self, client: _Client, message: _Held) -> bool:
+        if not isinstance(message, Run):
+            return False
+        program = client.programs.get(message.program)
+        return program is not None and bool(program.installing)
+
+    def _drain(self, client: _Client) -> None:
+        while client.backlog and not self._must_wait(client, client.backlog[0]):
+            self._handle(client, client.backlog.popleft())
+
+    def _handle(self, client: _Client, message: _Held) -> None:
+        if isinstance(message, Run):
+            self._run(client, message)
+        elif isinstance(message, Delete):
+            self._delete(client, message.arrays)
+        elif isinstance(message, CreateArray):
+            self._create(client, message)
+        elif isinstance(message, ReleaseProgram):
+            self._release_program(client, message.program)
+        else:
+            self._release_slice(client, message.slice)
+
+    def _run(self, client: _Client, message: Run) -> None:
+        if client_of(message.run) != client.number or message.run <= client.last_run:
+            self.env.count("messages_duplicate")
+            return
+        client.last_run = message.run
+        try:
+            program = self._program(client, message)
+            awaits = self._check_arguments(client, program, message.args)
+            self._check_results(client, program, message.results)
+        except Error as error:
+            self._fail_run(client, message, ErrorReport.of(error))
+            return
+        for index in program.body.donated:
+            arg = message.args[index]
+            if isinstance(arg, int):
+                client.arrays.pop(arg, None)
+        for array, output in zip(message.results, program.body.outputs, strict=True):
+            held = holders(output.spec, self._bindings)
+            assert held is not None
+            client.arrays[array] = _Array(output.spec, *held)
+        client.in_flight += 1
+        self.env.count("runs")
+        islands = tuple(program.parts)
+        self._runs[message.run] = _RunState(
+            client.number, message.results, islands, program.segment_count
+        )
+        for island, submit in program.submissions(
+            message.run, message.args, message.results, awaits
+        ):
+            self.env.send(scheduler_of(island), submit)
+
+    def _program(self, client: _Client, message: Run) -> RegisteredProgram:
+        program = client.programs.get(message.program)
+        if program is None:
+            raise NotOwner("the run names a program that this client has not registered")
+        if program.error is not None:
+            raise program.error.exception()
+        if len(message.args) != len(program.body.inputs):
+            raise ArgumentError(
+                f"program {program.body.name!r} takes {len(program.body.inputs)} arrays, the run has "
+                f"{len(message.args)}"
+            )
+        if len(message.results) != len(program.body.outputs):
+            raise ArgumentError(
+                f"program {program.body.name!r} makes {len(program.body.outputs)} arrays, the run "
+                f"names {len(message.results)}"
+            )
+        return program
+
+    def _check_arguments(
+        self, client: _Client, program: RegisteredProgram, args: tuple[int | bytes, ...]
+    ) -> tuple[int, ...]:
+        """Raise if an argument cannot be used; otherwise those whose upload has not ended."""
+        awaits = []
+        for position, (arg, spec) in enumerate(zip(args, program.body.inputs, strict=True)):
+            if isinstance(arg, bytes):
+                if len(arg) != spec.size_bytes:
+                    raise ArgumentError(
+                        f"argument {position} of program {program.body.name!r} has {len(arg)} bytes, "
+                        f"{spec.dtype}{list(spec.shape)} takes {spec.size_bytes}"
+                    )
+                continue
+            if client_of(arg) != client.number:
+                raise NotOwner(
+                    f"argument {position} of program {program.body.name!r} belongs to another client"
+                )
+            array = client.arrays.get(arg)
+            if array is None:
+                raise ArrayDeleted(
+                    f"argument {position} of program {program.body.name!r} was deleted or donated "
+                    "before this run"
+                )
+            if array.error is not None:
+                raise array.error.exception()
+            if array.spec is not spec and array.spec != spec:
+                raise ArgumentError(
+                    f"argument {position} of program {program.body.name!r} lies differently from what "
+                    f"the program was traced for: {array.spec} instead of {spec}"
+                )
+            if array.uploading:
+                awaits.append(arg)
+        return tuple(awaits)
+
+    def _check_results(
+        self, client: _Client, program: RegisteredProgram, results: tuple[int, ...]
+    ) -> None:
+        for array in results:
+            if client_of(array) != client.number or array in client.arrays:
+                raise ProtocolError("a result has a number that is taken or is another client's")
+        for output in program.body.outputs:
+            if holders(output.spec, self._bindings) is None:
+                raise ArrayLost(f"a slice of program {program.body.name!r} is not bound")
+
+    def _fail_run(self, client: _Client, message: Run, error: ErrorReport) -> None:
+        for array in message.results:
+            if client_of(array) == client.number and array not in client.arrays:
+                client.arrays[array] = _Array(_NOWHERE, "", (), error=error)
+        self.env.count("runs_failed")
+        self.env.send(client.address, RunFailed(message.run, message.results, error))
+        self._settle(client)
+
+    def _settle(self, client: _Client) -> None:
+        client.settled += 1
+        self._settled.add(client.number)
+
+    @handles(SegmentDone)
+    def _segment_done(self, sender: Address, message: SegmentDone) -> None:
+        state = self._runs.get(message.run)
+        if state is None:
+            return
+        state.segments_left -= 1
+        if state.segments_left <= 0:
+            del self._runs[message.run]
+            client = self._clients[state.client]
+            client.in_flight -= 1
+            self._settle(client)
+
+    def turn_ended(self) -> None:
+        """Give credits back, one message a client and turn."""
+        for number in self._settled:
+            client = self._clients.get(number)
+            if client is not None:
+                self.env.send(client.address, RunsSettled(client.settled))
+                client.settled = 0
+        self._settled.clear()
+
+    # --- arrays --------------------------------------------------------------------------------------
+
+    def _create(self, client: _Client, message: CreateArray) -> None:
+        held = holders(message.spec, self._bindings)
+        if (
+            client_of(message.array) != client.number
+            or message.array in client.arrays
+            or message.spec.placement.slice not in client.slices
+            or held is None
+        ):
+            self.env.count("messages_refused")
+            error = NotOwner("an upload names a slice or an array that is not this client's")
+            self.env.send(
+                client.address, RunFailed(0, (message.array,), ErrorReport.of(error))
+            )
+            return
+        island, hosts = held
+        early = self._early_uploads.pop(message.array, {})
+        array = _Array(message.spec, island, hosts, set(hosts))
+        client.arrays[message.array] = array
+        for host, error_report in early.items():
+            self._upload_ended(client, message.array, array, host, error_report)
+
+    @handles(Uploaded)
+    def _uploaded(self, sender: Address, message: Uploaded) -> None:
+        client = self._clients.get(client_of(message.array))
+        if client is None:
+            return
+        array = client.arrays.get(message.array)
+        if array is None:
+            if any(
+                isinstance(held, CreateArray) and held.array == message.array
+                for held in client.backlog
+            ):
+                self._early_uploads.setdefault(message.array, {})[sender.node] = message.error
+            return
+        self._upload_ended(client, message.array, array, sender.node, message.error)
+
+    def _upload_ended(
+        self, client: _Client, number: int, array: _Array, host: str, error: ErrorReport | None
+    ) -> None:
+        array.uploading.discard(host)
+        array.error = array.error or error
+        if not array.uploading:
+            for island in self._schedulers:
+                self.env.send(scheduler_of(island), UploadEnded(number))
+
+    def _delete(self, client: _Client, arrays: tuple[int, ...]) -> None:
+        by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
+        for number in arrays:
+            array = client.arrays.pop(number, None)
+            if array is not None and array.hosts and array.island in self._islands:
+                numbers, hosts = by_island.setdefault(array.island, ([], []))
+                numbers.append(number)
+                hosts.append(array.hosts)
+        for island, (numbers, hosts) in by_island.items():
+            self.env.send(
+                scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts))
+            )
+
+    def _release_program(self, client: _Client, number: int) -> None:
+        program = client.programs.pop(number, None)
+        if program is not None:
+            for island, hosts in program.hosts.items():
+                self.env.send(scheduler_of(island), UninstallProgram(number, hosts))
+
+    def _release_slice(self, client: _Client, number: int) -> None:
+        if number in client.slices:
+            client.slices.discard(number)
+            self._bindings.pop(number, None)
+            self.env.send(RESOURCES, ReleaseSlice(number))
+
+    # --- islands -------------------------------------------------------------------------------------
+
+    @handles(IslandFormed)
+    def _island_formed(self, sender: Address, message: IslandFormed) -> None:
+        self._islands.add(message.island)
+        if message.island not in self._schedulers:
+            self._schedulers.add(message.island)
+            self._spawn_scheduler(message.island)
+            for number, (share, priority) in self._shares.items():
+                self.env.send(scheduler_of(message.island), AddClient(number, share, priority))
+        self.env.send(scheduler_of(message.island), message)
+
+    @handles(IslandLost)
+    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+        """Fail what was in flight or lay there; the rest of every client's work goes on."""
+        self._islands.discard(message.island)
+        self.env.send(scheduler_of(message.island), message)
+        for run, state in list(self._runs.items()):
+            if message.island not in state.islands:
+                continue
+            del self._runs[run]
+            client = self._clients[state.client]
+            client.in_flight -= 1
+            self._settle(client)
+            for array in state.results:
+                if array in client.arrays:
+                    client.arrays[array].error = message.error
+            self.env.send(client.address, RunFailed(run, state.results, message.error))
+            for island in state.islands:
+                if island != message.island:
+                    self.env.send(scheduler_of(island), CancelRun(run))
+        for client in self._clients.values():
+            self._lose_arrays(client, message)
+            for program in client.programs.values():
+                if message.island in program.parts:
+                    program.error = message.error
+                    program.installing.clear()
+            for number in client.slices:
+                binding = self._bindings.get(number)
+                if binding is not None and binding.island == message.island:
+                    self.env.send(client.address, SliceLost(number, message.error))
+            self._drain(client)
+
+    def _lose_arrays(self, client: _Client, message: IslandLost) -> None:
+        lost = [n for n, array in client.arrays.items() if array.island == message.island]
+        if not lost:
+            return
+        error = ErrorReport.of(
+            ArrayLost(f"its buffers were on island {message.island}: {message.error.message}")
+        )
+        for number in lost:
+            array = client.arrays[number]
+            array.error = array.error or error
+            array.hosts = ()
+        self.env.send(client.address, RunFailed(0, tuple(lost), error))
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    @handles(GetStatus)
+    def _status(self, sender: Address, message: GetStatus) -> None:
+        clients = tuple(
+            ClientStatus(
+                client.number,
+                client.name,
+                len(client.arrays),
+                len(client.programs),
+                len(client.slices),
+                client.in_flight,
+            )
+            for client in self._clients.values()
+        )
+        self.env.send(
+            sender,
+            Status(
+                message.request,
+                self._versions.pw,
+                self._versions.jax,
+                self._policy,
+                self._island_status(),
+                clients,
+            ),
+        )
+
+    @handles(GetStats)
+    def _stats(self, sender: Address, message: GetStats) -> None:
+        counters = self._counters()
+        counters["live_arrays"] = sum(len(client.arrays) for client in self._clients.values())
+        counters["programs"] = sum(len(client.programs) for client in self._clients.values())
+        counters["runs_in_flight"] = len(self._runs)
+        self.env.send(sender, Stats(message.request, CONTROLLER, counters))

@@ -1,0 +1,172 @@
+"""What the controller knows of a program: its plan, and what each island's scheduler needs of a run.
+
+Everything that does not change from run to run is worked out here once, so that a run costs the
+controller a validation of its arguments and one local message per island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pw.core.errors import ErrorReport, ProtocolError
+from pw.core.lower import lower
+from pw.core.messages import Artifact, InstallProgram, Submit
+from pw.core.plan import HostPlan, Plan
+from pw.core.program import Program, Value
+from pw.core.sharding import ArraySpec, Binding
+
+
+@dataclass(slots=True)
+class _IslandPart:
+    """The segments of one island, ready to be submitted."""
+
+    segments: tuple[int, ...]
+    hosts: tuple[tuple[str, ...], ...]
+    depends: tuple[tuple[tuple[str, int], ...], ...]
+    notify: tuple[tuple[str, ...], ...]
+
+
+@dataclass(slots=True)
+class RegisteredProgram:
+    """A client's program, lowered onto the islands as they are in this mapping epoch."""
+
+    program: int
+    body: Program
+    artifacts: tuple[Artifact, ...]
+    error: ErrorReport | None = None
+    segment_count: int = 0
+    parts: dict[str, _IslandPart] = field(default_factory=dict)
+    hosts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Hosts of each island that have the program installed."""
+    installing: set[str] = field(default_factory=set)
+    """Islands that have not reported the program as installed."""
+
+    def lower(self, bindings: Mapping[int, Binding]) -> list[tuple[str, InstallProgram]]:
+        """Bind the program to devices; what to send to which island's scheduler.
+
+        Raises PlacementError or ShardingError if it cannot be placed.
+        """
+        plan = lower(self.body, bindings)
+        self.segment_count = len(plan.segments)
+        self.parts = _parts(plan)
+        by_island: dict[str, list[HostPlan]] = {}
+        for host_plan in plan.hosts:
+            by_island.setdefault(_island_of(host_plan, plan), []).append(host_plan)
+        self.hosts = {
+            island: tuple(host_plan.host for host_plan in plans)
+            for island, plans in by_island.items()
+        }
+        self.installing = set(by_island)
+        self.error = None
+        return [
+            (island, InstallProgram(self.program, self.body, tuple(plans), self.artifacts))
+            for island, plans in by_island.items()
+        ]
+
+    def submissions(
+        self, run: int, args: tuple[int | bytes, ...], results: tuple[int, ...], awaits: tuple[int, ...]
+    ) -> list[tuple[str, Submit]]:
+        """The message for each island's scheduler that queues one run."""
+        return [
+            (
+                island,
+                Submit(
+                    run,
+                    self.program,
+                    part.segments,
+                    part.hosts,
+                    part.depends,
+                    args,
+                    results,
+                    part.notify,
+                    awaits,
+                ),
+            )
+            for island, part in self.parts.items()
+        ]
+
+
+def _island_of(host_plan: HostPlan, plan: Plan) -> str:
+    for segment in plan.segments:
+        if host_plan.host in segment.hosts:
+            return segment.island
+    return ""
+
+
+def _parts(plan: Plan) -> dict[str, _IslandPart]:
+    waiters: dict[int, set[str]] = {}
+    for segment in plan.segments:
+        for producer in segment.depends:
+            if plan.segments[producer].island != segment.island:
+                waiters.setdefault(producer, set()).add(segment.island)
+    parts: dict[str, _IslandPart] = {}
+    for index, segment in enumerate(plan.segments):
+        part = parts.setdefault(segment.island, _IslandPart((), (), (), ()))
+        part.segments += (index,)
+        part.hosts += (segment.hosts,)
+        part.depends += (
+            tuple(
+                (plan.segments[producer].island, producer)
+                for producer in segment.depends
+                if plan.segments[producer].island != segment.island
+            ),
+        )
+        part.notify += (tuple(sorted(waiters.get(index, ()))),)
+    return parts
+
+
+def check_program(body: Program, bindings: Mapping[int, Binding]) -> None:
+    """Raise ProtocolError or ShardingError unless every index in the program points at something."""
+    specs = [*body.inputs, *(output.spec for output in body.outputs)]
+    for computation in body.computations:
+        specs += computation.inputs + computation.outputs
+        if any(not 0 <= position < len(computation.inputs) for position in computation.donated):
+            raise ProtocolError(f"{computation.name!r} donates an argument that it does not have")
+    for spec in specs:
+        size = len(bindings[spec.placement.slice].devices)
+        if any(not 0 <= index < size for index in spec.placement.devices):
+            raise ProtocolError(f"a placement names a device outside its slice of {size} devices")
+        if len(spec.placement.devices) != spec.sharding.device_count:
+            raise ProtocolError("a sharding's mesh and its placement differ in their device counts")
+        spec.sharding.check(spec.shape)
+    if any(not 0 <= index < len(body.inputs) for index in body.donated):
+        raise ProtocolError("a donated program input does not exist")
+    for index, node in enumerate(body.nodes):
+        if not 0 <= node.computation < len(body.computations):
+            raise ProtocolError(f"node {index} names a computation that does not exist")
+        inputs = body.computations[node.computation].inputs
+        if len(inputs) != len(node.args):
+            raise ProtocolError(f"node {index} has {len(node.args)} arguments for {len(inputs)}")
+        for value, wanted in zip(node.args, inputs, strict=True):
+            given = _checked_spec(body, value, index)
+            if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+                raise ProtocolError(
+                    f"node {index} gets {given.dtype}{list(given.shape)} where it takes "
+                    f"{wanted.dtype}{list(wanted.shape)}"
+                )
+    for output in body.outputs:
+        given = _checked_spec(body, output.value, len(body.nodes))
+        if (given.shape, given.dtype) != (output.spec.shape, output.spec.dtype):
+            raise ProtocolError("an output's shape or dtype differs from its value's")
+
+
+def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
+    """The spec of `value`, which must be made before node `before`."""
+    if value.node < 0:
+        if 0 <= value.index < len(body.inputs):
+            return body.inputs[value.index]
+    elif value.node < before:
+        outputs = body.computations[body.nodes[value.node].computation].outputs
+        if 0 <= value.index < len(outputs):
+            return outputs[value.index]
+    raise ProtocolError(f"value {value.node}.{value.index} does not exist where it is used")
+
+
+def holders(spec: ArraySpec, bindings: Mapping[int, Binding]) -> tuple[str, tuple[str, ...]] | None:
+    """The island and hosts that hold an array of `spec`; None while its slice is not bound."""
+    binding = bindings.get(spec.placement.slice)
+    if binding is None:
+        return None
+    hosts = dict.fromkeys(device.host for device in binding.located(spec.placement))
+    return binding.island, tuple(hosts)

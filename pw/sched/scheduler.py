@@ -1,0 +1,423 @@
+"""The gang scheduler of one island: one total order of launches for all its hosts.
+
+Theory of operation. Every client has a FIFO queue of tasks on the island; a policy picks among clients
+whose head may go, and what is picked is sent to all hosts of its gang with the host's next launch
+number. Hosts enqueue strictly in that order, so any two collectives meet in the same order everywhere
+(G1). A segment may go when all producers of its remote inputs have been *launched* (G4: launched work
+waits only for work launched before it); it is *ready* when they have *ended*. Ready work is preferred to
+merely eligible work (G3). Launched work that has not ended is bounded: by count when one client is
+alone, by estimated device time when several want the island, so that the policy decides and not the
+queue (G2).
+
+The cost of a launch does not depend on the number of shards: one send per host of the gang.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
+from pw.core.messages import (
+    AddClient,
+    Arguments,
+    CancelRun,
+    Discard,
+    EndEpoch,
+    Finished,
+    Install,
+    Installed,
+    InstallProgram,
+    IslandFormed,
+    IslandLost,
+    Launch,
+    LaunchGap,
+    ProgramInstalled,
+    Progress,
+    Release,
+    RemoveClient,
+    SegmentDone,
+    SegmentLaunched,
+    Submit,
+    UninstallProgram,
+    UploadEnded,
+)
+from pw.sched.policy import Policy
+
+WINDOW_SEGMENTS = 256
+"""Launched segments that have not ended, when one client has the island to itself."""
+CONTENDED_WINDOW_US = 20_000
+"""Estimated device time of the same, when several clients want it."""
+CONTENDED_WINDOW_SEGMENTS = 32
+
+
+@dataclass(slots=True)
+class _RunHere:
+    """What the segments of one run share on this island."""
+
+    run: int
+    program: int
+    arguments: Arguments
+    introduced: set[str] = field(default_factory=set)
+    last_segment: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _SegmentTask:
+    """One queued or launched gang."""
+
+    here: _RunHere
+    segment: int
+    hosts: tuple[str, ...]
+    notify: tuple[str, ...]
+    unlaunched: set[int]
+    """Producer segments on other islands that have not been launched (G4)."""
+    unfinished: set[int]
+    """Producer segments on other islands that have not ended (G3)."""
+    awaits: set[int]
+    """Uploads that have not ended."""
+    arrival: int
+    estimate_us: float = 0.0
+
+
+@dataclass(slots=True)
+class _DiscardTask:
+    """Arrays or a program to drop after the client's earlier work."""
+
+    arrays: tuple[int, ...]
+    hosts: tuple[tuple[str, ...], ...]
+    program: int
+    arrival: int
+
+
+@dataclass(slots=True)
+class _ClientQueue:
+    client: int
+    share: float
+    priority: int
+    tasks: deque[_SegmentTask | _DiscardTask] = field(default_factory=deque)
+
+    @property
+    def head_arrival(self) -> int:
+        return self.tasks[0].arrival
+
+
+@dataclass(slots=True)
+class _Drops:
+    """What one host is to drop, collected during a turn and sent behind the turn's launches."""
+
+    arrays: list[int] = field(default_factory=list)
+    programs: list[int] = field(default_factory=list)
+    clients: list[int] = field(default_factory=list)
+
+
+class IslandScheduler(Actor):
+    """Orders the work of all clients on one island."""
+
+    def __init__(self, env: Env, island: str, policy: Policy) -> None:
+        super().__init__(env)
+        self.island = island
+        self.policy = policy
+        self.epoch = 0
+        self.hosts: tuple[str, ...] = ()
+        self._next_sequence: dict[str, int] = {}
+        self._clients: dict[int, _ClientQueue] = {}
+        self._runs: dict[int, list[_SegmentTask]] = {}
+        self._in_flight: dict[tuple[str, int], _SegmentTask] = {}
+        self._in_flight_us = 0.0
+        self._waiting_uploads: dict[int, list[_SegmentTask]] = {}
+        self._estimates_us: dict[tuple[int, int], float] = {}
+        self._installing: dict[int, set[str]] = {}
+        self._drops: dict[str, _Drops] = {}
+        self._arrivals = 0
+
+    @property
+    def queued(self) -> int:
+        """Segments that wait to be launched."""
+        return sum(len(tasks) for tasks in self._runs.values())
+
+    @property
+    def launched(self) -> int:
+        """Segments that have been launched and have not ended."""
+        return len(self._in_flight)
+
+    # --- membership ----------------------------------------------------------------------------------
+
+    @handles(IslandFormed)
+    def _formed(self, sender: Address, message: IslandFormed) -> None:
+        self.epoch = message.epoch
+        self.hosts = message.hosts
+        self._next_sequence = dict.fromkeys(message.hosts, 0)
+
+    @handles(IslandLost)
+    def _lost(self, sender: Address, message: IslandLost) -> None:
+        """Nothing launched or queued here will ever end; the controller has told the clients."""
+        self.hosts = ()
+        self._next_sequence = {}
+        self._runs.clear()
+        self._in_flight.clear()
+        self._in_flight_us = 0.0
+        self._waiting_uploads.clear()
+        self._installing.clear()
+        self._drops.clear()
+        for queue in self._clients.values():
+            queue.tasks.clear()
+
+    @handles(AddClient)
+    def _add_client(self, sender: Address, message: AddClient) -> None:
+        self._clients[message.client] = _ClientQueue(
+            message.client, message.share, message.priority
+        )
+
+    @handles(RemoveClient)
+    def _remove_client(self, sender: Address, message: RemoveClient) -> None:
+        queue = self._clients.pop(message.client, None)
+        if queue is None:
+            return
+        for task in queue.tasks:
+            if isinstance(task, _SegmentTask):
+                self._runs.pop(task.here.run, None)
+        self.policy.forget(message.client)
+        for host in self.hosts:
+            self._drops.setdefault(host, _Drops()).clients.append(message.client)
+
+    # --- programs ------------------------------------------------------------------------------------
+
+    @handles(InstallProgram)
+    def _install(self, sender: Address, message: InstallProgram) -> None:
+        self._installing[message.program] = {plan.host for plan in message.plans}
+        for plan in message.plans:
+            self.env.send(
+                executor_of(plan.host),
+                Install(self.epoch, message.program, message.body, plan, message.artifacts),
+            )
+
+    @handles(Installed)
+    def _installed(self, sender: Address, message: Installed) -> None:
+        waiting = self._installing.get(message.program)
+        if message.epoch != self.epoch or waiting is None:
+            self.env.count("messages_stale")
+            return
+        waiting.discard(sender.node)
+        if message.error is not None or not waiting:
+            del self._installing[message.program]
+            self.env.send(CONTROL, ProgramInstalled(self.island, message.program, message.error))
+
+    @handles(UninstallProgram)
+    def _uninstall(self, sender: Address, message: UninstallProgram) -> None:
+        self._enqueue(
+            client_of(message.program),
+            _DiscardTask((), (message.hosts,), message.program, self._arrival()),
+        )
+
+    # --- the queue -----------------------------------------------------------------------------------
+
+    @handles(Submit)
+    def _submit(self, sender: Address, message: Submit) -> None:
+        queue = self._clients.get(client_of(message.run))
+        if queue is None or not self.hosts:
+            self.env.count("messages_stale")
+            return
+        here = _RunHere(message.run, message.program, Arguments(message.args, message.results))
+        tasks = []
+        for index, segment in enumerate(message.segments):
+            depends = {producer for _, producer in message.depends[index]}
+            tasks.append(
+                _SegmentTask(
+                    here,
+                    segment,
+                    message.hosts[index],
+                    message.notify[index],
+                    depends,
+                    set(depends),
+                    set(message.awaits) if index == 0 else set(),
+                    self._arrival(),
+                    self._estimates_us.get((message.program, segment), 100.0),
+                )
+            )
+            for host in message.hosts[index]:
+                here.last_segment[host] = segment
+        for array in message.awaits:
+            self._waiting_uploads.setdefault(array, []).append(tasks[0])
+        self._runs[message.run] = list(tasks)
+        if not queue.tasks:
+            self.policy.rejoin(queue.client)
+        queue.tasks.extend(tasks)
+
+    @handles(SegmentLaunched)
+    def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:
+        for task in self._runs.get(message.run, ()):
+            task.unlaunched.discard(message.segment)
+
+    @handles(SegmentDone)
+    def _producer_done(self, sender: Address, message: SegmentDone) -> None:
+        for task in self._runs.get(message.run, ()):
+            task.unfinished.discard(message.segment)
+
+    @handles(UploadEnded)
+    def _upload_ended(self, sender: Address, message: UploadEnded) -> None:
+        for task in self._waiting_uploads.pop(message.array, ()):
+            task.awaits.discard(message.array)
+
+    @handles(Release)
+    def _release(self, sender: Address, message: Release) -> None:
+        self._enqueue(
+            message.client, _DiscardTask(message.arrays, message.hosts, 0, self._arrival())
+        )
+
+    @handles(CancelRun)
+    def _cancel(self, sender: Address, message: CancelRun) -> None:
+        if self._runs.pop(message.run, None) is None:
+            return
+        queue = self._clients[client_of(message.run)]
+        queue.tasks = deque(
+            task
+            for task in queue.tasks
+            if isinstance(task, _DiscardTask) or task.here.run != message.run
+        )
+
+    def _arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def _enqueue(self, client: int, task: _DiscardTask) -> None:
+        queue = self._clients.get(client)
+        if queue is not None:
+            queue.tasks.append(task)
+
+    # --- launching -----------------------------------------------------------------------------------
+
+    def turn_ended(self) -> None:
+        """Launch all that may go, then send what hosts may drop."""
+        while (task := self._next()) is not None:
+            self._launch(task)
+        for host, drops in self._drops.items():
+            self.env.send(
+                executor_of(host),
+                Discard(
+                    self.epoch,
+                    self._sequence(host),
+                    tuple(drops.arrays),
+                    tuple(drops.programs),
+                    tuple(drops.clients),
+                ),
+            )
+        self._drops.clear()
+
+    def _next(self) -> _SegmentTask | None:
+        """Take the task that goes next, if one may go now."""
+        ready: list[_ClientQueue] = []
+        eligible: list[_ClientQueue] = []
+        wanting = 0
+        for queue in self._clients.values():
+            while queue.tasks and isinstance(queue.tasks[0], _DiscardTask):
+                self._drop(queue.tasks[0])
+                queue.tasks.popleft()
+            if not queue.tasks:
+                continue
+            wanting += 1
+            head = queue.tasks[0]
+            assert isinstance(head, _SegmentTask)
+            if head.unlaunched or head.awaits:
+                continue
+            (eligible if head.unfinished else ready).append(queue)
+        contenders = ready or eligible
+        if not contenders or not self._window_open(wanting):
+            return None
+        queue = contenders[self.policy.choose(contenders) if len(contenders) > 1 else 0]
+        task = queue.tasks.popleft()
+        assert isinstance(task, _SegmentTask)
+        self.policy.charge(queue, task.estimate_us)
+        return task
+
+    def _window_open(self, wanting: int) -> bool:
+        if wanting < 2:
+            return len(self._in_flight) < WINDOW_SEGMENTS
+        return len(self._in_flight) < 2 or (
+            len(self._in_flight) < CONTENDED_WINDOW_SEGMENTS
+            and self._in_flight_us < CONTENDED_WINDOW_US
+        )
+
+    def _launch(self, task: _SegmentTask) -> None:
+        here = task.here
+        leader = task.hosts[0]
+        for host in task.hosts:
+            first = host not in here.introduced
+            here.introduced.add(host)
+            sequence = self._sequence(host)
+            if host == leader:
+                self._in_flight[(host, sequence)] = task
+            self.env.send(
+                executor_of(host),
+                Launch(
+                    self.epoch,
+                    sequence,
+                    here.run,
+                    here.program,
+                    task.segment,
+                    here.last_segment[host] == task.segment,
+                    here.arguments if first else None,
+                    host == leader,
+                ),
+            )
+        self._in_flight_us += task.estimate_us
+        self.env.count("launches")
+        waiting = self._runs[here.run]
+        waiting.remove(task)
+        if not waiting:
+            del self._runs[here.run]
+        for island in task.notify:
+            self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))
+
+    def _sequence(self, host: str) -> int:
+        sequence = self._next_sequence[host]
+        self._next_sequence[host] = sequence + 1
+        return sequence
+
+    def _drop(self, task: _DiscardTask) -> None:
+        if task.program:
+            for host in task.hosts[0]:
+                if host in self._next_sequence:
+                    self._drops.setdefault(host, _Drops()).programs.append(task.program)
+        for array, hosts in zip(task.arrays, task.hosts, strict=False):
+            for host in hosts:
+                if host in self._next_sequence:
+                    self._drops.setdefault(host, _Drops()).arrays.append(array)
+
+    # --- progress ------------------------------------------------------------------------------------
+
+    @handles(Progress)
+    def _progress(self, sender: Address, message: Progress) -> None:
+        if message.epoch != self.epoch:
+            self.env.count("messages_stale")
+            return
+        for finished in message.finished:
+            self._ended(sender.node, finished)
+
+    def _ended(self, host: str, finished: Finished) -> None:
+        task = self._in_flight.pop((host, finished.sequence), None)
+        if task is None:
+            self.env.count("messages_stale")
+            return
+        self._in_flight_us -= task.estimate_us
+        queue = self._clients.get(client_of(task.here.run))
+        if queue is not None:
+            self.policy.charge(queue, finished.device_time_us - task.estimate_us)
+            key = (task.here.program, task.segment)
+            known = self._estimates_us.get(key, float(finished.device_time_us))
+            self._estimates_us[key] = 0.8 * known + 0.2 * finished.device_time_us
+        done = SegmentDone(task.here.run, task.segment, finished.device_time_us)
+        for island in task.notify:
+            self.env.send(scheduler_of(island), done)
+        self.env.send(CONTROL, done)
+
+    @handles(LaunchGap)
+    def _gap(self, sender: Address, message: LaunchGap) -> None:
+        """A host missed a launch: the order of its gang can no longer be kept, the epoch must end."""
+        self.env.count("launch_gaps")
+        if message.epoch == self.epoch:
+            reason = (
+                f"host {sender.node} expected launch {message.expected} and got {message.got}"
+            )
+            self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))

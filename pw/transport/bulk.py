@@ -1,0 +1,405 @@
+"""The bulk plane: how large buffers go straight from process to process.
+
+Control messages and buffers never share a socket. A receiver reserves a buffer and gets a
+`Landing`; the landing reaches the sender in a control message; the sender pushes. Between processes
+of one machine the bytes are copied once, into pages that the receiver then aliases
+(`pw.transport.shared`); otherwise they go in credit-controlled chunks (`pw.transport.chunks`).
+
+One thread per plane moves all bytes: it copies and sends one piece of each transfer in turn and
+looks at its sockets in between, so no transfer blocks another for longer than a piece takes. What
+is announced on the shared-memory channel arrives on the loop itself, without that thread.
+
+    loop thread      land, cancel, push, deliver, done; the segment pool; the unix listener
+    bulk thread      copying; every ZeroMQ socket; the sending ends of unix connections
+
+They share three things: a deque of pushes with a socket to wake the thread, the dictionary of
+expected transfers, of which the bulk thread only reads single entries, and `call_soon_threadsafe`.
+
+One push is one transfer: it is complete when all parts of that push are in. Parts need not cover
+the landing; what lies between them is unspecified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from pw.core.errors import TransferFailed
+from pw.core.landing import Landing
+from pw.transport.chunks import ChunkReceiver, ChunkSender, Inflow
+from pw.transport.pieces import Push, checked
+from pw.transport.segments import (
+    Bytes,
+    Segment,
+    SegmentPool,
+    aligned_buffer,
+    machine_identity,
+)
+from pw.transport.shared import INLINE_BYTES, Copier, Listener
+
+CHANNELS = ("auto", "shared", "tcp")
+_SHARED_MEMORY = hasattr(os, "memfd_create")
+_RECLAIM_S = 1.0
+_EXPIRE_MS = 1000
+_WILDCARDS = ("", "*", "0.0.0.0", "::")
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A landing whose bytes are not all in yet."""
+
+    segment: Segment | None
+    inflow: Inflow
+    deliver: Callable[[Bytes], None]
+
+
+class BulkPlane:
+    """Moves buffers between processes without touching the control plane; one per process.
+
+    All methods belong to the thread of `loop`; all callbacks are made on it.
+
+    Args:
+        loop: the process's event loop.
+        bind_host: the address at which other machines reach this one.
+        pool_bytes: how much warm shared memory is kept when nobody uses it.
+        channel: `shared` (one machine only), `tcp`, or `auto` for the better of the two; the
+            environment variable PW_BULK overrides `auto`.
+
+    Raises:
+        ValueError: an unknown channel, or a bind_host that is no address a peer could connect to.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        bind_host: str = "127.0.0.1",
+        pool_bytes: int = 1 << 30,
+        channel: str = "auto",
+    ) -> None:
+        if channel == "auto":
+            channel = os.environ.get("PW_BULK", "auto")
+        if channel not in CHANNELS:
+            raise ValueError(f"bulk channel {channel!r} is none of {', '.join(CHANNELS)}")
+        if bind_host in _WILDCARDS:
+            raise ValueError(f"bind_host {bind_host!r} is no address that a peer could connect to")
+        if channel == "auto" and not _SHARED_MEMORY:
+            channel = "tcp"
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._loop = loop
+        self._channel = channel
+        self._expected: dict[int, _Expected] = {}
+        self._late = 0
+        self._rejected = 0
+        self._reclaiming: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._machine = machine_identity() if _SHARED_MEMORY else ""
+        self._pool = SegmentPool(pool_bytes, self._dropped)
+
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._receiver: ChunkReceiver | None = None
+        if channel != "shared":
+            try:
+                self._receiver = ChunkReceiver(self._context, bind_host, self)
+            except zmq.ZMQError as error:
+                self._context.term()
+                raise ValueError(f"cannot listen at bind_host {bind_host!r}: {error}") from error
+        self._listener = Listener(loop, self) if channel != "tcp" else None
+
+        self._poller = zmq.Poller()
+        self._pushes: deque[tuple[Copier | ChunkSender, Push]] = deque()
+        self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakened.setblocking(False)
+        self._copier = Copier(self._watch, self._poller.unregister, self._finish)
+        self._sender = ChunkSender(
+            self._context, self._watch, self._poller.unregister, self._finish
+        )
+        self._ended: TransferFailed | None = None
+        self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
+        self._thread.start()
+
+    # Receiving
+
+    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
+        """Reserve a buffer for one transfer, to be described to whoever shall send it.
+
+        Args:
+            size_bytes: the size of the transfer.
+            deliver: called once, with a uint8 array of that size on a 64-byte boundary, when all
+                bytes are in. Its memory is used again only after the array and everything that
+                aliases it are garbage.
+
+        Raises:
+            TransferFailed: there is no memory, no descriptor left, or the plane is closed.
+        """
+        if self._closed:
+            raise TransferFailed("nothing can land: the bulk plane was closed")
+        if size_bytes < 0:
+            raise ValueError(f"a landing of {size_bytes} bytes")
+        transfer = secrets.randbits(63) or 1
+        segment = None
+        try:
+            if size_bytes > INLINE_BYTES and _SHARED_MEMORY:
+                segment = self._pool.lease(size_bytes, transfer)
+                target = segment.bytes[:size_bytes]
+            else:
+                target = aligned_buffer(size_bytes)
+        except (OSError, MemoryError) as error:
+            raise TransferFailed(f"cannot reserve {size_bytes} bytes to land: {error}") from error
+        self._expected[transfer] = _Expected(segment, Inflow(transfer, target), deliver)
+        return Landing(
+            transfer=transfer,
+            size_bytes=size_bytes,
+            segment=segment.number if segment else 0,
+            machine=self._machine,
+            socket=self._listener.name if self._listener else "",
+            endpoint=self._receiver.endpoint if self._receiver else "",
+        )
+
+    def cancel(self, transfer: int) -> None:
+        """Give up a landing: its bytes, should they still come, are discarded.
+
+        A sender may be writing at this moment, so the buffer is never used again; its pages are
+        freed when that sender lets go. Unknown and delivered transfers are left alone.
+        """
+        expected = self._expected.pop(transfer, None)
+        if expected is None:
+            return
+        expected.inflow.sealed = True
+        if expected.segment is not None:
+            self._pool.retire(expected.segment)
+
+    # Sending
+
+    def push(
+        self,
+        landing: Landing,
+        parts: Sequence[tuple[int, npt.NDArray[Any]]],
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        """Copy arrays into a peer's landing, which completes that transfer.
+
+        Args:
+            landing: what the receiver's `land` returned.
+            parts: byte offset in the landing, and the array whose bytes go there in row-major
+                order; of any layout and any dtype that is not object.
+            done: called once when the arrays are no longer needed, with None, or with
+                TransferFailed (or ValueError, TypeError: the parts cannot go there) if the
+                receiver will not have them.
+        """
+        mover: Copier | ChunkSender
+        try:
+            push = checked(landing, parts, done)
+            if self._channel != "tcp" and landing.socket and landing.machine == self._machine:
+                mover = self._copier
+            elif self._channel != "shared" and landing.endpoint:
+                mover = self._sender
+            else:
+                raise TransferFailed(
+                    f"the receiver offers no channel that this process may use (here: "
+                    f"{self._channel!r}); set the same PW_BULK on both sides"
+                )
+        except (ValueError, TypeError, TransferFailed) as error:
+            self._loop.call_soon(done, error)
+            return
+        self._pushes.append((mover, push))
+        if self._ended:
+            self._refuse_pushes(self._ended)
+        else:
+            self._wake()
+
+    # Housekeeping
+
+    def counters(self) -> dict[str, int]:
+        """What this plane has moved, holds and has turned away, for status pages and tests."""
+        self._pool.reclaim()
+        return {
+            "sent_bytes": self.sent_bytes,
+            "received_bytes": self.received_bytes,
+            "live_segments": self._pool.live_segments,
+            "lent_segments": self._pool.lent_segments,
+            "pooled_bytes": self._pool.pooled_bytes,
+            "expected_transfers": len(self._expected),
+            "late_transfers": self._late,
+            "rejected": self._rejected,
+        }
+
+    def close(self) -> None:
+        """Stop the thread and close everything; pushes still under way fail.
+
+        Arrays that were delivered stay valid.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._reclaiming is not None:
+            self._reclaiming.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        self._wake()
+        self._thread.join()
+        for inflow in self._expected.values():
+            inflow.inflow.sealed = True
+        self._expected.clear()
+        self._pool.close()
+        self._waker.close()
+        self._wakened.close()
+        self._context.destroy(linger=0)
+
+    def _reclaim(self) -> None:
+        self._pool.reclaim()
+        self._reclaiming = None
+        self._reclaim_later()
+
+    def _reclaim_later(self) -> None:
+        # Garbage collection only leaves a note; somebody has to read it even when nothing lands.
+        if self._reclaiming is None and self._pool.lent_segments and not self._closed:
+            self._reclaiming = self._loop.call_later(_RECLAIM_S, self._reclaim)
+
+    def _dropped(self, number: int) -> None:
+        if self._listener is not None and not self._closed:
+            self._listener.drop(number)
+
+    # What the listener asks and tells (loop thread)
+
+    def segment(self, number: int) -> Segment | None:
+        return self._pool.get(number)
+
+    def arrived(self, transfer: int, segment: int) -> bool:
+        """False if that transfer was not to arrive there."""
+        expected = self._expected.get(transfer)
+        if expected is None:
+            self._late += 1
+            return True
+        if expected.segment is None or expected.segment.number != segment:
+            return False
+        self._deliver(transfer)
+        return True
+
+    def inline_size(self, transfer: int) -> int | None:
+        expected = self._expected.get(transfer)
+        return None if expected is None else expected.inflow.bytes.size
+
+    def arrived_inline(self, transfer: int, payload: Bytes) -> None:
+        expected = self._expected.get(transfer)
+        if expected is None:
+            self._late += 1
+            return
+        np.copyto(expected.inflow.bytes, payload)
+        self._deliver(transfer)
+
+    def reject(self) -> None:
+        self._rejected += 1
+
+    def _deliver(self, transfer: int) -> None:
+        expected = self._expected.pop(transfer, None)
+        if expected is None:  # cancelled while the news was on its way from the bulk thread
+            return
+        buffer = expected.inflow.bytes
+        if expected.segment is not None:
+            buffer = self._pool.lend(expected.segment, buffer.size)
+            self._reclaim_later()
+        self.received_bytes += buffer.size
+        try:
+            expected.deliver(buffer)
+        except Exception as error:  # noqa: BLE001 - one receiver's fault must not reach the others
+            self._loop.call_exception_handler(
+                {"message": f"the receiver of transfer {transfer} failed", "exception": error}
+            )
+
+    # What the chunk receiver asks and tells (bulk thread)
+
+    def inflow(self, transfer: int) -> Inflow | None:
+        expected = self._expected.get(transfer)
+        return None if expected is None else expected.inflow
+
+    def inflow_complete(self, transfer: int) -> None:
+        self._on_loop(self._deliver, transfer)
+
+    # The bulk thread
+
+    def _run(self) -> None:
+        reason = TransferFailed("the bulk plane was closed")
+        try:
+            self._move()
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: becomes every push's error
+            reason = TransferFailed(f"the bulk thread failed: {error!r}")
+            reason.__cause__ = error
+            report = {"message": "the bulk thread failed", "exception": error}
+            self._on_loop(self._loop.call_exception_handler, report)
+        finally:
+            self._ended = reason
+            self._copier.close()
+            self._sender.close()
+            if self._receiver is not None:
+                self._receiver.close()
+            self._refuse_pushes(reason)
+
+    def _move(self) -> None:
+        wakened = self._wakened.fileno()
+        incoming = self._receiver.socket if self._receiver else None
+        self._poller.register(wakened, zmq.POLLIN)
+        if incoming is not None:
+            self._poller.register(incoming, zmq.POLLIN)
+        while not self._closed:
+            while self._pushes:
+                mover, push = self._pushes.popleft()
+                mover.push(push)
+            copying = self._copier.work()
+            sending = self._sender.work()
+            owed = self._copier.owed or self._sender.owed
+            timeout_ms = 0 if copying or sending else _EXPIRE_MS if owed else None
+            for ready, events in self._poller.poll(timeout_ms):
+                if ready == wakened:
+                    self._wakened.recv(4096)
+                elif ready is incoming and self._receiver is not None:
+                    self._receiver.receive()
+                elif isinstance(ready, int):
+                    readable = bool(events & (zmq.POLLIN | zmq.POLLERR))
+                    self._copier.ready(ready, readable, bool(events & zmq.POLLOUT))
+                else:
+                    self._sender.ready(ready, bool(events & zmq.POLLIN), bool(events & zmq.POLLOUT))
+            if owed:
+                self._copier.expire()
+                self._sender.expire()
+
+    def _watch(self, ready: int | zmq.Socket[bytes], writable: bool) -> None:
+        self._poller.register(ready, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it is being wakened already
+            self._waker.send(b"\0")
+
+    def _refuse_pushes(self, reason: TransferFailed) -> None:
+        while self._pushes:
+            _, push = self._pushes.popleft()
+            self._finish(push, reason)
+
+    def _finish(self, push: Push, error: Exception | None) -> None:
+        if error is None:
+            self.sent_bytes += push.size_bytes
+        self._on_loop(push.done, error)
+
+    def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise

@@ -1,0 +1,125 @@
+"""Nodes inside one process: messages travel by a direct call in the next turn of one event loop.
+
+A `LocalHub` is the ether between `LocalNetwork`s, one for each node. All messages pass through one
+queue, so they are FIFO for every pair, and the news that a node has left comes after all it said.
+With `codec=True` every batch is encoded and decoded, which proves that it could have crossed to
+another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from pw.core.ids import Address
+from pw.core.messages import PeerLost
+from pw.transport import codec
+from pw.transport.network import Mailroom
+
+
+class LocalHub:
+    """Connects the nodes of one event loop; `cut` takes one away as a crash would."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, codec: bool = False) -> None:
+        self.loop = loop
+        self.codec = codec
+        self._networks: dict[str, LocalNetwork] = {}
+        self._queue: deque[tuple[LocalNetwork, Address, Address, object] | PeerLost] = deque()
+        self._requested = False
+
+    def network(self, name: str) -> LocalNetwork:
+        """A network for the node that will be called `name`; it replaces one of the same name."""
+        return LocalNetwork(self, name)
+
+    def cut(self, name: str, reason: str = "killed") -> None:
+        """Take a node away as if it had crashed: what it said and was not delivered yet is lost."""
+        network = self._networks.pop(name, None)
+        if network is not None:
+            self._queue = deque(
+                item for item in self._queue if isinstance(item, PeerLost) or item[0] is not network
+            )
+            self._put(PeerLost(name, reason))
+
+    def _join(self, network: LocalNetwork) -> None:
+        self.cut(network.name, "replaced by a newer incarnation")
+        self._networks[network.name] = network
+
+    def _leave(self, network: LocalNetwork) -> None:
+        if self._networks.get(network.name) is network:
+            del self._networks[network.name]
+            self._put(PeerLost(network.name, "closed"))
+
+    def _put(self, item: tuple[LocalNetwork, Address, Address, object] | PeerLost) -> None:
+        self._queue.append(item)
+        if not self._requested:
+            self._requested = True
+            self.loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self._requested = False
+        queue, self._queue = self._queue, deque()
+        for item in queue:
+            if isinstance(item, PeerLost):
+                for network in list(self._networks.values()):
+                    if network.name != item.node:
+                        network.mailroom.post_to_all(item)
+                continue
+            origin, to, sender, message = item
+            if self._networks.get(origin.name) is not origin and not origin.closed:
+                continue  # cut since
+            target = self._networks.get(to.node)
+            if target is None:
+                origin.unreachable(to.node)
+            else:
+                target.mailroom.counters["messages_received"] += 1
+                target.mailroom.post(to.actor, message, sender)
+
+
+class LocalNetwork:
+    """One node's access to a `LocalHub` (see `pw.transport.network.Network`)."""
+
+    def __init__(self, hub: LocalHub, name: str) -> None:
+        self.hub = hub
+        self.name = name
+        self.closed = False
+        self._introduced: set[str] = set()
+        self._reported: set[str] = set()
+
+    def attach(self, node: Mailroom) -> None:
+        """Deliver to this node from now on."""
+        self.mailroom = node
+        self.hub._join(self)
+
+    def send(self, to: Address, sender: Address, message: object) -> None:
+        """Take a message; it arrives in the next loop turn."""
+        if self.hub._networks.get(self.name) is not self:
+            self.mailroom.counters["messages_unroutable"] += 1
+            return
+        if self.hub.codec:
+            data = codec.encode_frame(0, [(to.actor, sender.actor, message)])  # type: ignore[list-item]
+            message = codec.decode(data).envelopes[0][2]
+        self.hub._put((self, to, sender, message))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def introduce(self, node: str, endpoint: str) -> None:
+        """Expect `node`; the hub finds it by name."""
+        self._introduced.add(node)
+        self._reported.discard(node)
+
+    def forget(self, node: str) -> None:
+        """Do not expect `node` any more."""
+        self._introduced.discard(node)
+
+    def close(self) -> None:
+        """Leave the hub; the others get a PeerLost after all that was said."""
+        self.closed = True
+        self.hub._leave(self)
+
+    def unreachable(self, node: str) -> None:
+        """A message found nobody; the first time, actors that count on `node` are told."""
+        self.mailroom.counters["messages_unroutable"] += 1
+        if node in self._introduced and node not in self._reported:
+            self._reported.add(node)
+            self.mailroom.post_to_all(PeerLost(node, "could not be reached"))

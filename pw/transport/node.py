@@ -1,0 +1,212 @@
+"""The one generic actor shell: every process of the runtime is a `Node`.
+
+A node owns the mailbox of its actors and hands one message at a time to one actor. Whatever happens
+outside (a frame comes in, a timer is due, a thread has finished something) only puts a message into
+the mailbox and asks for a turn; handlers run in that turn, never inside the caller. A turn ends with
+`turn_ended` on the actors that had something to do, and with one flush of the network, so that all
+they said to one peer leaves in one frame.
+
+A turn is bounded, so that a flood of messages cannot keep sockets and timers waiting; what is left
+over is handled in the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from pw.core.actor import Actor, Env, Timer
+from pw.core.ids import Address
+from pw.transport.log import log
+from pw.transport.network import Network
+
+A = TypeVar("A", bound=Actor)
+
+MESSAGES_PER_TURN = 1000
+
+
+class _Alarm:
+    """A note in waiting; it can still be cancelled while it lies in the mailbox."""
+
+    __slots__ = ("cancelled", "handle", "note")
+
+    def __init__(self, note: object) -> None:
+        self.note = note
+        self.cancelled = False
+        self.handle: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.handle is not None:
+            self.handle.cancel()
+
+
+class ActorEnv:
+    """What one actor sees of its node (see `pw.core.actor.Env`)."""
+
+    def __init__(self, node: Node, actor: str) -> None:
+        self._node = node
+        self._address = Address(node.name, actor)
+        self.now_s = node.loop.time
+        self.introduce = node.network.introduce
+        self.forget = node.network.forget
+
+    @property
+    def address(self) -> Address:
+        """This actor's own address."""
+        return self._address
+
+    def send(self, to: Address, message: object) -> None:
+        """Send `message`; it is handled, or leaves, later in this loop turn."""
+        node = self._node
+        if to.node == node.name:
+            node.post(to.actor, message, self._address)
+            return
+        node.network.send(to, self._address, message)
+        node.counters["messages_sent"] += 1
+        node.request_turn()
+
+    def call_later(self, delay_s: float, note: object) -> Timer:
+        """Deliver `note` to this actor after `delay_s` seconds."""
+        alarm = _Alarm(note)
+        actor = self._address.actor
+        alarm.handle = self._node.loop.call_later(delay_s, self._node.post, actor, alarm)
+        return alarm
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        """Write one structured line."""
+        log(level, event, *self._address, **fields)
+
+    def count(self, counter: str, amount: int = 1) -> None:
+        """Add to a counter of the node."""
+        self._node.counters[counter] += amount
+
+
+class Node:
+    """One process's actors on one event loop: mailbox, timers, counters.
+
+    `counters` may be read at any time. `on_crash(actor, error)` is called when a handler raises; by
+    default the error is logged and counted, and the actor goes on. All methods but
+    `post_threadsafe` belong to the loop's thread.
+    """
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, network: Network) -> None:
+        self.name = name
+        self.loop = loop
+        self.network = network
+        self.counters: Counter[str] = Counter()
+        self.on_crash: Callable[[str, BaseException], None] = self._log_crash
+        self._actors: dict[str, Actor] = {}
+        self._mailbox: deque[tuple[str, Address | None, object]] = deque()
+        self._turn_requested = False
+        self._from_threads: deque[tuple[str, object]] = deque()
+        self._woken_by_thread = False
+        self._unknown: set[str] = set()
+        self._closed = False
+        network.attach(self)
+
+    def add(self, actor: str, factory: Callable[[Env], A]) -> A:
+        """Make an actor with an environment of its own and start to deliver to it.
+
+        Raises:
+            ValueError: there is an actor of that name.
+        """
+        if actor in self._actors:
+            raise ValueError(f"node {self.name} has an actor {actor!r} already")
+        made = factory(ActorEnv(self, actor))
+        self._actors[actor] = made
+        return made
+
+    def remove(self, actor: str) -> None:
+        """Forget an actor; what is still sent to it counts as undeliverable."""
+        self._actors.pop(actor, None)
+
+    def post(self, actor: str, message: object, sender: Address | None = None) -> None:
+        """Put a message into the mailbox; `sender` is the actor itself if not given."""
+        self._mailbox.append((actor, sender, message))
+        if not self._turn_requested:
+            self.request_turn()
+
+    def post_to_all(self, message: object) -> None:
+        """Put a message into the mailbox once for every actor."""
+        for actor in self._actors:
+            self.post(actor, message)
+
+    def post_threadsafe(self, actor: str, message: object) -> None:
+        """Like `post`, from any thread; the loop is woken once for all that is pending."""
+        self._from_threads.append((actor, message))
+        if not self._woken_by_thread:
+            self._woken_by_thread = True
+            try:
+                self.loop.call_soon_threadsafe(self._collect)
+            except RuntimeError:  # the loop is closed
+                if not self._closed:
+                    raise
+
+    def request_turn(self) -> None:
+        """Have the mailbox handled and the network flushed soon."""
+        if not self._turn_requested and not self._closed:
+            self._turn_requested = True
+            self.loop.call_soon(self._turn)
+
+    def close(self) -> None:
+        """Stop handling messages and close the network."""
+        if not self._closed:
+            self._closed = True
+            self._mailbox.clear()
+            self._actors.clear()
+            self.network.close()
+
+    def _collect(self) -> None:
+        # The flag goes down first: a thread that still saw it up has appended before, and is served.
+        self._woken_by_thread = False
+        while self._from_threads:
+            self.post(*self._from_threads.popleft())
+
+    def _turn(self) -> None:
+        mailbox, budget = self._mailbox, MESSAGES_PER_TURN
+        while not self._closed:
+            touched: dict[str, Actor] = {}
+            while mailbox and budget > 0:
+                budget -= 1
+                actor, sender, message = mailbox.popleft()
+                if type(message) is _Alarm:
+                    if message.cancelled:
+                        continue
+                    message = message.note
+                target = self._actors.get(actor)
+                if target is None:
+                    self._undeliverable(actor, message)
+                    continue
+                touched[actor] = target
+                try:
+                    target.receive(sender or Address(self.name, actor), message)
+                except Exception as error:  # noqa: BLE001  (the edge of an actor)
+                    self.on_crash(actor, error)
+            for actor, target in touched.items():
+                try:
+                    target.turn_ended()
+                except Exception as error:  # noqa: BLE001  (the edge of an actor)
+                    self.on_crash(actor, error)
+            if not mailbox or budget <= 0:
+                break
+        self._turn_requested = False
+        if not self._closed:
+            self.network.flush()
+            if mailbox:
+                self.request_turn()
+
+    def _undeliverable(self, actor: str, message: object) -> None:
+        self.counters["messages_undeliverable"] += 1
+        if actor not in self._unknown and len(self._unknown) < 1000:
+            self._unknown.add(actor)
+            kind = type(message).__name__
+            log("warning", "message to an unknown actor", self.name, actor, message=kind)
+
+    def _log_crash(self, actor: str, error: BaseException) -> None:
+        self.counters["actor_crashes"] += 1
+        text = "".join(traceback.format_exception(error))
+        log("error", "actor crashed", self.name, actor, traceback=text)

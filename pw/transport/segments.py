@@ -1,0 +1,277 @@
+"""Shared-memory segments: the receiver's pool of warm pages that senders write and JAX aliases.
+
+A segment is an anonymous memfd. The receiver makes it, a sender maps it by descriptor, and when the
+last process that has it mapped is gone so are its pages: there is no name to clean up, not even
+after SIGKILL. Writing to fresh pages costs ten times what writing to touched ones does, therefore
+segments come in power-of-two sizes and are reused, most recently used first.
+
+A segment is in one of three states:
+
+    idle     in the pool, warm, owned by nobody
+    leased   promised to one transfer; a sender may be writing
+    lent     delivered; an array (or anything that aliases one, such as a JAX array) reads it
+
+    idle -lease-> leased -lend-> lent -the last alias dies-> idle
+                  leased -retire-> gone         idle -too much is idle-> gone
+
+Two rules keep somebody's bytes from changing under them:
+
+1. A lease that is given up is *retired*, never made idle: a sender that has the pages mapped may
+   still be copying, and nobody can tell it to stop. Its pages live until that sender lets go.
+2. Each segment ends in one page that holds the number of the transfer it is leased to, or 0. A
+   sender looks at it before every piece it copies, so a landing that was cancelled, or is replayed
+   after its segment went to somebody else, is noticed before anything is written.
+
+The end of a lent segment is noticed by a weak reference to the *exporter* at the bottom of the
+array's chain of bases, because numpy shortens that chain and an intermediate array may die long
+before its views. Such a callback can run anywhere, in any thread, so it only appends to a deque.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE_BYTES = mmap.PAGESIZE
+SMALLEST_BYTES = 64 * 1024
+ALIGNMENT_BYTES = 64
+"""What JAX needs in order to alias host memory instead of copying it."""
+
+# Python's own mmap keeps a duplicate of the descriptor open as long as the mapping lives, which
+# would double the descriptors of a pool, so the C functions are called directly.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE = 14
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+
+
+def machine_identity() -> str:
+    """Two processes with the same answer can hand each other descriptors over abstract sockets."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+def aligned_buffer(size_bytes: int) -> Bytes:
+    """Private memory that starts on a boundary JAX can alias."""
+    raw: Bytes = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + size_bytes]
+
+
+class _Exporter:
+    """The bottom of an array's chain of bases; keeps the mapping alive."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "mapping")
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+        self.__array_interface__: dict[str, Any] = {
+            "data": (mapping.address, False),
+            "shape": (mapping.size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class Mapping:
+    """The pages of a segment in this process; unmapped when the last array over them is gone."""
+
+    def __init__(self, descriptor: int, capacity_bytes: int) -> None:
+        self.address = 0
+        self.size_bytes = capacity_bytes + PAGE_BYTES
+        self.capacity_bytes = capacity_bytes
+        address = _libc.mmap(
+            None,
+            self.size_bytes,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED,
+            descriptor,
+            0,
+        )
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mmap of {self.size_bytes} bytes: {os.strerror(code)}")
+        self.address = address
+        # Only advice: kernels that keep huge pages from shared memory answer with an error.
+        _libc.madvise(address, capacity_bytes, _MADV_HUGEPAGE)
+
+    def export(self) -> tuple[_Exporter, Bytes]:
+        exporter = _Exporter(self)
+        return exporter, np.asarray(exporter)
+
+    def views(self) -> tuple[Bytes, npt.NDArray[np.uint64]]:
+        """The bytes, and the one word that names the transfer they are leased to."""
+        _, everything = self.export()
+        word = everything[self.capacity_bytes : self.capacity_bytes + 8].view(np.uint64)
+        return everything[: self.capacity_bytes], word
+
+    # Bound as a default because a mapping may outlive this module's globals at exit.
+    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
+        if self.address:
+            munmap(self.address, self.size_bytes)
+
+
+def map_received(descriptor: int, capacity_bytes: int) -> Mapping:
+    """Map a descriptor that a peer sent, after making sure that it cannot shrink under us.
+
+    Raises:
+        ValueError: the descriptor is not a sealed segment of that capacity. Writing past the end
+            of a file that was cut would kill this process with SIGBUS.
+        OSError: the kernel refused the mapping.
+    """
+    actual_bytes = os.fstat(descriptor).st_size
+    if capacity_bytes < SMALLEST_BYTES or actual_bytes != capacity_bytes + PAGE_BYTES:
+        raise ValueError(f"a segment of {capacity_bytes} bytes came as {actual_bytes} bytes")
+    if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEAL_SHRINK:
+        raise ValueError("the segment is not sealed against shrinking")
+    return Mapping(descriptor, capacity_bytes)
+
+
+class Segment:
+    """One memfd and this process's mapping of it."""
+
+    __slots__ = ("bytes", "capacity_bytes", "descriptor", "mapping", "number", "word")
+
+    def __init__(self, number: int, capacity_bytes: int) -> None:
+        self.number = number
+        self.capacity_bytes = capacity_bytes
+        self.descriptor = os.memfd_create("pw-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, capacity_bytes + PAGE_BYTES)
+            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW)
+            self.mapping = Mapping(self.descriptor, capacity_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self.bytes, self.word = self.mapping.views()
+
+
+class _Alias(weakref.ref[_Exporter]):
+    """Tells, by being called back, which segment nobody aliases any more."""
+
+    __slots__ = ("segment",)
+    segment: Segment
+
+
+def size_class(size_bytes: int) -> int:
+    """The capacity that a transfer of that many bytes is given."""
+    return max(SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length())
+
+
+class SegmentPool:
+    """Leases warm segments; belongs to one thread, except for what garbage collection does.
+
+    Args:
+        keep_bytes: how much may lie idle; live segments are not bounded by it.
+        on_drop: told the number of every segment that leaves the pool, so that senders unmap it.
+    """
+
+    def __init__(self, keep_bytes: int, on_drop: Callable[[int], None]) -> None:
+        self.pooled_bytes = 0
+        self._keep_bytes = keep_bytes
+        self._on_drop = on_drop
+        self._segments: dict[int, Segment] = {}
+        self._idle: dict[int, deque[Segment]] = {}
+        self._order: dict[int, Segment] = {}  # idle segments, the longest idle first
+        self._aliases: set[_Alias] = set()
+        self._unaliased: deque[weakref.ref[_Exporter]] = deque()
+        self._last_number = 0
+
+    @property
+    def live_segments(self) -> int:
+        return len(self._segments)
+
+    @property
+    def lent_segments(self) -> int:
+        return len(self._aliases)
+
+    def get(self, number: int) -> Segment | None:
+        return self._segments.get(number)
+
+    def lease(self, size_bytes: int, transfer: int) -> Segment:
+        """A segment of at least that size that only this transfer may write.
+
+        Raises:
+            OSError: out of memory or descriptors.
+        """
+        self.reclaim()
+        capacity_bytes = size_class(size_bytes)
+        stack = self._idle.get(capacity_bytes)
+        if stack:
+            segment = stack.pop()
+            del self._order[segment.number]
+            self.pooled_bytes -= capacity_bytes
+        else:
+            segment = Segment(self._last_number + 1, capacity_bytes)
+            self._last_number += 1
+            self._segments[segment.number] = segment
+        segment.word[0] = transfer
+        return segment
+
+    def lend(self, segment: Segment, size_bytes: int) -> Bytes:
+        """Turn a completed lease into an array; the segment is idle again when its aliases die."""
+        segment.word[0] = 0
+        exporter, everything = segment.mapping.export()
+        alias = _Alias(exporter, self._unaliased.append)
+        alias.segment = segment
+        self._aliases.add(alias)
+        return everything[:size_bytes]
+
+    def retire(self, segment: Segment) -> None:
+        """Let go of a segment that somebody may still be writing to; it is never used again."""
+        segment.word[0] = 0
+        del self._segments[segment.number]
+        os.close(segment.descriptor)
+        self._on_drop(segment.number)
+
+    def reclaim(self) -> None:
+        """Make idle what garbage collection freed, and drop the longest idle beyond the bound."""
+        while self._unaliased:
+            alias = self._unaliased.popleft()
+            assert isinstance(alias, _Alias)
+            self._aliases.discard(alias)
+            segment = alias.segment
+            self._idle.setdefault(segment.capacity_bytes, deque()).append(segment)
+            self._order[segment.number] = segment
+            self.pooled_bytes += segment.capacity_bytes
+        while self.pooled_bytes > self._keep_bytes:
+            number = next(iter(self._order))
+            segment = self._order.pop(number)
+            self._idle[segment.capacity_bytes].popleft()
+            self.pooled_bytes -= segment.capacity_bytes
+            self.retire(segment)
+
+    def close(self) -> None:
+        """Close every descriptor; arrays that were lent stay valid as long as they live."""
+        for segment in self._segments.values():
+            segment.word[0] = 0
+            os.close(segment.descriptor)
+        self._segments.clear()
+        self._idle.clear()
+        self._order.clear()
+        self._aliases.clear()
+        self.pooled_bytes = 0

@@ -1,0 +1,517 @@
+"""Transfers between processes of one machine: one copy, into pages that the receiver aliases.
+
+Each receiver listens on an abstract unix socket (a name without a file, gone with its process).
+A sender's bulk thread connects to it once and then, for each transfer,
+
+    sender                                        receiver (on its loop)
+      | WANT segment            ------------------->  |     only if it is not mapped yet
+      |  <-------------------  SEGMENT, descriptor    |     or MISSING: cancelled, or never was
+      | copies the parts                              |
+      | FINISH transfer         ------------------->  |     delivers
+
+Small transfers skip the segment: INLINE carries their bytes on the socket. DROP tells senders to
+unmap a segment that the receiver let go of.
+
+All records have one fixed size. Anything else on the socket, a record that breaks the protocol,
+or a peer that runs as another user, closes that connection and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pw.core.errors import TransferFailed
+from pw.transport.pieces import Array, Push, cut, packed, place
+from pw.transport.segments import Bytes, Mapping, Segment, map_received
+
+INLINE_BYTES = 32 * 1024
+"""Up to this size the bytes travel on the socket: mapping a segment would cost more."""
+PIECE_BYTES = 16 << 20
+"""Copied between two looks at the sockets: about a millisecond."""
+SILENCE_S = 30.0
+"""A receiver that owes an answer for so long is taken for dead."""
+WANTS_AT_ONCE = 64
+_BURST_BYTES = 256 * 1024
+
+_RECORD = struct.Struct("<4sIQQ")
+_MAGIC = b"pwb1"
+WANT, FINISH, INLINE, SEGMENT, MISSING, DROP = range(1, 7)
+_DESCRIPTORS_AT_ONCE = 16
+
+
+class Malformed(Exception):
+    """The other end of a connection does not speak this protocol."""
+
+
+def record(kind: int, first: int, second: int = 0) -> bytes:
+    return _RECORD.pack(_MAGIC, kind, first, second)
+
+
+def parse(buffer: bytearray) -> Iterator[tuple[int, int, int]]:
+    """Take complete records off the front of the buffer.
+
+    Raises:
+        Malformed: these bytes are no record.
+    """
+    while len(buffer) >= _RECORD.size:
+        magic, kind, first, second = _RECORD.unpack_from(buffer)
+        if magic != _MAGIC:
+            raise Malformed("no record begins here")
+        del buffer[: _RECORD.size]
+        yield kind, first, second
+
+
+def _peer_user(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("iII", credentials)
+    return int(user)
+
+
+class Arrivals(Protocol):
+    """What the listener needs of the plane it belongs to; called on the loop thread."""
+
+    def segment(self, number: int) -> Segment | None: ...
+    def arrived(self, transfer: int, segment: int) -> bool: ...
+    def inline_size(self, transfer: int) -> int | None: ...
+    def arrived_inline(self, transfer: int, payload: Bytes) -> None: ...
+    def reject(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """One sender's connection, at the receiver."""
+
+    socket: socket.socket
+    inbox: bytearray = field(default_factory=bytearray)
+    outbox: deque[tuple[int, int]] = field(default_factory=deque)
+    writing: bool = False
+    mapped: set[int] = field(default_factory=set)
+    inline: tuple[int, int] | None = None  # transfer and size of the payload that comes next
+
+
+class Listener:
+    """The receiving end, on the loop thread: hands out segments and hears of completed ones."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, arrivals: Arrivals) -> None:
+        self.name = f"pw-bulk-{os.getpid()}-{os.urandom(8).hex()}"
+        self._loop = loop
+        self._arrivals = arrivals
+        self._callers: set[_Caller] = set()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(4096)
+        loop.add_reader(self._socket.fileno(), self._accept)
+
+    def drop(self, number: int) -> None:
+        """Tell those who mapped a segment that it will not be used again."""
+        for caller in list(self._callers):
+            if number in caller.mapped:
+                caller.mapped.discard(number)
+                self._send(caller, DROP, number)
+
+    def close(self) -> None:
+        for caller in list(self._callers):
+            self._hang_up(caller)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        if _peer_user(connection) != os.getuid():
+            self._arrivals.reject()
+            connection.close()
+            return
+        connection.setblocking(False)
+        caller = _Caller(connection)
+        self._callers.add(caller)
+        self._loop.add_reader(connection.fileno(), self._readable, caller)
+
+    def _hang_up(self, caller: _Caller) -> None:
+        if caller in self._callers:
+            self._callers.discard(caller)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(caller.socket.fileno())
+                self._loop.remove_writer(caller.socket.fileno())
+            caller.socket.close()
+
+    def _readable(self, caller: _Caller) -> None:
+        try:
+            received = caller.socket.recv(_BURST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self._hang_up(caller)
+            return
+        caller.inbox += received
+        try:
+            self._take(caller)
+        except Malformed:
+            self._arrivals.reject()
+            self._hang_up(caller)
+
+    def _take(self, caller: _Caller) -> None:
+        while self._take_payload(caller):
+            for kind, first, second in parse(caller.inbox):
+                if kind == WANT:
+                    self._send(caller, SEGMENT, first)
+                elif kind == FINISH:
+                    if second not in caller.mapped and self._arrivals.segment(second):
+                        raise Malformed("it finished a transfer in a segment it never mapped")
+                    if not self._arrivals.arrived(first, second):
+                        raise Malformed("it finished a transfer in another one's segment")
+                elif kind == INLINE:
+                    if second > INLINE_BYTES:
+                        raise Malformed("an inline transfer is too long")
+                    caller.inline = (first, second)
+                    break
+                else:
+                    raise Malformed(f"record {kind} is not for a receiver")
+            else:
+                return
+
+    def _take_payload(self, caller: _Caller) -> bool:
+        """False while the payload of an inline transfer is still under way."""
+        if caller.inline is None:
+            return True
+        transfer, size_bytes = caller.inline
+        if len(caller.inbox) < size_bytes:
+            return False
+        expected_bytes = self._arrivals.inline_size(transfer)
+        if expected_bytes is not None and expected_bytes != size_bytes:
+            raise Malformed("an inline transfer has the wrong size")
+        payload: Bytes = np.frombuffer(bytes(caller.inbox[:size_bytes]), np.uint8)
+        del caller.inbox[:size_bytes]
+        caller.inline = None
+        self._arrivals.arrived_inline(transfer, payload)
+        return True
+
+    def _send(self, caller: _Caller, kind: int, number: int) -> None:
+        caller.outbox.append((kind, number))
+        if not caller.writing:
+            self._flush(caller)
+
+    def _flush(self, caller: _Caller) -> None:
+        while caller.outbox:
+            try:
+                self._send_now(caller, *caller.outbox[0])
+            except BlockingIOError:
+                if not caller.writing:
+                    caller.writing = True
+                    self._loop.add_writer(caller.socket.fileno(), self._flush, caller)
+                return
+            except OSError:
+                # The reader then sees the end of the connection and hangs up.
+                caller.outbox.clear()
+                with contextlib.suppress(OSError):
+                    caller.socket.shutdown(socket.SHUT_RDWR)
+                break
+            caller.outbox.popleft()
+        if caller.writing:
+            caller.writing = False
+            self._loop.remove_writer(caller.socket.fileno())
+
+    def _send_now(self, caller: _Caller, kind: int, number: int) -> None:
+        segment = self._arrivals.segment(number) if kind == SEGMENT else None
+        if segment is not None:
+            line = record(SEGMENT, number, segment.capacity_bytes)
+            sent = socket.send_fds(caller.socket, [line], [segment.descriptor])
+            caller.mapped.add(number)
+        else:
+            line = record(DROP if kind == DROP else MISSING, number)
+            sent = caller.socket.send(line)
+        if sent != len(line):
+            # A unix socket takes so small a record whole or not at all.
+            raise ConnectionError("a record was cut")
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """A pushed segment in this process: where the bytes go, and who may write there now."""
+
+    mapping: Mapping
+    bytes: Bytes
+    word: npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True, eq=False)
+class _Receiver:
+    """One receiver's connection, at the sender."""
+
+    socket: socket.socket
+    inbox: bytearray = field(default_factory=bytearray)
+    descriptors: deque[int] = field(default_factory=deque)
+    outbox: deque[tuple[memoryview, Push | None]] = field(default_factory=deque)
+    blocked: bool = False
+    targets: dict[int, _Target] = field(default_factory=dict)
+    waiting: dict[int, list[Push]] = field(default_factory=dict)
+    unasked: deque[int] = field(default_factory=deque)
+    asked: int = 0
+    heard_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A transfer that is being copied."""
+
+    push: Push
+    receiver: _Receiver
+    target: _Target
+    pieces: Iterator[tuple[int, Array]]
+
+
+class Copier:
+    """The sending end, on the bulk thread.
+
+    Args:
+        watch: (re-)registers a descriptor with the thread's poller; writable as well if asked.
+        unwatch: forgets it.
+        finish: settles a push.
+    """
+
+    def __init__(
+        self,
+        watch: Callable[[int, bool], None],
+        unwatch: Callable[[int], None],
+        finish: Callable[[Push, Exception | None], None],
+    ) -> None:
+        self._watch = watch
+        self._unwatch = unwatch
+        self._finish = finish
+        self._receivers: dict[str, _Receiver] = {}
+        self._by_descriptor: dict[int, str] = {}
+        self._copies: deque[_Copy] = deque()
+
+    @property
+    def owed(self) -> bool:
+        """Whether some receiver has yet to answer or to read."""
+        return any(peer.waiting or peer.outbox for peer in self._receivers.values())
+
+    def push(self, push: Push) -> None:
+        name = push.landing.socket
+        try:
+            peer = self._receivers.get(name) or self._connect(name)
+        except OSError as error:
+            self._finish(push, TransferFailed(f"no receiver listens at {name!r}: {error}"))
+            return
+        number = push.landing.segment
+        if number == 0:
+            self._send_inline(name, peer, push)
+        elif number in peer.targets:
+            self._begin(peer, push, peer.targets[number])
+        elif number in peer.waiting:
+            peer.waiting[number].append(push)
+        else:
+            self._touch(peer)
+            peer.waiting[number] = [push]
+            peer.unasked.append(number)
+            self._ask(name, peer)
+
+    def work(self) -> bool:
+        """Copy one piece of one transfer, each in turn; True if there is more to do."""
+        if not self._copies:
+            return False
+        copy = self._copies.popleft()
+        landing = copy.push.landing
+        if copy.target.word[0] != landing.transfer:
+            self._finish(
+                copy.push,
+                TransferFailed(f"transfer {landing.transfer} was cancelled, or already done"),
+            )
+            return bool(self._copies)
+        try:
+            piece = next(copy.pieces, None)
+            if piece is not None:
+                place(copy.target.bytes, *piece)
+                self._copies.append(copy)
+                return True
+        except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
+            why = f"cannot read an array to push: {error!r}"
+            self._finish(copy.push, TransferFailed(why))
+            return bool(self._copies)
+        line = record(FINISH, landing.transfer, landing.segment)
+        self._send(landing.socket, copy.receiver, line, copy.push)
+        return bool(self._copies)
+
+    def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
+        name = self._by_descriptor.get(descriptor)
+        if name is None:
+            return
+        peer = self._receivers[name]
+        if writable:
+            self._flush(name, peer)
+        if readable and self._receivers.get(name) is peer:
+            self._receive(name, peer)
+
+    def expire(self) -> None:
+        """Give up on receivers that have owed an answer for too long."""
+        now_s = time.monotonic()
+        for name, peer in list(self._receivers.items()):
+            if (peer.waiting or peer.outbox) and now_s - peer.heard_s > SILENCE_S:
+                self._hang_up(name, peer, f"it was silent for {SILENCE_S:.0f} s")
+
+    def close(self) -> None:
+        for name, peer in list(self._receivers.items()):
+            self._hang_up(name, peer, "the bulk plane was closed")
+
+    def _touch(self, peer: _Receiver) -> None:
+        if not peer.waiting and not peer.outbox:
+            peer.heard_s = time.monotonic()
+
+    def _connect(self, name: str) -> _Receiver:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.connect(f"\0{name}")
+            if _peer_user(connection) != os.getuid():
+                raise PermissionError("another user listens there")
+        except OSError:
+            connection.close()
+            raise
+        peer = self._receivers[name] = _Receiver(connection)
+        self._by_descriptor[connection.fileno()] = name
+        self._watch(connection.fileno(), False)
+        return peer
+
+    def _hang_up(self, name: str, peer: _Receiver, why: str) -> None:
+        if self._receivers.get(name) is not peer:
+            return
+        del self._receivers[name]
+        del self._by_descriptor[peer.socket.fileno()]
+        self._unwatch(peer.socket.fileno())
+        peer.socket.close()
+        for descriptor in peer.descriptors:
+            os.close(descriptor)
+        lost = [push for pushes in peer.waiting.values() for push in pushes]
+        lost += [push for _, push in peer.outbox if push is not None]
+        lost += [copy.push for copy in self._copies if copy.receiver is peer]
+        self._copies = deque(copy for copy in self._copies if copy.receiver is not peer)
+        for push in lost:
+            self._finish(push, TransferFailed(f"lost the receiver at {name!r}: {why}"))
+
+    def _begin(self, peer: _Receiver, push: Push, target: _Target) -> None:
+        if push.landing.size_bytes > target.bytes.size:
+            self._finish(push, TransferFailed("the landing is larger than its segment"))
+            return
+        self._copies.append(_Copy(push, peer, target, cut(push.parts, PIECE_BYTES)))
+
+    def _send_inline(self, name: str, peer: _Receiver, push: Push) -> None:
+        size_bytes = push.landing.size_bytes
+        if size_bytes > INLINE_BYTES:
+            self._finish(push, TransferFailed("the landing names no segment"))
+            return
+        payload: Bytes = np.zeros(size_bytes, np.uint8)
+        try:
+            for offset, piece in cut(push.parts, INLINE_BYTES):
+                payload[offset : offset + piece.nbytes] = packed(piece)
+        except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
+            self._finish(push, TransferFailed(f"cannot read an array to push: {error!r}"))
+            return
+        line = record(INLINE, push.landing.transfer, size_bytes) + payload.tobytes()
+        self._send(name, peer, line, push)
+
+    def _ask(self, name: str, peer: _Receiver) -> None:
+        while peer.unasked and peer.asked < WANTS_AT_ONCE:
+            peer.asked += 1
+            self._send(name, peer, record(WANT, peer.unasked.popleft()), None)
+
+    def _send(self, name: str, peer: _Receiver, line: bytes, push: Push | None) -> None:
+        self._touch(peer)
+        peer.outbox.append((memoryview(line), push))
+        if not peer.blocked:
+            self._flush(name, peer)
+
+    def _flush(self, name: str, peer: _Receiver) -> None:
+        while peer.outbox:
+            line, push = peer.outbox[0]
+            try:
+                sent = peer.socket.send(line)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._hang_up(name, peer, str(error))
+                return
+            if sent < len(line):
+                peer.outbox[0] = (line[sent:], push)
+                if not peer.blocked:
+                    peer.blocked = True
+                    self._watch(peer.socket.fileno(), True)
+                return
+            peer.heard_s = time.monotonic()
+            peer.outbox.popleft()
+            if push is not None:
+                self._finish(push, None)
+        if peer.blocked:
+            peer.blocked = False
+            self._watch(peer.socket.fileno(), False)
+
+    def _receive(self, name: str, peer: _Receiver) -> None:
+        try:
+            received, descriptors, _, _ = socket.recv_fds(
+                peer.socket, 4096, _DESCRIPTORS_AT_ONCE, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._hang_up(name, peer, str(error))
+            return
+        peer.descriptors.extend(descriptors)
+        if not received:
+            self._hang_up(name, peer, "it closed the connection")
+            return
+        peer.inbox += received
+        peer.heard_s = time.monotonic()
+        try:
+            for kind, number, capacity_bytes in parse(peer.inbox):
+                self._heard(peer, kind, number, capacity_bytes)
+        except (Malformed, ValueError, OSError) as error:
+            self._hang_up(name, peer, str(error))
+            return
+        self._ask(name, peer)
+
+    def _heard(self, peer: _Receiver, kind: int, number: int, capacity_bytes: int) -> None:
+        if kind == DROP:
+            peer.targets.pop(number, None)
+            return
+        if kind not in (SEGMENT, MISSING) or number not in peer.waiting:
+            raise Malformed(f"record {kind} about segment {number} was not asked for")
+        pushes = peer.waiting.pop(number)
+        peer.asked -= 1
+        if kind == MISSING:
+            for push in pushes:
+                transfer = push.landing.transfer
+                why = f"the receiver gave up transfer {transfer}, or never had it"
+                self._finish(push, TransferFailed(why))
+            return
+        if not peer.descriptors:
+            peer.waiting[number] = pushes
+            raise Malformed("a segment came without its descriptor")
+        descriptor = peer.descriptors.popleft()
+        try:
+            mapping = map_received(descriptor, capacity_bytes)
+        except (ValueError, OSError):
+            peer.waiting[number] = pushes  # settled with the connection
+            raise
+        finally:
+            os.close(descriptor)
+        peer.targets[number] = target = _Target(mapping, *mapping.views())
+        for push in pushes:
+            self._begin(peer, push, target)

@@ -1,0 +1,119 @@
+"""What every test runs under: eight CPU devices, reproducible examples, and no process left behind.
+
+The environment is set before anything imports jax, because jax reads it once. Processes that tests
+start inherit it, so whoever starts a worker says how many devices that worker has.
+
+XLA sizes its thread pool from the number of cores, and on a small machine collectives over more
+devices than threads wait for each other until the process aborts; `NPROC` and `PJRT_NPROC` give it
+enough threads whatever the machine.
+
+A runtime made of processes is tested by killing them, so the last check of a run is that none has
+survived it. The test process adopts the orphans of its descendants, so that a worker whose parent
+was killed is found as well; multiprocessing's resource tracker lives as long as the interpreter
+by design and is not counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")
+os.environ.setdefault("PJRT_NPROC", "64")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+hypothesis.settings.register_profile("local", deadline=None, max_examples=60)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=60, derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+EXIT_GRACE_S = 5.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Fail the run if a process that the tests started still runs at its end, and kill it."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    already_there = set(_descendants(os.getpid()))
+    yield
+    survivors = _outliving(set(_descendants(os.getpid())) - already_there, EXIT_GRACE_S)
+    if survivors:
+        lines = [f"  {pid}: {_command_line(pid)}" for pid in sorted(survivors)]
+        for pid in survivors:
+            _kill(pid)
+        pytest.fail(
+            "processes outlived the tests (now killed):\n" + "\n".join(lines), pytrace=False
+        )
+
+
+def _descendants(root: int) -> list[int]:
+    """Living descendants of a process, by one walk over /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _living_parent(entry)) is not None:
+            children.setdefault(parent, []).append(int(entry.name))
+    found: list[int] = []
+    frontier = [root]
+    while frontier:
+        offspring = children.get(frontier.pop(), [])
+        found.extend(offspring)
+        frontier.extend(offspring)
+    return [pid for pid in found if "multiprocessing.resource_tracker" not in _command_line(pid)]
+
+
+def _living_parent(process: Path) -> int | None:
+    try:
+        stat = (process / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+        return None
+    state, parent = stat.rpartition(")")[2].split()[:2]  # the name before may hold anything
+    return None if state in "ZX" else int(parent)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return "(gone)"
+
+
+def _outliving(pids: set[int], grace_s: float) -> set[int]:
+    """Those of the processes that have not exited within the grace."""
+    deadline = time.monotonic() + grace_s
+    survivors = set()
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                survivors.add(pid)
+        finally:
+            os.close(handle)
+    return survivors
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it ended by itself meanwhile

@@ -1,0 +1,836 @@
+"""The JAX backend keeps the promises of `pw.devices.backend` on the CPU devices of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from pw.core.errors import ErrorReport
+from pw.core.plan import Piece
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtype_of
+from pw.devices.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
+from pw.devices.jax_backend import JaxBackend
+from pw.devices.jax_layouts import aligned_empty
+
+HOST = "h0"
+BOUND_S = 60.0
+ONE = Sharding(("x",), (1,))
+FOUR = Sharding(("x",), (4,), (("x",),))
+REPLICATED = Sharding(("x",), (4,))
+
+
+def address(ordinal: int) -> DeviceAddress:
+    return DeviceAddress(HOST, ordinal)
+
+
+def addresses(spec: ArraySpec) -> tuple[DeviceAddress, ...]:
+    return tuple(address(ordinal) for ordinal in spec.placement.devices)
+
+
+def spec_of(
+    shape: tuple[int, ...] = (8,),
+    dtype: str = "float32",
+    sharding: Sharding = ONE,
+    devices: tuple[int, ...] | None = None,
+) -> ArraySpec:
+    placement = Placement(0, devices or tuple(range(sharding.device_count)))
+    return ArraySpec(shape, dtype, sharding, placement)
+
+
+def whole(spec: ArraySpec) -> tuple[tuple[int, int], ...]:
+    return tuple((0, size) for size in spec.sharding.shard_shape(spec.shape))
+
+
+def export(
+    function: Callable[..., Any],
+    inputs: Sequence[ArraySpec],
+    outputs: Sequence[ArraySpec],
+    donated: tuple[int, ...] = (),
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+) -> tuple[Computation, bytes]:
+    """What a client makes of `function`, which takes arrays and returns a tuple of arrays."""
+
+    def lies(spec: ArraySpec) -> NamedSharding:
+        mesh = AbstractMesh(spec.sharding.axis_sizes or (1,), spec.sharding.axis_names or ("x",))
+        axes = [names or None for names in spec.sharding.spec]
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    with jax.enable_x64(True):
+        exported = jax.export.export(
+            jax.jit(
+                function,
+                in_shardings=tuple(map(lies, inputs)),
+                out_shardings=tuple(map(lies, outputs)),
+            ),
+            platforms=platforms,
+        )(*(jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype)) for spec in inputs))
+    artifact = bytes(exported.serialize())
+    placement = (*inputs, *outputs)[0].placement
+    return (
+        Computation(
+            function.__name__,
+            hashlib.sha256(artifact).digest(),
+            placement,
+            tuple(inputs),
+            tuple(outputs),
+            donated,
+        ),
+        artifact,
+    )
+
+
+class Host:
+    """A backend with its asynchronous answers turned into awaitables."""
+
+    def __init__(self, backend: JaxBackend) -> None:
+        self.backend = backend
+        self.loop = asyncio.get_running_loop()
+
+    def answer(self) -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
+        future = self.loop.create_future()
+
+        def done(result: Any) -> None:
+            assert threading.current_thread() is threading.main_thread()
+            assert not future.done(), "a done was called twice"
+            future.set_result(result)
+
+        return future, done
+
+    async def install(self, key: bytes, exported: tuple[Computation, bytes]) -> ErrorReport | None:
+        future, done = self.answer()
+        computation, artifact = exported
+        devices = tuple(address(ordinal) for ordinal in computation.placement.devices)
+        self.backend.install(key, computation, artifact, devices, done)
+        return await asyncio.wait_for(future, BOUND_S)
+
+    def build(self, spec: ArraySpec, array: Any) -> Value:
+        """Submit a build of `array`, without waiting for it."""
+        value = Value()
+        array = np.asarray(array, dtype_of(spec.dtype))
+        parts = [
+            (
+                (position,),
+                whole(spec),
+                np.ascontiguousarray(
+                    array[tuple(slice(start, stop) for start, stop in spec.box(position))]
+                ).reshape(spec.sharding.shard_shape(spec.shape)),
+            )
+            for position in range(spec.sharding.device_count)
+        ]
+        self.backend.submit([Build(value, spec, addresses(spec), parts)])
+        return value
+
+    def reading(self, value: Value, spec: ArraySpec) -> tuple[asyncio.Future[Any], Read]:
+        future, done = self.answer()
+        boxes = [(position, whole(spec)) for position in range(spec.sharding.device_count)]
+        return future, Read(value, boxes, spec, addresses(spec), done)
+
+    async def read(self, value: Value, spec: ArraySpec) -> Any:
+        """The whole array, or the report of what went wrong."""
+        future, op = self.reading(value, spec)
+        self.backend.submit([op])
+        return joined(await asyncio.wait_for(future, BOUND_S), spec)
+
+    async def watch(self, *values: Value) -> ErrorReport | None:
+        future, done = self.answer()
+        self.backend.submit([Watch(values, done)])
+        return await asyncio.wait_for(future, BOUND_S)
+
+    def execute(self, key: bytes, *args: Value, results: int = 1, **more: Any) -> tuple[Value, ...]:
+        made = tuple(Value() for _ in range(results))
+        self.backend.submit([Execute(key, args, made, **more)])
+        return made
+
+
+def joined(shards: Any, spec: ArraySpec) -> Any:
+    if isinstance(shards, ErrorReport):
+        return shards
+    array = np.empty(spec.shape, dtype_of(spec.dtype))
+    for position, shard in enumerate(shards):
+        assert shard.shape == spec.sharding.shard_shape(spec.shape)
+        assert shard.dtype == array.dtype
+        array[tuple(slice(start, stop) for start, stop in spec.box(position))] = shard
+    return array
+
+
+@asynccontextmanager
+async def open_host() -> AsyncIterator[Host]:
+    devices = jax.devices()
+    assert len(devices) >= 8, "these tests need JAX_NUM_CPU_DEVICES=8"
+    backend = JaxBackend(asyncio.get_running_loop(), HOST, lambda at: devices[at.ordinal])
+    try:
+        yield Host(backend)
+    finally:
+        backend.close()
+
+
+def on_host(test: Callable[[Host], Any]) -> Callable[[], None]:
+    """Run an async test with a host."""
+
+    def run() -> None:
+        async def main() -> None:
+            raised: list[Any] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, told: raised.append(told))
+            async with open_host() as host:
+                await test(host)
+            assert not raised
+
+        asyncio.run(main())
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+class Gate:
+    """Holds the execute thread, so that a test decides what is submitted while it is busy."""
+
+    def __init__(self, host: Host) -> None:
+        self._event = threading.Event()
+        host.backend.submit([Call(lambda: self._event.wait(BOUND_S) and None)])
+
+    def open(self) -> None:
+        self._event.set()
+
+
+def add_one(x: Any) -> Any:
+    return (x + 1,)
+
+
+def slow_add(x: Any) -> Any:
+    """Adds one, after enough work that nobody finds the result ready at once."""
+    y = jax.lax.fori_loop(0, 30, lambda _, m: m @ m / 300.0, jnp.full((300, 300), 1.0, x.dtype))
+    return (x + 1 + 0 * y[0, 0],)
+
+
+@on_host
+async def test_executes(host: Host) -> None:
+    spec = spec_of()
+    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
+    (result,) = host.execute(b"k", host.build(spec, range(8)))
+    assert await host.watch(result) is None
+    np.testing.assert_array_equal(await host.read(result, spec), np.arange(8) + 1)
+
+
+@on_host
+async def test_a_chain_is_submitted_at_once(host: Host) -> None:
+    spec = spec_of(())
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    values = [host.build(spec, 0)] + [Value() for _ in range(128)]
+    host.backend.submit([Execute(b"k", (values[i],), (values[i + 1],)) for i in range(128)])
+    assert await host.read(values[-1], spec) == 128
+    assert host.backend.counters()["computations"] == 128
+
+
+@on_host
+async def test_no_arguments_and_several_results(host: Host) -> None:
+    spec, other = spec_of((2,)), spec_of((), "int64")
+
+    def constants() -> Any:
+        return jnp.ones(2, jnp.float32), jnp.int64(1 << 40)
+
+    await host.install(b"k", export(constants, [], [spec, other]))
+    first, second = host.execute(b"k", results=2)
+    np.testing.assert_array_equal(await host.read(first, spec), [1, 1])
+    assert await host.read(second, other) == 1 << 40
+
+
+@on_host
+async def test_a_sharding_without_axes_is_one_device(host: Host) -> None:
+    spec = spec_of((3,), sharding=Sharding((), ()), devices=(5,))
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    (result,) = host.execute(b"k", host.build(spec, [1, 2, 3]))
+    np.testing.assert_array_equal(await host.read(result, spec), [2, 3, 4])
+    assert result.payload.sharding.addressable_devices == {jax.devices()[5]}
+
+
+@pytest.mark.parametrize("devices", [(0, 1, 2, 3), (6, 3, 7, 0)])
+def test_a_collective_over_four_devices(devices: tuple[int, ...]) -> None:
+    spec, total = spec_of((8,), sharding=FOUR, devices=devices), spec_of((), devices=devices)
+    total = ArraySpec((), "float32", REPLICATED, spec.placement)
+
+    def spread(x: Any) -> Any:
+        return x[::-1], x.sum()
+
+    def by_hand(x: Any) -> Any:
+        mesh = AbstractMesh((4,), ("x",))
+        return (
+            jax.shard_map(
+                lambda part: jax.lax.psum(part.sum(), "x"),
+                mesh=mesh,
+                in_specs=PartitionSpec("x"),
+                out_specs=PartitionSpec(),
+            )(x),
+        )
+
+    @on_host
+    async def run(host: Host) -> None:
+        assert await host.install(b"g", export(spread, [spec], [spec, total])) is None
+        assert await host.install(b"s", export(by_hand, [spec], [total])) is None
+        value = host.build(spec, range(8))
+        turned, summed = host.execute(b"g", value, results=2)
+        (psummed,) = host.execute(b"s", value)
+        np.testing.assert_array_equal(await host.read(turned, spec), np.arange(8)[::-1])
+        assert await host.read(summed, total) == 28
+        assert await host.read(psummed, total) == 28
+
+    run()
+
+
+@on_host
+async def test_two_dimensions_and_two_axes(host: Host) -> None:
+    by_two = Sharding(("a", "b"), (2, 2), (("b", "a"), ()))
+    spec = spec_of((8, 3), "int32", by_two, (4, 5, 6, 7))
+    data = np.arange(24).reshape(8, 3)
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    (result,) = host.execute(b"k", host.build(spec, data))
+    np.testing.assert_array_equal(await host.read(result, spec), data + 1)
+
+
+DTYPES = [
+    "bool", "int4", "uint4", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64",
+    "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "float64",
+    "complex64", "complex128",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sharding", [ONE, FOUR])
+def test_every_dtype_survives_the_round_trip(dtype: str, sharding: Sharding) -> None:
+    spec = spec_of((8, 2), dtype, sharding)
+    data = (np.arange(16).reshape(8, 2) % 5).astype(dtype_of(dtype))
+
+    def identity(x: Any) -> Any:
+        return (x,)
+
+    @on_host
+    async def run(host: Host) -> None:
+        value = host.build(spec, data)
+        np.testing.assert_array_equal(await host.read(value, spec), data)
+        assert await host.install(b"k", export(identity, [spec], [spec])) is None
+        (result,) = host.execute(b"k", value)
+        np.testing.assert_array_equal(await host.read(result, spec), data)
+
+    run()
+
+
+@pytest.mark.parametrize("shape", [(0,), (4, 0, 3)])
+def test_arrays_without_elements(shape: tuple[int, ...]) -> None:
+    spec = spec_of(shape)
+    there = spec_of(shape, devices=(1,))
+
+    @on_host
+    async def run(host: Host) -> None:
+        await host.install(b"k", export(add_one, [spec], [spec]))
+        value, moved = host.build(spec, np.zeros(shape)), Value()
+        host.backend.submit(
+            [Move(value, spec, addresses(spec), moved, there, addresses(there), ())]
+        )
+        (result,) = host.execute(b"k", value)
+        assert (await host.read(result, spec)).shape == shape
+        assert (await host.read(moved, there)).shape == shape
+
+    run()
+
+
+# Builds and reads.
+
+
+@on_host
+async def test_a_build_from_boxes(host: Host) -> None:
+    spec = spec_of((8, 4), "int32", FOUR)
+    data = np.arange(32, dtype=np.int32).reshape(8, 4)
+    parts: list[Any] = []
+    for position in range(4):
+        shard = data[2 * position : 2 * position + 2]
+        parts.append(((position,), ((0, 2), (0, 1)), shard[:, :1]))
+        parts.append(((position,), ((0, 2), (1, 4)), shard[:, 1:]))
+    future, done = host.answer()
+    value = Value()
+    host.backend.submit([Build(value, spec, addresses(spec), parts, done)])
+    assert await asyncio.wait_for(future, BOUND_S) is None
+    np.testing.assert_array_equal(await host.read(value, spec), data)
+
+
+@on_host
+async def test_a_large_build_is_deferred_and_later_ops_still_see_it(host: Host) -> None:
+    spec = spec_of((1 << 16,))
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    halves = [np.full(1 << 15, i, np.float32) for i in range(2)]
+    parts: list[Any] = [((0,), ((i << 15, (i + 1) << 15),), half) for i, half in enumerate(halves)]
+    future, done = host.answer()
+    value, result = Value(), Value()
+    host.backend.submit(
+        [
+            Build(value, spec, addresses(spec), parts, done),
+            Execute(b"k", (value,), (result,)),
+        ]
+    )
+    read = await host.read(result, spec)
+    assert future.done()
+    assert value.building is not None
+    np.testing.assert_array_equal(read, np.repeat([1.0, 2.0], 1 << 15))
+
+
+@on_host
+async def test_aligned_bytes_are_aliased_by_every_replica(host: Host) -> None:
+    spec = spec_of((1 << 16,), sharding=REPLICATED)
+    data = aligned_empty((1 << 16,), np.dtype(np.float32))
+    data[:] = 7
+    value = Value()
+    host.backend.submit([Build(value, spec, addresses(spec), [((0, 1, 2, 3), whole(spec), data)])])
+    future, op = host.reading(value, spec)
+    host.backend.submit([op])
+    views = await asyncio.wait_for(future, BOUND_S)
+    assert [view.ctypes.data for view in views] == [data.ctypes.data] * 4
+    assert value.building is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([((0,), ((0, 4),), np.zeros(4, np.float32))], "cover 4 elements"),
+        ([((0,), ((0, 8),), np.zeros(7, np.float32))], "was given for a box"),
+        ([((0,), ((0, 8),), np.zeros(8, np.int32))], "was given for a box"),
+    ],
+)
+def test_a_build_that_does_not_fit_fails(parts: Any, words: str) -> None:
+    @on_host
+    async def run(host: Host) -> None:
+        spec = spec_of()
+        future, done = host.answer()
+        value = Value()
+        host.backend.submit([Build(value, spec, addresses(spec), parts, done)])
+        report = await asyncio.wait_for(future, BOUND_S)
+        assert report.kind == "InternalError"
+        assert words in report.message
+        assert await host.read(value, spec) == report
+
+    run()
+
+
+@on_host
+async def test_a_read_gives_boxes_in_the_order_asked_for(host: Host) -> None:
+    spec = spec_of((8, 2), "int32", FOUR)
+    value = host.build(spec, np.arange(16).reshape(8, 2))
+    future, done = host.answer()
+    boxes = [(3, ((0, 1), (0, 2))), (0, ((1, 2), (1, 2))), (3, ((0, 2), (0, 2)))]
+    host.backend.submit([Read(value, boxes, spec, addresses(spec), done)])
+    views = await asyncio.wait_for(future, BOUND_S)
+    assert [view.tolist() for view in views] == [[[12, 13]], [[3]], [[12, 13], [14, 15]]]
+
+
+# Donation.
+
+
+@on_host
+async def test_a_donated_argument_is_gone(host: Host) -> None:
+    spec = spec_of()
+    await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+    value = host.build(spec, np.zeros(8))
+    (first,) = host.execute(b"k", value)
+    (second,) = host.execute(b"k", value)
+    np.testing.assert_array_equal(await host.read(first, spec), np.ones(8))
+    report = await host.read(second, spec)
+    assert report.kind == "ArrayDeleted"
+    assert host.backend.counters()["donations_copied"] == 0
+
+
+@on_host
+async def test_donation_waits_for_no_pending_read(host: Host) -> None:
+    spec = spec_of()
+    await host.install(b"slow", export(slow_add, [spec], [spec]))
+    await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+    (value,) = host.execute(b"slow", host.build(spec, np.zeros(8)))
+    future, op = host.reading(value, spec)
+    result = Value()
+    host.backend.submit([op, Execute(b"k", (value,), (result,))])
+    np.testing.assert_array_equal(joined(await future, spec), np.ones(8))
+    np.testing.assert_array_equal(await host.read(result, spec), np.full(8, 2))
+    assert host.backend.counters()["donations_copied"] == 1
+
+
+@on_host
+async def test_views_outlive_a_donation(host: Host) -> None:
+    spec = spec_of()
+    await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+    value = host.build(spec, np.zeros(8))
+    for step in range(3):
+        future, op = host.reading(value, spec)
+        host.backend.submit([op])
+        (view,) = await asyncio.wait_for(future, BOUND_S)
+        (value,) = host.execute(b"k", value)
+        assert await host.watch(value) is None
+        np.testing.assert_array_equal(view, np.full(8, step))
+
+
+@on_host
+async def test_copied_and_repeated_arguments_stay(host: Host) -> None:
+    spec = spec_of(sharding=FOUR)
+
+    def add(x: Any, y: Any) -> Any:
+        return (x + y,)
+
+    await host.install(b"k", export(add, [spec, spec], [spec], donated=(0,)))
+    value = host.build(spec, np.arange(8))
+    other = host.build(spec, np.arange(8))
+    (twice,) = host.execute(b"k", value, value)
+    (again,) = host.execute(b"k", value, other, copied=(0,))
+    for result in (twice, again):
+        np.testing.assert_array_equal(await host.read(result, spec), 2 * np.arange(8))
+    np.testing.assert_array_equal(await host.read(value, spec), np.arange(8))
+    assert host.backend.counters()["donations_copied"] == 2
+
+
+@on_host
+async def test_a_watch_follows_donated_values(host: Host) -> None:
+    spec = spec_of()
+    await host.install(b"slow", export(slow_add, [spec], [spec], donated=(0,)))
+    values = [host.build(spec, np.zeros(8))] + [Value() for _ in range(6)]
+    futures, ops = [], []
+    for before, after in itertools.pairwise(values):
+        future, done = host.answer()
+        futures.append(future)
+        ops += [Execute(b"slow", (before,), (after,)), Watch((after,), done)]
+    host.backend.submit(ops)
+    assert await asyncio.wait_for(asyncio.gather(*futures), BOUND_S) == [None] * 6
+    assert await host.read(values[-1], spec) is not None
+
+
+# Moves.
+
+
+def move(
+    host: Host, value: Value, source: ArraySpec, spec: ArraySpec, pieces: Sequence[Piece]
+) -> Value:
+    result = Value()
+    host.backend.submit(
+        [Move(value, source, addresses(source), result, spec, addresses(spec), tuple(pieces))]
+    )
+    return result
+
+
+def same(position: int, *destinations: int, size: int = 2) -> Piece:
+    return Piece(position, ((0, size),), destinations, ((0, size),))
+
+
+@pytest.mark.parametrize(
+    ("source", "spec", "pieces", "aliased"),
+    [
+        pytest.param(
+            spec_of(sharding=FOUR),
+            spec_of(sharding=FOUR),
+            [same(i, i) for i in range(4)],
+            True,
+            id="same devices",
+        ),
+        pytest.param(
+            spec_of(sharding=FOUR),
+            spec_of(sharding=FOUR, devices=(7, 6, 5, 4)),
+            [same(i, i) for i in range(4)],
+            False,
+            id="other devices",
+        ),
+        pytest.param(
+            spec_of(sharding=FOUR),
+            spec_of(sharding=FOUR, devices=(3, 2, 1, 0)),
+            [same(i, i) for i in range(4)],
+            False,
+            id="same devices in another order",
+        ),
+        pytest.param(
+            spec_of(),
+            spec_of(sharding=REPLICATED),
+            [same(0, 0, 1, 2, 3, size=8)],
+            True,
+            id="spread out",
+        ),
+        pytest.param(
+            spec_of(sharding=REPLICATED),
+            spec_of(sharding=FOUR),
+            [Piece(i, ((2 * i, 2 * i + 2),), (i,), ((0, 2),)) for i in range(4)],
+            False,
+            id="slices where they are",
+        ),
+        pytest.param(
+            spec_of(devices=(5,)),
+            spec_of(sharding=FOUR),
+            [Piece(0, ((2 * i, 2 * i + 2),), (i,), ((0, 2),)) for i in range(4)],
+            False,
+            id="slices of one shard",
+        ),
+    ],
+)
+def test_moves(source: ArraySpec, spec: ArraySpec, pieces: list[Piece], aliased: bool) -> None:
+    @on_host
+    async def run(host: Host) -> None:
+        await host.install(b"k", export(slow_add, [source], [source]))
+        await host.install(b"d", export(add_one, [spec], [spec], donated=(0,)))
+        (value,) = host.execute(b"k", host.build(source, np.arange(8)))
+        moved = move(host, value, source, spec, pieces)
+        (result,) = host.execute(b"d", moved)
+        np.testing.assert_array_equal(await host.read(result, spec), np.arange(8) + 2)
+        np.testing.assert_array_equal(await host.read(value, source), np.arange(8) + 1)
+        assert (value.shared, moved.shared) == (aliased, aliased)
+
+    run()
+
+
+@on_host
+async def test_moves_that_do_not_cover_a_shard_fail(host: Host) -> None:
+    source, spec = spec_of(), spec_of(sharding=FOUR)
+    value = host.build(source, np.arange(8))
+    wrong = move(host, value, source, spec, [Piece(0, ((0, 1),), (0,), ((0, 1),))])
+    assert (await host.watch(wrong)).kind == "InternalError"
+    missing = move(host, value, source, spec, [Piece(0, ((0, 2),), (0,), ((0, 2),))])
+    assert (await host.watch(missing)).kind == "InternalError"
+
+
+# Failures.
+
+
+@on_host
+async def test_poison_is_the_original_error(host: Host) -> None:
+    spec = spec_of()
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    original = ErrorReport("ComputationFailed", "boom", "h7", "a traceback")
+    poisoned = Value(original)
+    (first,) = host.execute(b"k", poisoned)
+    (second,) = host.execute(b"k", first)
+    moved = move(host, second, spec, spec, [same(0, 0, size=8)])
+    assert await host.watch(host.build(spec, np.zeros(8)), moved) is original
+    assert await host.read(second, spec) is original
+    (fine,) = host.execute(b"k", host.build(spec, np.zeros(8)))
+    assert await host.watch(fine) is None
+
+
+@on_host
+async def test_a_failing_computation_fails_its_results_only(host: Host) -> None:
+    spec, other = spec_of(), spec_of((9,))
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    (result,) = host.execute(b"k", host.build(other, np.zeros(9)))
+    report = await host.read(result, spec)
+    assert report.kind == "ComputationFailed"
+    assert report.where == HOST
+    assert "Traceback" in report.traceback
+    (unknown,) = host.execute(b"unknown", result)
+    assert (
+        await host.watch(unknown) is report or (await host.watch(unknown)).kind == "InternalError"
+    )
+    (fine,) = host.execute(b"k", host.build(spec, np.zeros(8)))
+    assert await host.watch(fine) is None
+
+
+@on_host
+async def test_running_out_of_memory_is_told_as_such(host: Host) -> None:
+    spec, huge = spec_of(()), spec_of((1 << 44,))
+
+    def widen(x: Any) -> Any:
+        return (jnp.broadcast_to(x, (1 << 44,)) * 2,)
+
+    assert await host.install(b"k", export(widen, [spec], [huge])) is None
+    (result,) = host.execute(b"k", host.build(spec, 1))
+    report = await host.watch(result)
+    assert report is not None
+    assert report.kind == "OutOfDeviceMemory"
+
+
+@on_host
+async def test_a_failing_call_is_raised_on_the_loop(host: Host) -> None:
+    told: asyncio.Future[Any] = host.loop.create_future()
+    handler = host.loop.get_exception_handler()
+    host.loop.set_exception_handler(lambda _, context: told.set_result(context["exception"]))
+
+    def fail() -> None:
+        raise ValueError("in its turn")
+
+    future, done = host.answer()
+    host.backend.submit([Call(fail), Watch((), done)])
+    assert await asyncio.wait_for(future, BOUND_S) is None
+    assert str(await asyncio.wait_for(told, BOUND_S)) == "in its turn"
+    host.loop.set_exception_handler(handler)
+
+
+# Installing.
+
+
+@on_host
+async def test_equal_computations_are_compiled_once(host: Host) -> None:
+    spec = spec_of()
+    exported = export(add_one, [spec], [spec])
+    for key in (b"a", b"b", b"a"):
+        assert await host.install(key, exported) is None
+    assert host.backend.counters()["compilations"] == 1
+    assert host.backend.counters()["installed"] == 2
+    elsewhere = spec_of(devices=(1,))
+    assert await host.install(b"c", export(add_one, [elsewhere], [elsewhere])) is None
+    assert host.backend.counters()["compilations"] == 2
+
+
+@on_host
+async def test_forgetting_is_ordered_with_ops(host: Host) -> None:
+    spec = spec_of()
+    exported = export(add_one, [spec], [spec])
+    for key in (b"a", b"b"):
+        await host.install(key, exported)
+    value = host.build(spec, np.zeros(8))
+    gate = Gate(host)
+    (before,) = host.execute(b"a", value)
+    host.backend.forget(b"a")
+    assert await host.install(b"c", exported) is None  # so the compile thread has forgotten
+    (after,) = host.execute(b"a", value)
+    (shared,) = host.execute(b"b", value)
+    gate.open()
+    assert await host.watch(before) is None
+    assert await host.watch(shared) is None
+    report = await host.watch(after)
+    assert report is not None
+    assert report.kind == "InternalError"
+    assert host.backend.counters()["compilations"] == 1
+    assert await host.install(b"a", exported) is None
+    assert await host.watch(*host.execute(b"a", value)) is None
+
+
+def _callback(x: Any) -> Any:
+    return (jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct((8,), np.float32), x),)
+
+
+def _unknown_target(x: Any) -> Any:
+    return (jax.ffi.ffi_call("open_the_door", jax.ShapeDtypeStruct((8,), np.float32))(x),)
+
+
+def _export_unchecked(function: Callable[..., Any]) -> tuple[Computation, bytes]:
+    spec = spec_of()
+    exported = jax.export.export(
+        jax.jit(function),
+        platforms=["cpu"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("open_the_door")],
+    )(jax.ShapeDtypeStruct((8,), np.float32))
+    artifact = bytes(exported.serialize())
+    digest = hashlib.sha256(artifact).digest()
+    return Computation("f", digest, spec.placement, (spec,), (spec,)), artifact
+
+
+def _declared(**changes: Any) -> tuple[Computation, bytes]:
+    spec = spec_of()
+    computation, artifact = export(add_one, [spec], [spec])
+    fields = {name: getattr(computation, name) for name in computation.__struct_fields__}
+    return Computation(**{**fields, **changes}), artifact
+
+
+REFUSED = {
+    "a native function": (lambda: _export_unchecked(_unknown_target), "open_the_door"),
+    "another platform": (
+        lambda: export(add_one, [spec_of()], [spec_of()], platforms=["cuda"]),
+        "cuda",
+    ),
+    "garbage": (
+        lambda: (_declared(artifact=hashlib.sha256(b"no").digest())[0], b"no"),
+        "",
+    ),
+    "another hash": (lambda: _declared(artifact=bytes(32)), "SHA-256"),
+    "other arguments": (lambda: _declared(inputs=(spec_of((9,)),)), "arguments"),
+    "more arguments": (lambda: _declared(inputs=(spec_of(), spec_of())), "arguments"),
+    "other results": (lambda: _declared(outputs=(spec_of(dtype="int32"),)), "results"),
+    "a donation of nothing": (lambda: _declared(donated=(3,)), ""),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compiled_is_refused(case: str) -> None:
+    make, words = REFUSED[case]
+
+    @on_host
+    async def run(host: Host) -> None:
+        report = await host.install(b"k", make())
+        assert report is not None
+        assert report.kind == "CompileError"
+        assert words in report.message
+        assert host.backend.counters()["installed"] == 0
+        spec = spec_of()
+        assert await host.install(b"k", export(add_one, [spec], [spec])) is None
+
+    run()
+
+
+@on_host
+async def test_linear_algebra_and_random_numbers_are_allowed(host: Host) -> None:
+    spec, key = spec_of((3, 3), "float64"), spec_of((2,), "uint32")
+
+    def solve(x: Any, seed: Any) -> Any:
+        noise = jax.random.normal(jax.random.wrap_key_data(seed), (3, 3), jnp.float64)
+        return jnp.linalg.inv(x) + 0 * noise, jnp.linalg.qr(x)[1], jax.lax.top_k(x, 3)[0]
+
+    exported = export(solve, [spec, key], [spec, spec, spec])
+    assert await host.install(b"k", exported) is None
+    inverse, _, _ = host.execute(
+        b"k", host.build(spec, 2 * np.eye(3)), host.build(key, [0, 1]), results=3
+    )
+    np.testing.assert_allclose(await host.read(inverse, spec), np.eye(3) / 2)
+
+
+# Ending.
+
+
+def test_close_leaves_no_thread_and_calls_nobody() -> None:
+    before = set(threading.enumerate())
+    called: list[Any] = []
+
+    async def main() -> None:
+        async with open_host() as host:
+            spec = spec_of()
+            assert await host.watch(host.build(spec, np.zeros(8))) is None
+            assert {t.name for t in set(threading.enumerate()) - before} >= {
+                "pw-execute",
+                "pw-compile",
+                "pw-watch",
+                "pw-copy",
+            }
+            gate = Gate(host)
+            host.backend.submit([Watch((), called.append)])
+            gate.open()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("pw-")]
+    assert not left
+    assert not called
+
+
+@on_host
+async def test_an_idle_backend_holds_no_buffers(host: Host) -> None:
+    spec = spec_of((1 << 12,))
+    await host.install(b"k", export(add_one, [spec], [spec]))
+    before = host.backend.counters()["live_bytes"]
+    value = host.build(spec, np.zeros(1 << 12))
+    (result,) = host.execute(b"k", value)
+    assert await host.watch(result) is None
+    assert host.backend.counters()["live_bytes"] == before + 2 * 4 * (1 << 12)
+    del value, result
+    # A second round trip: the threads have dropped the last ops before they take the next.
+    assert await host.watch() is None
+    assert host.backend.counters()["live_bytes"] == before
+
+
+OPS: tuple[type, ...] = Op.__args__
+
+
+def test_every_op_has_a_handler() -> None:
+    @on_host
+    async def run(host: Host) -> None:
+        assert set(host.backend._handlers) == set(OPS)
+
+    run()
