@@ -59,7 +59,8 @@ def gradients_by_schedule(params: Any, batch: Batch, schedule: Schedule) -> Any:
 def test_splitting_a_batch_gives_its_micro_batches(corpus: Corpus) -> None:
     batch = draw_batch(corpus, 0)
     parts = pipeline.split_micro_batches(batch.inputs)
-    assert np.array_equal(np.stack(parts), batch.inputs) and len(parts) == 3
+    assert np.array_equal(np.stack(parts), batch.inputs)
+    assert len(parts) == 3
 
 
 def test_corpus_is_large_and_deterministic(corpus: Corpus) -> None:
@@ -152,7 +153,8 @@ def test_training_by_schedule_matches_the_reference(corpus: Corpus) -> None:
 
 def test_schedule_is_complete_and_bounded() -> None:
     stage0, stage1 = schedule = one_forward_one_backward(5, ahead=2)
-    assert len(stage0) == 10 and len(stage1) == 5
+    assert len(stage0) == 10
+    assert len(stage1) == 5
     seen = set()
     for task in (task for tick in merge(schedule) for task in tick):
         assert task.needs() is None or task.needs() in seen
@@ -180,5 +182,6 @@ def test_schedule_that_waits_for_itself_is_refused() -> None:
 def test_generated_text_continues_the_prompt() -> None:
     params = init_params(CONFIG, 0)
     text = reference.generate(CONFIG, params, prompt=b"def ", size_bytes=20, seed=1)
-    assert text.startswith(b"def ") and len(text) == 24
+    assert text.startswith(b"def ")
+    assert len(text) == 24
     assert text == reference.generate(CONFIG, params, prompt=b"def ", size_bytes=20, seed=1)

@@ -259,7 +259,7 @@ async def test_a_sharding_without_axes_is_one_device(host: Host) -> None:
 
 @pytest.mark.parametrize("devices", [(0, 1, 2, 3), (6, 3, 7, 0)])
 def test_a_collective_over_four_devices(devices: tuple[int, ...]) -> None:
-    spec, total = spec_of((8,), sharding=FOUR, devices=devices), spec_of((), devices=devices)
+    spec = spec_of((8,), sharding=FOUR, devices=devices)
     total = ArraySpec((), "float32", REPLICATED, spec.placement)
 
     def spread(x: Any) -> Any:
@@ -405,6 +405,7 @@ async def test_aligned_bytes_are_aliased_by_every_replica(host: Host) -> None:
         ([((0,), ((0, 4),), np.zeros(4, np.float32))], "cover 4 elements"),
         ([((0,), ((0, 8),), np.zeros(7, np.float32))], "was given for a box"),
         ([((0,), ((0, 8),), np.zeros(8, np.int32))], "was given for a box"),
+        ([((0,), ((0, 2), (0, 4)), np.zeros(8, np.float32))], "was given for a box"),
     ],
 )
 def test_a_build_that_does_not_fit_fails(parts: Any, words: str) -> None:
@@ -702,10 +703,6 @@ async def test_forgetting_is_ordered_with_ops(host: Host) -> None:
     assert host.backend.counters()["compilations"] == 1
     assert await host.install(b"a", exported) is None
     assert await host.watch(*host.execute(b"a", value)) is None
-
-
-def _callback(x: Any) -> Any:
-    return (jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct((8,), np.float32), x),)
 
 
 def _unknown_target(x: Any) -> Any:

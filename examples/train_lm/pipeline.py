@@ -82,7 +82,8 @@ def initial_state(optimizer_config: OptimizerConfig, params: Params) -> dict[str
 
 def zero_gradients(params: Params) -> Params:
     """An empty accumulator."""
-    return jax.tree.map(jnp.zeros_like, params)
+    zeros: Params = jax.tree.map(jnp.zeros_like, params)
+    return zeros
 
 
 def zero_gradients_and_loss(params: Params) -> tuple[Params, Any]:
@@ -132,7 +133,8 @@ def update(
 
 
 def _add(left: Params, right: Params) -> Params:
-    return jax.tree.map(jnp.add, left, right)
+    total: Params = jax.tree.map(jnp.add, left, right)
+    return total
 
 
 def build_pipeline(

@@ -265,7 +265,7 @@ def _line(instruction: Instruction, program: Program) -> str:
                 f"(edge {instruction.edge}, {_pieces(route)}, {size_bytes} B)"
             )
         case Receive():
-            origins = ", ".join(f"{route.source_host}" for route in instruction.routes)
+            origins = ", ".join(route.source_host for route in instruction.routes)
             return f"receive  %{instruction.slot} from {origins} (edge {instruction.edge})"
         case Free():
             return f"free     {_names(instruction.slots)}"

@@ -98,7 +98,7 @@ class HostPlan(msgspec.Struct, frozen=True, array_like=True):
     """One host's part of a program.
 
     `inputs` are the program inputs with shards here (input i is in slot i); `outputs` are pairs of a
-    program output and the slot it is in. `donated` are program inputs to drop once taken.
+    program output and the slot it is in.
     """
 
     host: str

@@ -70,8 +70,9 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
 
     def slices(self) -> set[int]:
         """All slices the program touches."""
-        return (
-            {spec.placement.slice for spec in self.inputs}
-            | {computation.placement.slice for computation in self.computations}
-            | {output.spec.placement.slice for output in self.outputs}
-        )
+        specs = [*self.inputs, *(output.spec for output in self.outputs)]
+        for computation in self.computations:
+            specs += computation.inputs + computation.outputs
+        placements = [spec.placement for spec in specs]
+        placements += [computation.placement for computation in self.computations]
+        return {placement.slice for placement in placements}

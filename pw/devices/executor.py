@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from pw.core.actor import Actor, Env, handles
-from pw.core.errors import ArrayLost, CompileError, ErrorReport
+from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, ErrorReport
 from pw.core.ids import RESOURCES, Address, client_of
 from pw.core.messages import (
     Directory,
@@ -193,8 +193,12 @@ class HostExecutor(Actor):
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
-        if message.node == RESOURCES.node:
-            self._process.stop(f"the controller was lost: {message.reason}", None)
+        if message.node != RESOURCES.node:
+            return
+        error = None
+        if not self._epoch:
+            error = ErrorReport.of(ConnectionFailed(f"the controller {message.reason}"))
+        self._process.stop(f"the controller was lost: {message.reason}", error)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -416,7 +420,15 @@ class HostExecutor(Actor):
             here = run.program.devices(receive.spec)
             result = run.slots[receive.slot]
             self._ops.append(
-                ops.Move(source, receive.source, devices, result, receive.spec, here, pieces)
+                ops.Move(
+                    source=source,
+                    source_spec=receive.source,
+                    source_devices=devices,
+                    result=result,
+                    spec=receive.spec,
+                    devices=here,
+                    pieces=pieces,
+                )
             )
             self._made(run, receive.slot)
 

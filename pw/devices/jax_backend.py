@@ -19,6 +19,7 @@ and the worker's log is no place to tell it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import warnings
@@ -254,11 +255,15 @@ class JaxBackend:
         return assemble(op.spec, layout, made)
 
     def _build(self, op: Build) -> None:
-        if bytes_to_copy(op.spec, op.parts) <= _INLINE_BYTES:
-            self._finish_build(op)
-        else:
+        try:
+            large = bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
+        except Exception:  # noqa: BLE001 - parts that fit nowhere: assembling them reports it
+            large = False
+        if large:
             op.result.building = threading.Event()
             self._copying.put(op)
+        else:
+            self._finish_build(op)
 
     def _finish_build(self, op: Build) -> None:
         """On the copy thread when large."""
@@ -386,11 +391,12 @@ def _fail(results: Sequence[Value], report: ErrorReport) -> None:
 
 def _is_ready(value: Value) -> bool:
     array = value.payload
-    return array is not None and array.is_ready()
+    return array is not None and not array.is_deleted() and array.is_ready()
 
 
 def _in_host_memory(array: jax.Array) -> bool:
-    return bool(array.sharding.memory_kind != "device") or _platform(array) == "cpu"
+    devices: Any = array.sharding.device_set
+    return all(device.platform == "cpu" for device in itertools.islice(devices, 1))
 
 
 def _copy(array: jax.Array) -> jax.Array:
@@ -402,8 +408,8 @@ def _copy(array: jax.Array) -> jax.Array:
 
 
 def _cut(shard: jax.Array, box: Box) -> jax.Array:
-    return _slice(  # type: ignore[no-any-return]
-        shard, tuple(start for start, _ in box), tuple(stop for _, stop in box))
+    cut: jax.Array = _slice(shard, tuple(start for start, _ in box), tuple(stop for _, stop in box))
+    return cut
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -34,6 +34,10 @@ _ALLOWED_TARGETS = re.compile(
     r"|stablehlo\.dynamic_(?:approx_top_k|reduce_window|rng_bit_generator|top_k)"
 )
 
+_SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
+"""A compiled function refuses its own results of such dtypes for their layout; a jitted one takes
+them, but compiles again when it is first called."""
+
 Executable = tuple[Any, tuple[int, ...]]
 """The compiled function, called with one `jax.Array` an argument, and its donated positions."""
 
@@ -54,6 +58,8 @@ def vet(exported: jax.export.Exported, computation: Computation) -> None:
         wanted = [(spec.shape, spec.dtype) for spec in specs]
         if found != wanted:
             raise CompileError(f"the artifact's {what} are {found}, not {wanted} as declared")
+    if beyond := [at for at in computation.donated if not 0 <= at < len(computation.inputs)]:
+        raise CompileError(f"the donated positions {beyond} are not among the arguments")
     text = str(exported.mlir_module())
     for match in _CUSTOM_CALL.finditer(text):
         target = match[1] or match[2] or "(unreadable)"
@@ -150,22 +156,20 @@ class Compiler:
             vet(exported, computation)
             for spec in (*computation.inputs, *computation.outputs):
                 spec.sharding.check(spec.shape)
-            compiled = (
-                jax.jit(
-                    _flat(exported),
-                    in_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in inputs),
-                    out_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in outputs),
-                    donate_argnums=computation.donated,
-                )
-                .lower(
-                    *(
-                        jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype))
-                        for spec in computation.inputs
-                    )
-                )
-                .compile()
+            jitted = jax.jit(
+                _flat(exported),
+                in_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in inputs),
+                out_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in outputs),
+                donate_argnums=computation.donated,
             )
+            avals = (
+                jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype))
+                for spec in computation.inputs
+            )
+            compiled: Any = jitted.lower(*avals).compile()
             self.compilations += 1
+            if any(spec.dtype in _SUB_BYTE for spec in computation.inputs):
+                compiled = jitted
             self._made[wish] = ((compiled, computation.donated), set())
         executable, keys = self._made[wish]
         keys.add(key)

@@ -78,7 +78,12 @@ def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
 
 
 def assemble(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> jax.Array:
-    """The array whose shards on this host are `shards`, by position."""
+    """The array whose shards on this host are `shards`, by position.
+
+    Raises InternalError when one is missing.
+    """
+    if missing := layout.local.keys() - shards.keys():
+        raise InternalError(f"nothing was given for the shards at positions {sorted(missing)}")
     return jax.make_array_from_single_device_arrays(
         spec.shape,
         layout.sharding,

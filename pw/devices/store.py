@@ -375,6 +375,6 @@ class ObjectStore(Actor):
             error = Disconnected("this host does not know the client")
             self.env.send(sender, RequestFailed(message.request, ErrorReport.of(error)))
             return
-        counters = self._counters() | self.census() | self._backend.counters()
+        counters = self._backend.counters() | self.census() | self._counters()
         self.env.send(sender, Stats(message.request, self.env.address.node, counters))
 

@@ -390,6 +390,10 @@ class Controller(Actor):
         client.in_flight += 1
         self.env.count("runs")
         islands = tuple(program.parts)
+        if not islands:
+            client.in_flight -= 1
+            self._settle(client)
+            return
         self._runs[message.run] = _RunState(
             client.number, message.results, islands, program.segment_count
         )

@@ -295,14 +295,14 @@ class BulkPlane:
 
     def inline_size(self, transfer: int) -> int | None:
         expected = self._expected.get(transfer)
-        return None if expected is None else expected.inflow.bytes.size
+        return None if expected is None else expected.inflow.target.size
 
     def arrived_inline(self, transfer: int, payload: Bytes) -> None:
         expected = self._expected.get(transfer)
         if expected is None:
             self._late += 1
             return
-        np.copyto(expected.inflow.bytes, payload)
+        np.copyto(expected.inflow.target, payload)
         self._deliver(transfer)
 
     def reject(self) -> None:
@@ -312,7 +312,7 @@ class BulkPlane:
         expected = self._expected.pop(transfer, None)
         if expected is None:  # cancelled while the news was on its way from the bulk thread
             return
-        buffer = expected.inflow.bytes
+        buffer = expected.inflow.target
         if expected.segment is not None:
             buffer = self._pool.lend(expected.segment, buffer.size)
             self._reclaim_later()

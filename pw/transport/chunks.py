@@ -85,7 +85,7 @@ class Inflow:
     """A landing as the bulk thread sees it."""
 
     transfer: int
-    bytes: Bytes
+    target: Bytes
     peer: bytes | None = None
     received_bytes: int = 0
     sealed: bool = False  # complete; nothing may be written any more
@@ -163,11 +163,11 @@ class ChunkReceiver:
         return accepted
 
     def _take_chunk(self, inflow: Inflow, peer: bytes, offset: int, length: int) -> bool:
-        if not 0 < length <= CHUNK_BYTES or offset + length > inflow.bytes.size:
+        if not 0 < length <= CHUNK_BYTES or offset + length > inflow.target.size:
             return False
         if not self.socket.get(zmq.RCVMORE):
             return False
-        target = memoryview(inflow.bytes)[offset : offset + length]
+        target = memoryview(inflow.target.data)[offset : offset + length]
         # Writes at most what the target holds, whatever the frame's real size, which it returns.
         if self.socket.recv_into(target, flags=zmq.NOBLOCK) != length:
             return False
@@ -201,7 +201,7 @@ class _Outflow:
     push: Push
     chunks: Iterator[tuple[int, Array]]
     credits: int = WINDOW_CHUNKS
-    next: tuple[bytes, Bytes] | None = None  # cut, but not taken by the socket yet
+    next: tuple[bytes, memoryview] | None = None  # cut, but not taken by the socket yet
     exhausted: bool = False
     finished: bool = False
 
@@ -339,7 +339,7 @@ class ChunkSender:
 
     def _observe(self, peer: _Receiver) -> None:
         event = recv_monitor_message(peer.monitor, zmq.NOBLOCK)["event"]
-        self._hang_up(peer, f"the connection ended ({zmq.Event(event).name.lower()})")
+        self._hang_up(peer, f"the connection ended ({zmq.Event(event).name})")
 
     def _start_queued(self, peer: _Receiver) -> None:
         while peer.queued and len(peer.active) < TRANSFERS_AT_ONCE:
@@ -380,7 +380,7 @@ class ChunkSender:
                 outflow.exhausted = True
             else:
                 line = header(CHUNK, outflow.push.landing.transfer, offset, piece.nbytes)
-                outflow.next = (line, packed(piece))
+                outflow.next = (line, packed(piece).data)
 
     def _settle(self, peer: _Receiver, outflow: _Outflow, error: Exception | None) -> None:
         del peer.active[outflow.push.landing.transfer]

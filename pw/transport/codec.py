@@ -1,14 +1,14 @@
 """Frames: what leaves for one peer in one loop turn, as bytes.
 
-A frame is the msgpack array `[sequence, [[to_actor, from_actor, message], ...]]`. It is put together
-from pieces that are encoded separately, because msgpack concatenates: a message that goes to many
-peers is encoded once, and the two names in front of it are encoded once per pair of actors.
+A frame is the msgpack array `[sequence, [[to_actor, from_actor, message], ...]]`. It is put
+together from pieces that are encoded separately, because msgpack concatenates: a message that goes
+to many peers is encoded once, and the two names in front of it once per pair of actors.
 
 What comes in is not trusted. Three bounds hold before any object is made: the size of a frame, the
-nesting depth (msgspec's own), and the number of msgpack objects. The last one is there because small
-objects grow when decoded: 10 MiB of heartbeats become 205 MiB of tuples, about twenty times as much. A
-frame of up to `MAX_OBJECTS` bytes cannot hold more objects than that, so only the few larger ones,
-whose weight should be in blobs, are walked through, which costs about 0.1 µs per object.
+nesting depth (msgspec's own), and the number of msgpack objects. The last one is there because
+small objects grow when decoded: 10 MiB of heartbeats become 205 MiB of tuples. A frame of up to
+`MAX_OBJECTS` bytes cannot hold more objects than that, so only the few larger ones, whose weight
+should be in blobs, are walked through, which costs about 0.1 µs per object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MalformedFrame(ProtocolError):
 
 
 class MessageTooLarge(ProtocolError):
-    """A message that cannot cross to another process; says how large it is and what the bound is."""
+    """A message that no frame can hold; says how large it is and what the bound is."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

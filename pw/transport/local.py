@@ -65,8 +65,6 @@ class LocalHub:
                         network.mailroom.post_to_all(item)
                 continue
             origin, to, sender, message = item
-            if self._networks.get(origin.name) is not origin and not origin.closed:
-                continue  # cut since
             target = self._networks.get(to.node)
             if target is None:
                 origin.unreachable(to.node)
@@ -81,7 +79,6 @@ class LocalNetwork:
     def __init__(self, hub: LocalHub, name: str) -> None:
         self.hub = hub
         self.name = name
-        self.closed = False
         self._introduced: set[str] = set()
         self._reported: set[str] = set()
 
@@ -114,7 +111,6 @@ class LocalNetwork:
 
     def close(self) -> None:
         """Leave the hub; the others get a PeerLost after all that was said."""
-        self.closed = True
         self.hub._leave(self)
 
     def unreachable(self, node: str) -> None:

@@ -1,8 +1,9 @@
-"""Structured log lines: `event node=... actor=... key=value`, one per line, through stdlib logging."""
+"""Structured log lines, `event node=... actor=... key=value`, through the logger "pw"."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 logger = logging.getLogger("pw")
 
@@ -14,12 +15,18 @@ LEVELS = {
 }
 
 
-def log(level: str, event: str, node: str, actor: str = "", **fields: object) -> None:
+def log(
+    level: str, event: str, node: str, actor: str = "", fields: Mapping[str, object] | None = None
+) -> None:
     """Write one line, if anyone listens at `level` (debug, info, warning, error)."""
     number = LEVELS[level]
     if not logger.isEnabledFor(number):
         return
-    pairs: dict[str, object] = {"node": node, **({"actor": actor} if actor else {}), **fields}
+    pairs: dict[str, object] = {
+        "node": node,
+        **({"actor": actor} if actor else {}),
+        **(fields or {}),
+    }
     text = " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
     logger.log(number, "%s %s", event, text)
 

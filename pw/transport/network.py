@@ -1,7 +1,8 @@
 """What a node and a network know of each other.
 
-A `Network` carries messages to other nodes; the node behind it is seen only as a `Mailroom`. Neither
-knows which kind it is given, so that a node runs over sockets or inside one process unchanged.
+A `Network` carries messages to other nodes; the node behind it is seen only as a `Mailroom`.
+Neither knows which kind it is given, so that a node runs over sockets or inside one process
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ class Mailroom(Protocol):
     @property
     def counters(self) -> Counter[str]:
         """Counters of the node."""
+
+    @property
+    def backlog(self) -> int:
+        """Messages in the mailbox."""
 
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message that has arrived into the mailbox."""

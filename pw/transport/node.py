@@ -1,10 +1,10 @@
 """The one generic actor shell: every process of the runtime is a `Node`.
 
-A node owns the mailbox of its actors and hands one message at a time to one actor. Whatever happens
-outside (a frame comes in, a timer is due, a thread has finished something) only puts a message into
-the mailbox and asks for a turn; handlers run in that turn, never inside the caller. A turn ends with
-`turn_ended` on the actors that had something to do, and with one flush of the network, so that all
-they said to one peer leaves in one frame.
+A node owns the mailbox of its actors and hands one message at a time to one actor. Whatever
+happens outside (a frame comes in, a timer is due, a thread has finished something) only puts a
+message into the mailbox and asks for a turn; handlers run in that turn, never inside the caller. A
+turn ends with `turn_ended` on the actors that had something to do, and with one flush of the
+network, so that all they said to one peer leaves in one frame.
 
 A turn is bounded, so that a flood of messages cannot keep sockets and timers waiting; what is left
 over is handled in the next one.
@@ -78,7 +78,7 @@ class ActorEnv:
 
     def log(self, level: str, event: str, **fields: object) -> None:
         """Write one structured line."""
-        log(level, event, *self._address, **fields)
+        log(level, event, self._address.node, self._address.actor, fields)
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a counter of the node."""
@@ -124,6 +124,11 @@ class Node:
         """Forget an actor; what is still sent to it counts as undeliverable."""
         self._actors.pop(actor, None)
 
+    @property
+    def backlog(self) -> int:
+        """Messages in the mailbox."""
+        return len(self._mailbox)
+
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox; `sender` is the actor itself if not given."""
         self._mailbox.append((actor, sender, message))
@@ -161,52 +166,60 @@ class Node:
             self.network.close()
 
     def _collect(self) -> None:
-        # The flag goes down first: a thread that still saw it up has appended before, and is served.
+        # The flag goes down first: a thread that still saw it up has appended before this.
         self._woken_by_thread = False
         while self._from_threads:
             self.post(*self._from_threads.popleft())
 
     def _turn(self) -> None:
-        mailbox, budget = self._mailbox, MESSAGES_PER_TURN
-        while not self._closed:
-            touched: dict[str, Actor] = {}
-            while mailbox and budget > 0:
-                budget -= 1
-                actor, sender, message = mailbox.popleft()
-                if type(message) is _Alarm:
-                    if message.cancelled:
-                        continue
-                    message = message.note
-                target = self._actors.get(actor)
-                if target is None:
-                    self._undeliverable(actor, message)
+        budget = MESSAGES_PER_TURN
+        try:
+            while budget > 0 and not self._closed:
+                budget = self._handle(budget)
+                if not self._mailbox:
+                    break
+        finally:
+            self._turn_requested = False
+            if not self._closed:
+                self.network.flush()
+                if self._mailbox:
+                    self.request_turn()
+
+    def _handle(self, budget: int) -> int:
+        """Empty the mailbox, or spend the budget; tell the actors. Returns the budget left."""
+        mailbox = self._mailbox
+        touched: dict[str, Actor] = {}
+        while mailbox and budget > 0:
+            budget -= 1
+            actor, sender, message = mailbox.popleft()
+            target = self._actors.get(actor)
+            if type(message) is _Alarm:
+                if message.cancelled or target is None:
                     continue
-                touched[actor] = target
-                try:
-                    target.receive(sender or Address(self.name, actor), message)
-                except Exception as error:  # noqa: BLE001  (the edge of an actor)
-                    self.on_crash(actor, error)
-            for actor, target in touched.items():
-                try:
-                    target.turn_ended()
-                except Exception as error:  # noqa: BLE001  (the edge of an actor)
-                    self.on_crash(actor, error)
-            if not mailbox or budget <= 0:
-                break
-        self._turn_requested = False
-        if not self._closed:
-            self.network.flush()
-            if mailbox:
-                self.request_turn()
+                message = message.note
+            if target is None:
+                self._undeliverable(actor, message)
+                continue
+            touched[actor] = target
+            try:
+                target.receive(sender or Address(self.name, actor), message)
+            except Exception as error:  # noqa: BLE001  (the edge of an actor)
+                self.on_crash(actor, error)
+        for actor, target in touched.items():
+            try:
+                target.turn_ended()
+            except Exception as error:  # noqa: BLE001  (the edge of an actor)
+                self.on_crash(actor, error)
+        return budget
 
     def _undeliverable(self, actor: str, message: object) -> None:
         self.counters["messages_undeliverable"] += 1
         if actor not in self._unknown and len(self._unknown) < 1000:
             self._unknown.add(actor)
             kind = type(message).__name__
-            log("warning", "message to an unknown actor", self.name, actor, message=kind)
+            log("warning", "message to an unknown actor", self.name, actor, {"message": kind})
 
     def _log_crash(self, actor: str, error: BaseException) -> None:
         self.counters["actor_crashes"] += 1
         text = "".join(traceback.format_exception(error))
-        log("error", "actor crashed", self.name, actor, traceback=text)
+        log("error", "actor crashed", self.name, actor, {"traceback": text})

@@ -1,0 +1,136 @@
+"""Puts actors together on nodes: the one place that knows all parts.
+
+The daemons, the embedded cluster and the test harness build the same actors from here; they differ in the
+network below and in what surrounds the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.ids import RESOURCES, Address
+from pw.core.messages import (
+    CoordinationStarted,
+
+    IslandStatus,
+    RegisterHost,
+    StartCoordination,
+    StopCoordination,
+)
+from pw.devices.backend import Backend
+from pw.devices.coordination_service import CoordinationServices
+from pw.devices.coordinator import ShardCoordinator
+from pw.devices.executor import HostExecutor, HostProcess
+from pw.devices.store import Bulk, ObjectStore
+from pw.sched.controller import Controller, ControllerVersions
+from pw.sched.policy import POLICIES
+from pw.sched.resources import ResourceManager
+from pw.sched.scheduler import IslandScheduler
+from pw.transport.link import Versions
+from pw.transport.node import Node
+
+
+class CountedBulk(Bulk, Protocol):
+    """A bulk plane that can say what it has moved."""
+
+    def counters(self) -> dict[str, int]:
+        """What it has moved."""
+
+
+class CoordinationActor(Actor):
+    """Asks the coordination child process for what the resource manager wants."""
+
+    def __init__(self, env: Env, services: CoordinationServices) -> None:
+        super().__init__(env)
+        self._services = services
+
+    @handles(StartCoordination)
+    def _start(self, sender: Address, message: StartCoordination) -> None:
+        def started(address: str | None, error: str | None) -> None:
+            self.env.send(
+                RESOURCES,
+                CoordinationStarted(message.island, message.epoch, address or "", error or ""),
+            )
+
+        self._services.start(message.island, message.epoch, message.hosts, started)
+
+    @handles(StopCoordination)
+    def _stop(self, sender: Address, message: StopCoordination) -> None:
+        self._services.stop(message.island, message.epoch)
+
+
+def counters_of(node: Node, bulk: CountedBulk | None) -> dict[str, int]:
+    """What a process has sent, received and done; a process without a bulk plane moves no bulk bytes."""
+    counted = dict(node.counters)
+    moved = {"sent_bytes": 0, "received_bytes": 0} if bulk is None else bulk.counters()
+    return counted | {f"bulk_{name}": value for name, value in moved.items()}
+
+
+def add_controller(
+    node: Node,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    secret: bytes,
+    policy: str = "fifo",
+    bind_host: str = "127.0.0.1",
+) -> CoordinationServices:
+    """Give `node` the actors of a controller process.
+
+    Args:
+        node: the node called `controller`.
+        loop: its event loop.
+        secret: key that signs the tickets with which clients identify themselves to hosts.
+        policy: name of the scheduling policy of every island.
+        bind_host: address at which hosts reach the coordination services.
+
+    Returns:
+        The coordination services; close them when the node is closed.
+    """
+    services = CoordinationServices(loop, bind_host)
+    schedulers: dict[str, IslandScheduler] = {}
+
+    def spawn_scheduler(island: str) -> None:
+        schedulers[island] = node.add(
+            f"scheduler/{island}", lambda env: IslandScheduler(env, island, POLICIES[policy]())
+        )
+
+    resources = node.add("resources", lambda env: ResourceManager(env, secret))
+    node.add("services", lambda env: CoordinationActor(env, services))
+
+    def island_status() -> tuple[IslandStatus, ...]:
+        return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
+
+    versions = Versions.installed()
+    node.add(
+        "controller",
+        lambda env: Controller(
+            env,
+            secret,
+            ControllerVersions(versions.pw, versions.jax),
+            policy,
+            spawn_scheduler,
+            island_status,
+            lambda: counters_of(node, None),
+        ),
+    )
+    return services
+
+
+def add_host(
+    node: Node,
+    registration: RegisterHost,
+    process: HostProcess,
+    backend: Backend,
+    bulk: CountedBulk,
+) -> HostExecutor:
+    """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island."""
+    counters: Callable[[], dict[str, int]] = lambda: counters_of(node, bulk) | coordinator.census()  # noqa: E731
+    store = node.add("store", lambda env: ObjectStore(env, backend, bulk, counters))
+    coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
+    return node.add(
+        "executor",
+        lambda env: HostExecutor(env, registration, process, backend, store, coordinator),
+    )

@@ -1,0 +1,69 @@
+"""A host inside the client's process, over devices that the process already holds.
+
+Used by the embedded cluster where JAX has accelerators, and by the test harness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+
+from pw.cli.assembly import add_host
+from pw.core.errors import ErrorReport
+from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
+from pw.core.sharding import DeviceAddress
+from pw.devices.jax_backend import JaxBackend
+from pw.transport.bulk import BulkPlane
+from pw.transport.local import LocalHub
+from pw.transport.node import Node
+
+
+class InProcessHost:
+    """One host of an island of one host, on the caller's event loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        hub: LocalHub,
+        name: str,
+        island: str,
+        devices: Sequence[jax.Device],
+    ) -> None:
+        self.name = name
+        self.stopped = ""
+        self._devices = list(devices)
+        self.node = Node(name, loop, hub.network(name))
+        self.bulk = BulkPlane(loop)
+        self.backend = JaxBackend(loop, name, self.device)
+        registration = RegisterHost(
+            island, 1, len(self._devices), self._devices[0].platform, "", os.getpid()
+        )
+        self.executor = add_host(self.node, registration, self, self.backend, self.bulk)
+        self.executor.register()
+
+    def device(self, address: DeviceAddress) -> jax.Device:
+        """The JAX device at an address of this host."""
+        return self._devices[address.ordinal]
+
+    def join(
+        self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
+    ) -> None:
+        """There is nobody to wait for."""
+        device = self._devices[0]
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        joined(
+            IslandJoined(form.island, form.epoch, device.device_kind, len(self._devices), memory)
+        )
+
+    def stop(self, reason: str, error: ErrorReport | None) -> None:
+        """The island is over; the process is the user's and lives on."""
+        self.stopped = reason
+
+    def close(self) -> None:
+        """End the host's actors, threads and bulk plane."""
+        self.node.close()
+        self.backend.close()
+        self.bulk.close()

@@ -1,0 +1,425 @@
+"""The connected runtime: what the API's objects stand on.
+
+A runtime is one session with a cluster. Its actors live on an event loop in a background thread; the
+methods here are called by the user's threads, give names to what they create, post a note, and return.
+Nothing here waits for a reply but `allocate_slice`, `status` and `stats`, and `run` when the client is
+too far ahead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+from pw.client.session import (
+    Allocate,
+    Ask,
+    Await,
+    Close,
+    Forget,
+    Get,
+    GiveUp,
+    Open,
+    Part,
+    Put,
+    Tell,
+)
+from pw.core.errors import ConnectionFailed, Disconnected, Error
+from pw.core.ids import client_id
+from pw.core.messages import (
+    INLINE_BYTES,
+    AllocateSlice,
+    Artifact,
+    Attached,
+    GetStats,
+    GetStatus,
+    RegisterProgram,
+    ReleaseProgram,
+    ReleaseSlice,
+    Run,
+    SliceBound,
+    Status,
+)
+from pw.core.program import Program
+from pw.core.sharding import ArraySpec, box_slices, dtype_of
+
+__all__ = ["INLINE_BYTES", "Runtime", "SliceHandle", "connect", "current", "disconnect", "use"]
+
+CONNECT_S = 30.0
+RELEASES_KEPT = 64
+"""Handles that may have died before their arrays are deleted without waiting for the next tick."""
+
+
+class SliceHandle:
+    """A slice as the cluster bound it."""
+
+    __slots__ = ("island", "kind", "platform", "size", "slice")
+
+    def __init__(self, bound: SliceBound) -> None:
+        self.slice = bound.slice
+        self.island = bound.island
+        self.platform = bound.platform
+        self.kind = bound.kind
+        self.size = len(bound.devices)
+
+
+class Fetching(Future[Any]):
+    """A value on its way; put together by the thread that asks for the result."""
+
+    def __init__(self, spec: ArraySpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._whole: np.ndarray[Any, Any] | None = None
+
+    def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
+        """The whole value, read-only. Raises the error it failed with, or TimeoutError."""
+        parts: list[Part] = super().result(timeout)
+        if self._whole is None:
+            self._whole = _assembled(self._spec, parts)
+        return self._whole
+
+
+def _assembled(spec: ArraySpec, parts: list[Part]) -> np.ndarray[Any, Any]:
+    whole_box = tuple((0, size) for size in spec.shape)
+    if len(parts) == 1 and parts[0][0] == whole_box:
+        whole = parts[0][1]
+    else:
+        whole = np.empty(spec.shape, dtype_of(spec.dtype))
+        for box, part in parts:
+            whole[box_slices(box)] = part
+    whole.flags.writeable = False
+    return whole
+
+
+class SessionThread(Protocol):
+    """The background thread in which a session's actors live."""
+
+    address: str | None
+
+    def post(self, note: object) -> None:
+        """Deliver a note to the session; from any thread."""
+
+    def wait_for_hosts(self) -> None:
+        """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
+
+    def counters(self) -> dict[str, int]:
+        """This process's counters."""
+
+    def close(self) -> None:
+        """Say goodbye, end the thread, and release whatever was started for it."""
+
+
+class Runtime:
+    """One session with a cluster, as the API's threads see it."""
+
+    def __init__(self, start: Callable[[Runtime], SessionThread], share: float, priority: int) -> None:
+        self._lock = threading.Lock()
+        self._serials = itertools.count(1)
+        self._credits = threading.Semaphore(0)
+        self._released: deque[int] = deque()
+        self._specs: dict[int, ArraySpec] = {}
+        self._outputs: dict[int, tuple[ArraySpec, ...]] = {}
+        self._sent: set[bytes] = set()
+        self._closing: Error | None = None
+        self._pid = os.getpid()
+        self._thread = start(self)
+        attached: Future[Attached] = Future()
+        self._thread.post(Open(f"pid {os.getpid()}", share, priority, attached))
+        try:
+            answer = attached.result(CONNECT_S)
+            self._thread.wait_for_hosts()
+        except TimeoutError:
+            self._thread.close()
+            raise ConnectionFailed(
+                f"no answer from a controller at {self._thread.address} within {CONNECT_S:.0f} s; "
+                "is pw-controller running there?"
+            ) from None
+        except BaseException:
+            self._thread.close()
+            raise
+        self.client = answer.client
+        self.islands = answer.islands
+        self._credits.release(answer.run_credits)
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str | None:
+        """Address of the controller; None for an embedded cluster."""
+        return self._thread.address
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can still be made."""
+        return self._closing is None and self._pid == os.getpid()
+
+    def check_alive(self) -> None:
+        """Raise Disconnected unless calls can still be made."""
+        if self._pid != os.getpid():
+            raise Disconnected(
+                "this process was forked from one with a pw session; sessions do not survive a fork. "
+                "Call pw.connect() in the child"
+            )
+        if self._closing is not None:
+            raise Disconnected(f"the pw session is closed: {self._closing}")
+
+    def close(self, error: Error | None = None) -> None:
+        """End the session: everything it owns is released on every host. Idempotent."""
+        if self._pid != os.getpid() or self._closing is not None:
+            return
+        self._closing = error or Disconnected("pw.disconnect() was called")
+        self._thread.post(Close(self._closing))
+        self._thread.close()
+        self._credits.release(1)
+
+    def grant(self, count: int) -> None:
+        """Called by the session: so many more runs may be sent."""
+        self._credits.release(min(count, 1 << 20))
+
+    def tick(self) -> None:
+        """Called on the session's thread now and then: delete what no handle refers to any more."""
+        if self._released:
+            self._flush_released()
+
+    def _id(self) -> int:
+        return client_id(self.client, next(self._serials))
+
+    # --- slices --------------------------------------------------------------------------------------
+
+    def allocate_slice(
+        self,
+        devices: int,
+        kind: str | None = None,
+        island: str | None = None,
+        topology: tuple[int, ...] | None = None,
+    ) -> SliceHandle:
+        """Bind virtual devices. Raises InsufficientDevices with what was asked and what exists."""
+        self.check_alive()
+        bound: Future[SliceBound] = Future()
+        request = AllocateSlice(self._id(), devices, kind, island, topology)
+        self._thread.post(Allocate(request, bound))
+        return SliceHandle(bound.result(CONNECT_S))
+
+    def release_slice(self, slice: int) -> None:
+        """Give a slice back."""
+        self._tell(ReleaseSlice(slice))
+
+    # --- programs ------------------------------------------------------------------------------------
+
+    def register_program(self, program: Program, artifacts: Mapping[bytes, bytes]) -> int:
+        """Announce a program; hosts compile it while the client goes on. Returns its number."""
+        self.check_alive()
+        number = self._id()
+        self._outputs[number] = tuple(output.spec for output in program.outputs)
+        with self._lock:
+            new = [digest for digest in artifacts if digest not in self._sent]
+            self._sent.update(new)
+            self._thread.post(
+                Tell(
+                    RegisterProgram(
+                        number, program, tuple(Artifact(d, artifacts[d]) for d in new)
+                    )
+                )
+            )
+        return number
+
+    def release_program(self, program: int) -> None:
+        """The program will not be run any more."""
+        self._outputs.pop(program, None)
+        self._tell(ReleaseProgram(program))
+
+    def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
+        """Run a program on arrays and small host values; returns the ids of its results at once.
+
+        Blocks only while the client has as many runs in flight as the controller allows.
+        """
+        if not self._credits.acquire(blocking=False):
+            self.check_alive()
+            self._credits.acquire()
+        self.check_alive()
+        specs = self._outputs[program]
+        with self._lock:
+            made = [self._id() for _ in range(results)]
+            for array, spec in zip(made, specs, strict=True):
+                self._specs[array] = spec
+            self._thread.post(Tell(Run(self._id(), program, tuple(args), tuple(made))))
+        if len(self._released) > RELEASES_KEPT:
+            self._flush_released()
+        return made
+
+    # --- arrays --------------------------------------------------------------------------------------
+
+    def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec) -> int:
+        """Send a host value straight to the hosts of `spec`; returns the array's id at once.
+
+        The value is copied first if somebody could still change it.
+        """
+        self.check_alive()
+        if _mutable(value):
+            value = value.copy()
+        array = self._id()
+        self._specs[array] = spec
+        with self._lock:
+            self._thread.post(Put(array, spec, value))
+        return array
+
+    def fetch(self, array: int, spec: ArraySpec) -> Fetching:
+        """The whole value, straight from the hosts that hold it."""
+        self.check_alive()
+        future = Fetching(spec)
+        self._thread.post(Get(array, spec, future))
+        return future
+
+    def wait(self, arrays: Sequence[int]) -> Future[None]:
+        """A future of the moment when all arrays are ready; it fails with the first one's error."""
+        self.check_alive()
+        future: Future[None] = Future()
+        known = tuple((array, self._specs[array]) for array in arrays if array in self._specs)
+        self._thread.post(Await(known, future))
+        return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Nobody waits for a fetch or wait any more (Ctrl-C)."""
+        future.cancel()
+        if self.alive:
+            self._thread.post(GiveUp(future))
+
+    def release(self, array: int) -> None:
+        """The last handle of an array died; callable from `__del__`, even in the garbage collector."""
+        self._released.append(array)
+
+    def delete(self, arrays: Sequence[int]) -> None:
+        """Drop arrays now, in order with the runs that use them."""
+        if not self.alive:
+            return
+        for array in arrays:
+            self._specs.pop(array, None)
+        if arrays:
+            with self._lock:
+                self._thread.post(Forget(tuple(arrays)))
+
+    def _flush_released(self) -> None:
+        arrays = []
+        while self._released:
+            try:
+                arrays.append(self._released.popleft())
+            except IndexError:
+                break
+        self.delete(arrays)
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """The cluster as the controller sees it."""
+        self.check_alive()
+        answer: Future[Status] = Future()
+        self._thread.post(Ask(GetStatus, answer))
+        return answer.result(CONNECT_S)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Counters of every process: the controller, each host, and this client."""
+        self.check_alive()
+        answer: Future[dict[str, dict[str, int]]] = Future()
+        self._thread.post(Ask(GetStats, answer))
+        collected = dict(answer.result(CONNECT_S))
+        collected["client"] = self._thread.counters()
+        return collected
+
+    def _tell(self, message: object) -> None:
+        if self.alive:
+            with self._lock:
+                self._thread.post(Tell(message))
+
+
+def _mutable(value: np.ndarray[Any, Any]) -> bool:
+    """Whether somebody could still write to the memory of `value`."""
+    array: Any = value
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return True
+        array = array.base
+    return isinstance(array, (bytearray, memoryview)) and not memoryview(array).readonly
+
+
+# --- the one runtime of a process ----------------------------------------------------------------------
+
+_current: Runtime | None = None
+_guard = threading.RLock()
+
+
+def current() -> Runtime:
+    """The connected runtime; connects by itself (see `connect`) if nobody did."""
+    runtime = _current
+    if runtime is not None and runtime.alive:
+        return runtime
+    return connect()
+
+
+def connect(
+    address: str | None = None, *, share: float = 1.0, priority: int = 0
+) -> Runtime:
+    """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
+
+    Args:
+        address: the controller's `tcp://host:port`.
+        share: weight of this client under `pw-controller --policy share`.
+        priority: importance of this client under `pw-controller --policy priority`.
+
+    Returns:
+        The runtime. If this process is connected already, to the same address or none was given, that
+        session is returned.
+
+    Raises:
+        ConnectionFailed: nobody answers at the address.
+        VersionMismatch: the controller runs other versions of pw or jax.
+        Error: this process is connected to another address.
+    """
+    from pw.client import threads
+
+    address = address or os.environ.get("PW_ADDRESS") or None
+    with _guard:
+        if _current is not None and _current.alive:
+            if address is None or address == _current.address:
+                return _current
+            raise Error(
+                f"already connected to {_current.address or 'an embedded cluster'}; call "
+                f"pw.disconnect() before connecting to {address}"
+            )
+        if share <= 0:
+            raise ValueError(f"share must be positive, not {share}")
+        start = threads.embedded if address is None else threads.remote(address)
+        runtime = Runtime(start, share, priority)
+        use(runtime)
+        return runtime
+
+
+def use(runtime: Any) -> None:
+    """Make `runtime` the one that this process's calls go to."""
+    global _current
+    with _guard:
+        _current = runtime
+
+
+def is_current(runtime: Any) -> bool:
+    """Whether this process's calls go to `runtime`."""
+    return _current is runtime
+
+
+def disconnect() -> None:
+    """Close the session; its arrays, programs and slices are released on every host."""
+    global _current
+    with _guard:
+        runtime, _current = _current, None
+        if runtime is not None:
+            runtime.close()
+
+
+atexit.register(disconnect)

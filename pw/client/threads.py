@@ -1,0 +1,186 @@
+"""The background thread of a session: event loop, node, network and bulk plane of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+import uvloop
+
+from pw.client.children import Child
+from pw.client.session import AwaitHosts, ClientSession
+from pw.core.errors import ConnectionFailed
+from pw.core.ids import CONTROLLER
+from pw.transport.bulk import BulkPlane
+from pw.transport.node import Node
+from pw.transport.zmq_network import ZmqNetwork
+
+if TYPE_CHECKING:
+    from pw.client.runtime import Runtime
+
+T = TypeVar("T")
+
+TICK_S = 0.1
+"""How often handles that died are turned into deletes, when no run does it first."""
+CALL_S = 30.0
+HOSTS_S = 90.0
+
+
+class LoopThread:
+    """An event loop in a thread of its own; things are made, called and torn down in it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the loop and return what it returns, or raise what it raises."""
+
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(CALL_S)
+
+    def stop(self) -> None:
+        """End the loop and join the thread."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(CALL_S)
+
+
+class SessionOnNode:
+    """A session's actors on a node, whatever the network below (see `SessionThread`)."""
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        node: Node,
+        bulk: BulkPlane,
+        runtime: Runtime,
+        address: str | None,
+        teardown: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self._thread = thread
+        self._node = node
+        self._bulk = bulk
+        self._runtime = runtime
+        self._teardown = teardown
+        self._closed = False
+        self._expected: tuple[int, list[Child]] = (0, [])
+        node.add("session", lambda env: ClientSession(env, bulk, runtime.grant))
+        self._tick()
+
+    def expect_hosts(self, count: int, children: list[Child]) -> None:
+        """The session is ready when `count` hosts are, unless one of `children` ends first."""
+        self._expected = (count, children)
+
+    def wait_for_hosts(self) -> None:
+        """Wait for the expected hosts. Raises ConnectionFailed if they do not come."""
+        count, children = self._expected
+        if not count:
+            return
+        ready: Future[None] = Future()
+        self.post(AwaitHosts(count, ready))
+        deadline_s = time.monotonic() + HOSTS_S
+        while True:
+            try:
+                ready.result(0.2)
+                return
+            except TimeoutError:
+                ended = [child for child in children if child.exit_code() is not None]
+                if ended:
+                    raise ConnectionFailed(
+                        f"{ended[0].module} ended with exit code {ended[0].exit_code()} before its "
+                        "island was ready; its error is above"
+                    ) from None
+                if time.monotonic() > deadline_s:
+                    raise ConnectionFailed(
+                        f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s"
+                    ) from None
+
+    def _tick(self) -> None:
+        if not self._closed:
+            self._runtime.tick()
+            self._node.loop.call_later(TICK_S, self._tick)
+
+    def post(self, note: object) -> None:
+        """Deliver a note to the session; from any thread."""
+        self._node.post_threadsafe("session", note)
+
+    def counters(self) -> dict[str, int]:
+        """This process's counters."""
+        moved = {f"bulk_{name}": value for name, value in self._bulk.counters().items()}
+        return dict(self._node.counters) | moved
+
+    def close(self) -> None:
+        """Say goodbye, end the thread, and release whatever was started for it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._thread.call(self._close_on_loop)
+        finally:
+            self._teardown()
+
+    def _close_on_loop(self) -> None:
+        self._node.close()
+        self._bulk.close()
+
+
+def incarnation() -> int:
+    """A number that grows with every start on this machine."""
+    return time.time_ns()
+
+
+def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
+    """Starts a session with the controller at `address`.
+
+    Raises (when called with a runtime):
+        ConnectionFailed: the address is not one, such as `tcp://127.0.0.1:7777`.
+    """
+
+    def start(runtime: Runtime) -> SessionOnNode:
+        if not address.startswith(("tcp://", "ipc://")):
+            raise ConnectionFailed(
+                f"{address!r} is not the address of a controller; it looks like tcp://host:port"
+            )
+        thread = LoopThread("pw-session")
+
+        def make() -> SessionOnNode:
+            name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
+            network = ZmqNetwork(thread.loop, name, incarnation())
+            node = Node(name, thread.loop, network)
+            network.introduce(CONTROLLER, address)
+            return SessionOnNode(
+                thread, node, BulkPlane(thread.loop), runtime, address, thread.stop
+            )
+
+        try:
+            return thread.call(make)
+        except BaseException:
+            thread.stop()
+            raise
+
+    return start
+
+
+def embedded(runtime: Runtime) -> SessionOnNode:
+    """Starts a cluster of one host that ends with this session (see `pw.client.embedded`)."""
+    from pw.client.embedded import start
+
+    return start(runtime)

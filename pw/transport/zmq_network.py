@@ -1,0 +1,449 @@
+"""Messages between processes over ZeroMQ.
+
+Every node that can be dialled binds one ROUTER; every peer that a node dials gets one DEALER. A
+link works in both directions: who learns of a peer by its hello answers on the connection on which
+the hello came, which is how the controller and hosts reach clients, which bind nothing. When two
+nodes dial each other at the same time, each keeps speaking on its own socket.
+
+Life of a link, as one end sees it:
+
+    absent -first send-> dialled -hello comes-> open
+    absent -hello comes-> open, with a hello in answer
+    open -frame number missing, silence, connection gone, goodbye-> absent, PeerLost
+    dialled -no hello within connect_s-> absent, PeerLost
+    any -versions differ, or the name is taken-> absent, PeerRefused
+    open -hello of the same or a newer incarnation-> absent, PeerLost, and open again
+
+Frames are numbered in each direction, from the hello, which is number 0 and a frame of its own.
+Refusals and goodbyes carry the number UNNUMBERED, since they may answer somebody with whom there is
+no link: a frame of a stranger that is not a hello is answered with one goodbye, so that a peer that
+kept its link while we lost ours hears of it at once, and not by our silence.
+
+Silence is judged only by a process that has listened: after all input has been read, and never by
+one that finds that it was itself stopped, or is behind with its own mailbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
+from pw.core.ids import Address
+from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
+from pw.transport import codec
+from pw.transport.link import Link, Versions, version_mismatch
+from pw.transport.log import log
+from pw.transport.network import Mailroom
+from pw.transport.zmq_endpoints import Socket, dial, listen, make_context, reachable_endpoint
+from pw.transport.zmq_socket import EdgeSocket
+
+UNNUMBERED = -1
+CLOSE_LINGER_S = 0.2
+HIGH_WATER_FRAMES = 4096
+BACKLOG_MESSAGES = 20_000
+_STRANGERS_REMEMBERED = 1000
+
+_LINK_KINDS = frozenset((Hello, Refused, Heartbeat, Goodbye))
+_HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(Heartbeat())]
+
+
+class ZmqNetwork:
+    """Reaches other processes over tcp:// and ipc:// (see `pw.transport.network.Network`).
+
+    Args:
+        loop: the event loop to live on.
+        name: this node's name, as peers will address it.
+        incarnation: grows with every start of a node of this name.
+        bind: where to listen, such as "tcp://127.0.0.1:0"; None for a node that only dials.
+        advertise: host name or address to tell others when `bind` is a wildcard.
+        versions: what to say in the hello; by default what is installed.
+        heartbeat_s: an open link carries a frame at least this often.
+        silence_s: a peer that says nothing for so long is lost.
+        connect_s: a peer that does not answer the first call for so long is lost.
+        high_water_frames: what libzmq queues for one peer, in each direction, before senders wait.
+
+    Raises:
+        ConnectionFailed: `bind` cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        incarnation: int,
+        *,
+        bind: str | None = None,
+        advertise: str | None = None,
+        versions: Versions | None = None,
+        heartbeat_s: float = 1.0,
+        silence_s: float = 10.0,
+        connect_s: float = 10.0,
+        high_water_frames: int = HIGH_WATER_FRAMES,
+    ) -> None:
+        self.name = name
+        self.endpoint = ""
+        """Where others reach this node; empty if it does not listen."""
+        self._loop = loop
+        self._versions = versions or Versions.installed()
+        self._hello = Hello(*self._versions, name, incarnation)
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
+        self._connect_s = connect_s
+        self._high_water = high_water_frames
+        self._node: Mailroom
+        self._links: dict[str, Link] = {}
+        self._sources: dict[bytes, Link] = {}
+        self._endpoints: dict[str, str] = {}
+        self._to_ship: list[Link] = []
+        self._encoded: dict[int, tuple[object, bytes]] = {}
+        self._strangers: set[object] = set()
+        self._ticked_s = loop.time()
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._router: EdgeSocket | None = None
+        self._listener: Socket | None = None
+        self._context = make_context()
+        if bind is not None:
+            try:
+                self._listener = listen(self._context, bind, high_water_frames)
+            except ConnectionFailed:
+                self._context.term()
+                raise
+            self.endpoint = reachable_endpoint(self._listener, advertise)
+
+    # --- the Network protocol ------------------------------------------------------------------
+
+    def attach(self, node: Mailroom) -> None:
+        """Deliver to this node from now on."""
+        self._node = node
+        if self._listener is not None:
+            self._router = EdgeSocket(
+                self._loop, self._listener, self._from_router, self._unroutable, self._is_behind
+            )
+        self._ticked_s = self._loop.time()
+        self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
+
+    def send(self, to: Address, sender: Address, message: object) -> None:
+        """Take a message for another node; it leaves with the next `flush`, if not before.
+
+        Raises:
+            ProtocolError: the message cannot cross to another process.
+        """
+        cached = self._encoded.get(id(message))
+        if cached is None:
+            cached = self._encoded[id(message)] = (message, codec.encode_message(message))
+        names, body = codec.encode_names(to.actor, sender.actor), cached[1]
+        link = self._links.get(to.node) or self._dial(to.node)
+        if link is None:
+            self._node.counters["messages_unroutable"] += 1
+            self._warn_once(("unroutable", to.node), "message to an unknown node", to.node)
+            return
+        size = len(names) + len(body)
+        if link.pieces and link.pieces_bytes + size > codec.BATCH_BYTES:
+            self._ship(link)
+        if not link.pieces:
+            self._to_ship.append(link)
+        link.pieces.append(names)
+        link.pieces.append(body)
+        link.pieces_bytes += size
+
+    def flush(self) -> None:
+        """Let everything go that was sent in this loop turn, in one frame for each peer."""
+        if self._to_ship:
+            links, self._to_ship = self._to_ship, []
+            for link in links:
+                if link.pieces and self._links.get(link.node) is link:
+                    self._ship(link)
+        self._encoded.clear()
+
+    def introduce(self, node: str, endpoint: str) -> None:
+        """Make `node` reachable at `endpoint`; a link is made when first needed."""
+        self._endpoints[node] = endpoint
+        link = self._links.get(node)
+        if link is not None and link.dialled and link.endpoint != endpoint:
+            self._lose(link, f"moved to {endpoint}", Goodbye())
+
+    def forget(self, node: str) -> None:
+        """Drop the link to `node`, its endpoint, and all that waits to be sent to it."""
+        self._endpoints.pop(node, None)
+        link = self._links.get(node)
+        if link is not None:
+            self._drop(link, Goodbye())
+
+    def close(self) -> None:
+        """Say goodbye to all peers; takes at most about 0.2 s."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        for link in list(self._links.values()):
+            self._drop(link, Goodbye())
+        if self._router is not None:
+            self._router.close(CLOSE_LINGER_S)
+        elif self._listener is not None:
+            self._listener.close(linger=0)
+        self._context.term()
+
+    # --- sockets -------------------------------------------------------------------------------
+
+    def _dial(self, node: str) -> Link | None:
+        endpoint = self._endpoints.get(node)
+        if endpoint is None or self._closed:
+            return None
+        try:
+            socket = dial(self._context, endpoint, self._high_water)
+        except ConnectionFailed as error:
+            del self._endpoints[node]  # or every message would try again
+            self._node.post_to_all(PeerLost(node, str(error)))
+            return None
+        edge = EdgeSocket(
+            self._loop,
+            socket,
+            functools.partial(self._from_dealer, node),
+            self._unroutable,
+            self._is_behind,
+        )
+        link = Link(node, edge, b"", self._loop.time())
+        link.endpoint = endpoint
+        self._links[node] = link
+        self._say_hello(link)
+        return link
+
+    def _is_behind(self) -> bool:
+        return self._node.backlog > BACKLOG_MESSAGES
+
+    # --- outgoing ------------------------------------------------------------------------------
+
+    def _say_hello(self, link: Link) -> None:
+        self._ship_pieces(link, [codec.encode_names("", ""), codec.encode_message(self._hello)])
+
+    def _ship(self, link: Link) -> None:
+        pieces, link.pieces, link.pieces_bytes = link.pieces, [], 0
+        self._ship_pieces(link, pieces)
+
+    def _ship_pieces(self, link: Link, pieces: list[bytes]) -> None:
+        frame = codec.join_frame(link.sent, pieces)
+        link.sent += 1
+        link.spoke_s = self._loop.time()
+        counters = self._node.counters
+        counters["frames_sent"] += 1
+        counters["control_bytes_sent"] += len(frame)
+        if not link.socket.send(link.route, frame):
+            counters["sends_deferred"] += 1
+
+    def _answer(self, socket: EdgeSocket, route: bytes, message: Goodbye | Refused) -> None:
+        """Say the last word to somebody, whether or not there is a link."""
+        socket.send(route, codec.encode_frame(UNNUMBERED, [("", "", message)]))
+
+    # --- incoming ------------------------------------------------------------------------------
+
+    def _from_router(self, parts: list[bytes]) -> None:
+        route = parts[0]
+        link = self._sources.get(route)
+        frame = self._decoded(parts[1:], link.node if link else route)
+        if frame is None:
+            return
+        if link is not None:
+            self._from_peer(link, frame)
+            return
+        first = frame.envelopes[0][2] if frame.envelopes else None
+        if frame.sequence == 0 and isinstance(first, Hello):
+            self._greeted(route, first)
+        elif frame.sequence != UNNUMBERED:
+            self._node.counters["frames_malformed"] += 1
+            if self._warn_once(route, "frame from a stranger", route.hex()) and self._router:
+                self._answer(self._router, route, Goodbye())
+
+    def _from_dealer(self, node: str, parts: list[bytes]) -> None:
+        link = self._links[node]  # a link and its socket are closed together
+        frame = self._decoded(parts, link.node)
+        if frame is None:
+            return
+        first = frame.envelopes[0][2] if frame.envelopes else None
+        if link.source == b"" or frame.sequence == UNNUMBERED:
+            self._from_peer(link, frame)
+        elif link.source is None and frame.sequence == 0 and isinstance(first, Hello):
+            self._answered(link, first)
+        else:
+            self._node.counters["frames_malformed"] += 1
+            self._warn_once(link.node, "frame before the hello", link.node)
+
+    def _decoded(self, parts: list[bytes], peer: object) -> codec.Frame | None:
+        counters = self._node.counters
+        counters["frames_received"] += 1
+        try:
+            if len(parts) != 1:
+                raise codec.MalformedFrame(f"a message of {len(parts)} parts")
+            counters["control_bytes_received"] += len(parts[0])
+            return codec.decode(parts[0])
+        except codec.MalformedFrame as error:
+            counters["frames_malformed"] += 1
+            self._warn_once(("malformed", peer), "malformed frame", peer, reason=error)
+            return None
+
+    def _from_peer(self, link: Link, frame: codec.Frame) -> None:
+        numbered = frame.sequence != UNNUMBERED
+        if numbered:
+            if frame.sequence != link.received:
+                reason = f"frames lost (expected {link.received}, got {frame.sequence})"
+                self._lose(link, reason, Goodbye())
+                return
+            link.received += 1
+            link.heard_s = self._loop.time()
+        node = self._node
+        node.counters["messages_received"] += len(frame.envelopes)
+        for to_actor, from_actor, message in frame.envelopes:
+            if type(message) in _LINK_KINDS:
+                if isinstance(message, Goodbye):
+                    self._lose(link, "closed")
+                    return
+                if isinstance(message, Refused):
+                    self._refuse(link.node, message.error, link)
+                    return
+                if isinstance(message, Hello):
+                    node.counters["frames_malformed"] += 1
+            elif numbered:
+                node.post(to_actor, message, link.address(from_actor))
+
+    # --- hellos --------------------------------------------------------------------------------
+
+    def _greeted(self, route: bytes, hello: Hello) -> None:
+        """A hello came to our ROUTER."""
+        assert self._router is not None
+        link = self._links.get(hello.node)
+        error = self._objection(hello)
+        if error is not None:
+            self._answer(self._router, route, Refused(error))
+            self._refuse(hello.node, error, link)
+            return
+        if link is not None and link.incarnation is not None:
+            taken = f"a newer process has taken the name {hello.node}"
+            refusal = Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
+            if hello.incarnation < link.incarnation:
+                self._node.counters["hellos_stale"] += 1
+                self._answer(self._router, route, refusal)
+                return
+            if hello.incarnation > link.incarnation:
+                self._lose(link, "replaced by a newer incarnation", refusal)
+            else:
+                self._lose(link, "connected anew")
+            link = None
+        if link is None:
+            link = Link(hello.node, self._router, route, self._loop.time())
+            self._links[hello.node] = link
+            self._accept(link, route, hello)
+            self._say_hello(link)
+        else:
+            self._accept(link, route, hello)
+
+    def _answered(self, link: Link, hello: Hello) -> None:
+        """A hello came on a socket with which we dialled."""
+        error = self._objection(hello)
+        if error is None and hello.node != link.node:
+            words = f"at {link.endpoint} answers {hello.node}, where {link.node} was expected"
+            error = ErrorReport.of(ConnectionFailed(words), where=self.name)
+        if error is None:
+            self._accept(link, b"", hello)
+        else:
+            self._answer(link.socket, link.route, Refused(error))
+            self._refuse(link.node, error, link)
+
+    def _objection(self, hello: Hello) -> ErrorReport | None:
+        theirs = Versions.of(hello)
+        if theirs != self._versions:
+            return version_mismatch(self.name, self._versions, hello.node, theirs)
+        if hello.node == self.name:
+            words = f"two nodes are called {self.name}; give each its own name"
+            return ErrorReport.of(ProtocolError(words), where=self.name)
+        return None
+
+    def _accept(self, link: Link, source: bytes, hello: Hello) -> None:
+        link.source = source
+        link.incarnation = hello.incarnation
+        link.received = 1
+        link.heard_s = self._loop.time()
+        if source:
+            self._sources[source] = link
+        log(
+            "debug",
+            "link open",
+            self.name,
+            "",
+            {"peer": link.node, "incarnation": link.incarnation},
+        )
+
+    # --- ends of links -------------------------------------------------------------------------
+
+    def _drop(self, link: Link, last_word: Goodbye | Refused | None = None) -> None:
+        """Forget a link without a report."""
+        if self._links.get(link.node) is link:
+            del self._links[link.node]
+        if link.source:
+            self._sources.pop(link.source, None)
+        link.pieces.clear()
+        if last_word is not None and link.incarnation is not None and not link.socket.closed:
+            self._answer(link.socket, link.route, last_word)
+        if link.dialled:
+            link.socket.close(CLOSE_LINGER_S if link.incarnation is not None else 0.0)
+        else:
+            link.socket.drop(link.route)
+
+    def _lose(self, link: Link, reason: str, last_word: Goodbye | Refused | None = None) -> None:
+        if self._links.get(link.node) is not link:
+            return
+        self._drop(link, last_word)
+        self._node.counters["peers_lost"] += 1
+        log("info", "peer lost", self.name, "", {"peer": link.node, "reason": reason})
+        self._node.post_to_all(PeerLost(link.node, reason))
+
+    def _refuse(self, node: str, error: ErrorReport, link: Link | None) -> None:
+        if link is not None:
+            self._drop(link)
+        self._node.counters["peers_refused"] += 1
+        log("warning", "peer refused", self.name, "", {"peer": node, "error": error.message})
+        self._node.post_to_all(PeerRefused(node, error))
+
+    def _unroutable(self, route: bytes) -> None:
+        link = self._sources.get(route)
+        if link is not None and link.route == route:
+            self._lose(link, "connection lost")
+
+    def _warn_once(self, key: object, event: str, peer: object, **fields: object) -> bool:
+        if key in self._strangers:
+            return False
+        if len(self._strangers) >= _STRANGERS_REMEMBERED:
+            self._strangers.clear()
+        self._strangers.add(key)
+        log("warning", event, self.name, "", {"peer": peer, **fields})
+        return True
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now_s = self._loop.time()
+        was_away = now_s - self._ticked_s > 2 * self._heartbeat_s + 0.5 or self._is_behind()
+        away_s, self._ticked_s = now_s - self._ticked_s, now_s
+        self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
+        for link in list(self._links.values()):
+            if was_away:  # we did not listen, so their silence means nothing
+                link.heard_s += away_s
+                link.made_s += away_s
+            if link.incarnation is None:
+                if now_s - link.made_s > self._connect_s:
+                    self._lose(link, f"could not be reached at {link.endpoint}")
+                continue
+            if now_s - link.heard_s > self._silence_s and not self._listen_to(link, now_s):
+                self._lose(link, f"silent for {self._silence_s:g} s", Goodbye())
+                continue
+            idle = now_s - link.spoke_s >= 0.9 * self._heartbeat_s
+            if idle and not link.socket.is_waiting(link.route):
+                self._ship_pieces(link, _HEARTBEAT)
+
+    def _listen_to(self, link: Link, now_s: float) -> bool:
+        """Read what has come; whether the peer was heard after all, or may yet be."""
+        socket = self._router if link.source else link.socket
+        unread = socket is not None and socket.has_input()
+        return unread or now_s - link.heard_s <= self._silence_s

@@ -1,0 +1,601 @@
+"""The bulk plane: what is pushed is what lands, on either channel, and nothing else ever does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import multiprocessing
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+import uvloop
+import zmq
+
+from pw.core.errors import TransferFailed
+from pw.core.landing import Landing
+from pw.transport import chunks, shared
+from pw.transport.bulk import BulkPlane
+from pw.transport.pieces import cut, packed
+from pw.transport.segments import SegmentPool, size_class
+
+WAIT_S = 20.0
+CHANNELS = ["shared", "tcp"]
+SIZES = [0, 1, 63, 64, shared.INLINE_BYTES, shared.INLINE_BYTES + 1]
+SIZES += [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, 5 << 20]
+
+channels = pytest.mark.parametrize("channel", CHANNELS)
+
+
+def on_loop(scenario: Callable[[], Awaitable[None]]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(scenario(), WAIT_S))  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def planes(channel: str, **options: Any) -> AsyncIterator[tuple[BulkPlane, BulkPlane]]:
+    """A sender and a receiver."""
+    loop = asyncio.get_running_loop()
+    sender = BulkPlane(loop, channel=channel, **options)
+    receiver = BulkPlane(loop, channel=channel, **options)
+    try:
+        yield sender, receiver
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def land(plane: BulkPlane, size_bytes: int) -> tuple[Landing, asyncio.Future[Any]]:
+    arrival = asyncio.get_running_loop().create_future()
+    return plane.land(size_bytes, arrival.set_result), arrival
+
+
+def push(plane: BulkPlane, landing: Landing, *parts: tuple[int, Any]) -> asyncio.Future[Any]:
+    outcome = asyncio.get_running_loop().create_future()
+    plane.push(landing, parts, outcome.set_result)
+    return outcome
+
+
+async def moved(sender: BulkPlane, receiver: BulkPlane, array: np.ndarray[Any, Any]) -> Any:
+    landing, arrival = land(receiver, array.nbytes)
+    assert await push(sender, landing, (0, array)) is None
+    return await arrival
+
+
+def noise(size_bytes: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+# What arrives
+
+
+@channels
+@pytest.mark.parametrize("size_bytes", SIZES)
+def test_round_trip(channel: str, size_bytes: int) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            source = noise(size_bytes)
+            target = await moved(sender, receiver, source)
+            assert target.dtype == np.uint8
+            assert target.shape == (size_bytes,)
+            assert size_bytes == 0 or target.ctypes.data % 64 == 0
+            assert np.array_equal(target, source)
+            assert sender.counters()["sent_bytes"] == size_bytes
+            assert receiver.counters()["received_bytes"] == size_bytes
+
+    on_loop(scenario)
+
+
+@channels
+@pytest.mark.parametrize(
+    "source",
+    [
+        np.arange(600_000, dtype=np.float32).reshape(600, 1000).T,
+        np.arange(600_000, dtype=np.float64).reshape(60, 100, 100)[::2, 5:, ::-3],
+        np.asfortranarray(np.arange(1 << 19, dtype=np.int32).reshape(1, 2, -1)),
+        np.arange(100_000, dtype=np.float32).astype(ml_dtypes.bfloat16)[::7],
+        np.arange(100_000).astype(ml_dtypes.float8_e4m3fn).reshape(10, -1).T,
+        np.arange(100_000).astype(ml_dtypes.int4),
+        np.arange(100_000, dtype=np.complex128)[::-1],
+        np.arange(50_000, dtype=">i8"),
+        np.ones((3, 40_000), np.bool_)[:, ::2],
+        np.array(3.5, np.float16),
+        np.array(2.5).astype(ml_dtypes.bfloat16),
+        np.empty((4, 0, 3)),
+        np.broadcast_to(np.float32(7), (300, 300)),
+    ],
+    ids=lambda source: f"{source.dtype}-{'x'.join(map(str, source.shape))}",
+)
+def test_any_array_travels_in_row_major_order(channel: str, source: Any) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            assert (await moved(sender, receiver, source)).tobytes() == source.tobytes()
+
+    on_loop(scenario)
+
+
+@channels
+def test_parts_go_to_their_offsets(channel: str) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            head, tail = noise(100_001, 1), noise(3_000_000, 2)[::2]
+            landing, arrival = land(receiver, 2_000_000)
+            await push(sender, landing, (300_000, tail), (64, head), (5, np.empty(0)))
+            target = await arrival
+            assert np.array_equal(target[64 : 64 + head.size], head)
+            assert np.array_equal(target[300_000 : 300_000 + tail.size], tail)
+
+    on_loop(scenario)
+
+
+@channels
+def test_many_transfers_at_once(channel: str) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            sources = [noise(size, size) for size in range(1, 3_000_000, 37_111)]
+            landed = [land(receiver, source.size) for source in sources]
+            outcomes = [
+                push(sender, landing, (0, source))
+                for (landing, _), source in zip(landed, sources, strict=True)
+            ]
+            assert set(await asyncio.gather(*outcomes)) == {None}
+            for (_, arrival), source in zip(landed, sources, strict=True):
+                assert np.array_equal(await arrival, source)
+
+    on_loop(scenario)
+
+
+def test_pieces_are_bounded_and_complete() -> None:
+    source = np.arange(2 * 3 * 5 * 7, dtype=np.int16).reshape(2, 3, 5, 7).transpose(0, 3, 1, 2)
+    target = np.zeros(source.nbytes, np.uint8)
+    for offset, piece in cut([(0, source)], 16):
+        assert piece.nbytes <= 16
+        target[offset : offset + piece.nbytes] = packed(piece)
+    assert target.tobytes() == source.tobytes()
+
+
+def test_a_landing_travels_in_a_message() -> None:
+    landing = Landing(2**63 - 1, 10, 3, "machine", "socket", "tcp://[::1]:1")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(landing), type=Landing) == landing
+
+
+# Between two processes
+
+
+def _receive_in_child(pipe: Connection, channel: str) -> None:
+    """Land what the parent asks for; answer with landings, then with digests."""
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        plane = BulkPlane(loop, channel=channel)
+        sizes = await loop.run_in_executor(None, pipe.recv)
+        landed = [land(plane, size) for size in sizes]
+        pipe.send([landing for landing, _ in landed])
+        for _, arrival in landed:
+            pipe.send(hashlib.sha256(await arrival).hexdigest())
+        await loop.run_in_executor(None, pipe.recv)
+        plane.close()
+
+    on_loop(serve)
+
+
+@pytest.fixture
+def child(channel: str) -> Iterator[tuple[Any, Connection]]:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_receive_in_child, args=(theirs, channel), daemon=True)
+    process.start()
+    theirs.close()
+    yield process, ours
+    ours.close()
+    process.kill()
+    process.join()
+
+
+async def _say(pipe: Connection, question: object) -> Any:
+    pipe.send(question)
+    return await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+
+
+@channels
+@pytest.mark.processes
+def test_round_trips_between_processes(channel: str, child: tuple[Any, Connection]) -> None:
+    _, pipe = child
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        plane = BulkPlane(loop, channel=channel)
+        sources = [noise(size, size) for size in SIZES]
+        landings = await _say(pipe, SIZES)
+        pairs = zip(landings, sources, strict=True)
+        outcomes = [push(plane, landing, (0, source)) for landing, source in pairs]
+        assert set(await asyncio.gather(*outcomes)) == {None}
+        for source in sources:
+            digest = await loop.run_in_executor(None, pipe.recv)
+            assert digest == hashlib.sha256(source).hexdigest()
+        pipe.send(None)
+        plane.close()
+
+    on_loop(scenario)
+
+
+@channels
+@pytest.mark.processes
+def test_a_killed_receiver_fails_the_push(channel: str, child: tuple[Any, Connection]) -> None:
+    process, pipe = child
+
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            first, second, third = await _say(pipe, [5 << 20, 5 << 20, 5 << 20])
+            assert await push(sender, first, (0, noise(5 << 20))) is None
+            process.kill()
+            process.join()
+            for landing in (second, third):
+                assert isinstance(await push(sender, landing, (0, noise(5 << 20))), TransferFailed)
+            assert (await moved(sender, receiver, noise(100_000))).size == 100_000
+
+    on_loop(scenario)
+
+
+# What must not arrive
+
+
+@channels
+@pytest.mark.parametrize("size_bytes", [1000, 200_000])
+def test_a_cancelled_landing_is_never_delivered(channel: str, size_bytes: int) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            landing, arrival = land(receiver, size_bytes)
+            receiver.cancel(landing.transfer)
+            receiver.cancel(landing.transfer)
+            outcome = await push(sender, landing, (0, noise(size_bytes)))
+            # A small one leaves with its bytes, so its sender does not learn of the cancellation.
+            assert isinstance(outcome, TransferFailed) or landing.segment == 0
+            assert (await moved(sender, receiver, noise(70_000))).size == 70_000
+            assert not arrival.done()
+            assert receiver.counters()["expected_transfers"] == 0
+
+    on_loop(scenario)
+
+
+def test_a_cancelled_segment_is_not_reused_while_a_sender_has_it() -> None:
+    async def scenario() -> None:
+        async with planes("shared") as (sender, receiver):
+            await moved(sender, receiver, noise(70_000))  # the sender has mapped the segment
+            landing, arrival = land(receiver, 70_000)
+            outcome = push(sender, landing, (0, noise(70_000)))
+            receiver.cancel(landing.transfer)
+            await outcome
+            other, _ = land(receiver, 70_000)
+            assert other.segment != landing.segment
+            assert not arrival.done()
+
+    on_loop(scenario)
+
+
+@channels
+def test_a_landing_is_good_for_one_transfer(channel: str) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            landing, arrival = land(receiver, 70_000)
+            assert await push(sender, landing, (0, noise(70_000, 1))) is None
+            target = await arrival
+            again = await push(sender, landing, (0, noise(70_000, 2)))
+            assert isinstance(again, TransferFailed)
+            assert np.array_equal(target, noise(70_000, 1))
+
+    on_loop(scenario)
+
+
+@channels
+@pytest.mark.parametrize(
+    ("offset", "part", "error"),
+    [
+        (-1, np.zeros(4), ValueError),
+        (999, np.zeros(4), ValueError),
+        (0, np.zeros(4, object), TypeError),
+    ],
+)
+def test_parts_that_cannot_land(channel: str, offset: int, part: Any, error: type) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            landing, arrival = land(receiver, 1000)
+            assert isinstance(await push(sender, landing, (offset, part)), error)
+            assert not arrival.done()
+
+    on_loop(scenario)
+
+
+@channels
+@pytest.mark.parametrize("size_bytes", [100, 100_000])
+def test_no_receiver_at_all(channel: str, size_bytes: int) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            landing, _ = land(receiver, size_bytes)
+            receiver.close()
+            outcome = await push(sender, landing, (0, noise(size_bytes)))
+            assert isinstance(outcome, TransferFailed)
+            with pytest.raises(TransferFailed):
+                receiver.land(1, print)
+
+    on_loop(scenario)
+
+
+def test_planes_without_a_common_channel() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        sender, receiver = BulkPlane(loop, channel="tcp"), BulkPlane(loop, channel="shared")
+        landing, _ = land(receiver, 10)
+        outcome = await push(sender, landing, (0, noise(10)))
+        assert isinstance(outcome, TransferFailed)
+        assert "PW_BULK" in str(outcome)
+        sender.close()
+        receiver.close()
+
+    on_loop(scenario)
+
+
+@channels
+def test_closing_a_plane_fails_its_pushes(channel: str) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            outcomes = [
+                push(sender, land(receiver, 5 << 20)[0], (0, noise(5 << 20))) for _ in range(20)
+            ]
+            sender.close()
+            for outcome in await asyncio.gather(*outcomes):
+                assert outcome is None or isinstance(outcome, TransferFailed)
+            late = await push(sender, land(receiver, 5)[0], (0, noise(5)))
+            assert isinstance(late, TransferFailed)
+
+    on_loop(scenario)
+
+
+# Garbage
+
+
+def _unix_garbage(transfer: int, segment: int) -> dict[str, bytes]:
+    return {
+        "noise": bytes(noise(1000)),
+        "an unknown record": shared.record(99, 1),
+        "a record for senders": shared.record(shared.SEGMENT, 1, 1 << 20),
+        "too long an inline transfer": shared.record(shared.INLINE, 1, 1 << 40),
+        "inline bytes for a segment": shared.record(shared.INLINE, transfer, 8) + b"12345678",
+        "finishing what it never mapped": shared.record(shared.FINISH, transfer, segment),
+    }
+
+
+@pytest.mark.parametrize("what", list(_unix_garbage(1, 1)))
+def test_garbage_closes_its_own_unix_connection_only(what: str) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with planes("shared") as (sender, receiver):
+            landing, arrival = land(receiver, 100_000)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.setblocking(False)
+                stranger.connect(f"\0{landing.socket}")
+                line = _unix_garbage(landing.transfer, landing.segment)[what]
+                await loop.sock_sendall(stranger, line)
+                with contextlib.suppress(ConnectionResetError):  # some of it may be unread
+                    assert await loop.sock_recv(stranger, 100) == b""
+            assert receiver.counters()["rejected"] == 1
+            assert not arrival.done()
+            assert await push(sender, landing, (0, noise(100_000))) is None
+            assert np.array_equal(await arrival, noise(100_000))
+
+    on_loop(scenario)
+
+
+def test_a_receiver_that_talks_garbage_fails_the_push() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with planes("shared") as (sender, receiver):
+            landing, _ = land(receiver, 100_000)
+            with socket.socket(socket.AF_UNIX) as impostor:
+                impostor.setblocking(False)
+                impostor.bind("\0pw-test-" + os.urandom(8).hex())
+                impostor.listen()
+                name = impostor.getsockname()[1:].decode()
+                fields = {**msgspec.structs.asdict(landing), "socket": name}
+                outcomes = []
+                for answer in (
+                    bytes(noise(100)),
+                    shared.record(shared.SEGMENT, landing.segment, 1 << 17),  # no descriptor
+                    b"",
+                ):
+                    outcomes.append(push(sender, Landing(**fields), (0, noise(100_000))))
+                    connection, _ = await loop.sock_accept(impostor)
+                    with connection:
+                        await loop.sock_sendall(connection, answer)
+                    assert isinstance(await outcomes[-1], TransferFailed)
+
+    on_loop(scenario)
+
+
+def _tcp_garbage(transfer: int) -> dict[str, list[bytes]]:
+    def head(kind: int, which: int, offset: int, length: int) -> bytes:
+        return struct.pack("<4sIQQQ", b"pwc1", kind, which, offset, length)
+
+    return {
+        "nothing": [b""],
+        "noise": [bytes(noise(32))],
+        "many frames": [b"x"] * 50,
+        "an unknown kind": [head(77, transfer, 0, 8), b"12345678"],
+        "a sender's own reply": [head(chunks.ACK, transfer, 0, 0)],
+        "an unknown transfer": [head(chunks.CHUNK, transfer ^ 1, 0, 8), b"12345678"],
+        "an offset beyond the end": [head(chunks.CHUNK, transfer, 1 << 40, 8), b"12345678"],
+        "an offset that wraps": [head(chunks.CHUNK, transfer, 2**64 - 8, 8), b"12345678"],
+        "a tail beyond the end": [head(chunks.CHUNK, transfer, 99_999, 8), b"12345678"],
+        "too long a chunk": [head(chunks.CHUNK, transfer, 0, 2 << 20), b"12345678"],
+        "more bytes than announced": [head(chunks.CHUNK, transfer, 99_992, 8), bytes(99)],
+        "fewer bytes than announced": [head(chunks.CHUNK, transfer, 0, 8), b"1"],
+        "no payload": [head(chunks.CHUNK, transfer, 0, 8)],
+        "a finish too early": [head(chunks.FINISH, transfer, 0, 100_000)],
+    }
+
+
+@pytest.mark.parametrize("what", list(_tcp_garbage(2)))
+def test_garbage_chunks_are_counted_and_dropped(what: str) -> None:
+    async def scenario() -> None:
+        async with planes("tcp") as (sender, receiver):
+            landing, arrival = land(receiver, 100_000)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.setsockopt(zmq.LINGER, 1000)
+                stranger.connect(landing.endpoint)
+                stranger.send_multipart(_tcp_garbage(landing.transfer)[what])
+                await until(lambda: receiver.counters()["rejected"] == 1)
+            assert not arrival.done()
+            assert await push(sender, landing, (0, noise(100_000))) is None
+            assert np.array_equal(await arrival, noise(100_000))
+
+    on_loop(scenario)
+
+
+def test_a_message_too_long_for_the_socket_is_cut_off() -> None:
+    async def scenario() -> None:
+        async with planes("tcp") as (sender, receiver):
+            landing, _ = land(receiver, 100_000)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+                stranger.setsockopt(zmq.LINGER, 0)
+                stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+                ended = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                stranger.connect(landing.endpoint)
+                stranger.send(bytes(chunks.CHUNK_BYTES + 1))
+                await asyncio.get_running_loop().run_in_executor(None, ended.poll, 10_000)
+                assert ended.poll(0)
+                stranger.disable_monitor()
+                ended.close()
+            assert (await moved(sender, receiver, noise(70_000))).size == 70_000
+
+    on_loop(scenario)
+
+
+# Memory
+
+
+def test_a_segment_is_reused_only_when_nobody_aliases_it() -> None:
+    async def scenario() -> None:
+        async with planes("shared") as (sender, receiver):
+            values = np.arange(50_000, dtype=np.float32)
+            buffer = await moved(sender, receiver, values)
+            address = buffer.ctypes.data
+            device = jax.devices("cpu")[0]
+            array = jax.device_put(buffer.view(np.float32)[:].reshape(500, 100), device)
+            assert array.unsafe_buffer_pointer() == address
+            del buffer
+            gc.collect()
+            assert receiver.counters()["lent_segments"] == 1
+            other = await moved(sender, receiver, values + 1)
+            assert other.ctypes.data != address
+            assert np.array_equal(np.asarray(array).ravel(), values)
+            array.block_until_ready()
+            del array, other
+            gc.collect()
+            await until(lambda: receiver.counters()["lent_segments"] == 0)
+            both = [await moved(sender, receiver, values) for _ in range(2)]
+            assert address in {buffer.ctypes.data for buffer in both}
+            assert receiver.counters()["live_segments"] == 2
+
+    on_loop(scenario)
+
+
+@channels
+def test_idle_memory_is_bounded(channel: str) -> None:
+    async def scenario() -> None:
+        async with planes(channel, pool_bytes=1 << 20) as (sender, receiver):
+            held = [await moved(sender, receiver, noise(300_000)) for _ in range(6)]
+            assert receiver.counters()["live_segments"] == 6
+            held.clear()
+            gc.collect()
+            counters = receiver.counters()
+            assert counters["pooled_bytes"] == 1 << 20
+            assert counters["live_segments"] == 2
+            assert (await moved(sender, receiver, noise(3_000_000))).size == 3_000_000
+            gc.collect()
+            assert receiver.counters()["pooled_bytes"] <= 1 << 20
+
+    on_loop(scenario)
+
+
+def test_the_longest_idle_segment_is_dropped_first() -> None:
+    dropped: list[int] = []
+    pool = SegmentPool(3 << 16, dropped.append)
+    leases = [pool.lease(1 << 16, number) for number in range(1, 5)]
+    arrays = [pool.lend(segment, 10) for segment in leases]
+    while arrays:
+        del arrays[0]
+    pool.reclaim()
+    assert dropped == [1]
+    assert pool.lease(1, 9).number == 4  # the most recently used, so the warmest
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "capacity_bytes"),
+    [(1, 1 << 16), (1 << 16, 1 << 16), ((1 << 16) + 1, 1 << 17), (5 << 20, 8 << 20)],
+)
+def test_size_classes(size_bytes: int, capacity_bytes: int) -> None:
+    assert size_class(size_bytes) == capacity_bytes
+
+
+@pytest.mark.parametrize("channel", [*CHANNELS, "auto"])
+def test_nothing_is_left_open(channel: str) -> None:
+    def open_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):  # what libraries open once and keep
+            await moved(sender, receiver, noise(10))
+        before = open_descriptors()
+        async with planes(channel) as (sender, receiver):
+            kept = [await moved(sender, receiver, noise(size)) for size in SIZES]
+            cancelled, _ = land(receiver, 1 << 20)
+            receiver.cancel(cancelled.transfer)
+            land(receiver, 1 << 20)
+        sender.close()
+        assert open_descriptors() == before
+        for array, size in zip(kept, SIZES, strict=True):
+            assert np.array_equal(array, noise(size))  # delivered arrays outlive the plane
+
+    on_loop(scenario)
+
+
+def test_a_failing_receiver_callback_reaches_nobody_else() -> None:
+    async def scenario() -> None:
+        reports: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, report: reports.append(report))
+        async with planes("shared") as (sender, receiver):
+
+            def fail(_: object) -> None:
+                raise RuntimeError("no room")
+
+            assert await push(sender, receiver.land(70_000, fail), (0, noise(70_000))) is None
+            await until(lambda: bool(reports))
+            assert (await moved(sender, receiver, noise(70_000))).size == 70_000
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("options", [{"channel": "pigeon"}, {"bind_host": "0.0.0.0"}])
+def test_arguments_that_make_no_sense(options: dict[str, str]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ValueError):
+            BulkPlane(asyncio.get_running_loop(), **options)
+
+    on_loop(scenario)
