@@ -90,7 +90,6 @@ class Supervisor:
                 *("--incarnation", str(time.time_ns()), "--parent-fd", str(parent_read)),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
             pass_fds=[parent_read],
             start_new_session=True,
         )

@@ -137,10 +137,12 @@ class LocalCluster:
             runtime_module.disconnect()
         elif self._runtime is not None:
             self._runtime.close()
-        for child in reversed(self._children):
-            child.terminate()
-        for child in reversed(self._children):
-            child.stop()
+        workers, controller = self._children[1:], self._children[:1]
+        for group in (workers, controller):
+            for child in group:
+                child.terminate()
+            for child in group:
+                child.stop()
         if self._sigterm and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pw.core.ids import Address
+from pw.core.messages import PeerLost, PeerRefused
 
 
 class Timer(Protocol):
@@ -62,6 +63,10 @@ def handles(*kinds: type) -> Callable[[Handler], Handler]:
     return mark
 
 
+_NEWS = (PeerLost, PeerRefused)
+"""What every actor is told of and may not care about."""
+
+
 class Actor:
     """Base of every actor: dispatches each message to the method marked with `handles`."""
 
@@ -84,6 +89,8 @@ class Actor:
         """Handle one message; a type this actor does not know is counted and dropped."""
         handler = self._handlers.get(type(message))
         if handler is None:
+            if isinstance(message, _NEWS):
+                return
             self.env.count("messages_unexpected")
             self.env.log(
                 "warning", "unexpected message", sender=sender, message=type(message).__name__

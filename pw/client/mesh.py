@@ -1,0 +1,346 @@
+"""Virtual devices, and how users name what lies on them.
+
+A client asks for *slices* of virtual devices; which physical ones stand behind them is the resource
+manager's affair and may change. A `Mesh` gives the devices of one slice a shape and names for its axes,
+a `NamedSharding` says which axes split which dimension of an array. Both mirror their namesakes in
+`jax.sharding`, because everything a user knows about those holds here too; the core's `Sharding` and
+`Placement` are the same facts in numbers, fit for the wire.
+
+A mesh never spans slices: one computation is one gang, launched together on one island. Programs that
+use several slices or islands are made of several computations, between which values move by themselves.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from pw.client import runtime
+from pw.core.errors import Disconnected, PlacementError, ShardingError
+from pw.core.sharding import Placement, Sharding
+
+__all__ = [
+    "Mesh",
+    "NamedSharding",
+    "PartitionSpec",
+    "Slice",
+    "VirtualDevice",
+    "VirtualDeviceSet",
+    "make_virtual_device_set",
+]
+
+
+class Slice:
+    """Virtual devices that one island lends to this client; given back when nothing refers to them."""
+
+    __slots__ = ("__weakref__", "id", "island", "kind", "platform", "runtime", "size")
+
+    def __init__(self, session: Any, handle: Any) -> None:
+        self.runtime = session
+        self.id: int = handle.slice
+        self.island: str = handle.island
+        self.platform: str = handle.platform
+        self.kind: str | None = handle.kind
+        self.size: int = handle.size
+
+    @property
+    def devices(self) -> tuple[VirtualDevice, ...]:
+        """The slice's devices, in order."""
+        return tuple(VirtualDevice(self, index) for index in range(self.size))
+
+    @property
+    def tpus(self) -> tuple[VirtualDevice, ...]:
+        """The slice's devices, under the paper's name."""
+        return self.devices
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r})"
+
+    def __del__(self) -> None:
+        session = getattr(self, "runtime", None)
+        if session is not None and session.alive:
+            session.release_slice(self.id)
+
+
+class VirtualDevice:
+    """One device of a slice; computations are placed on it without knowing where it is."""
+
+    __slots__ = ("index", "slice")
+
+    def __init__(self, slice: Slice, index: int) -> None:
+        self.slice = slice
+        self.index = index
+
+    @property
+    def platform(self) -> str:
+        """Kind of backend: "cpu", "cuda" or "tpu"."""
+        return self.slice.platform
+
+    @property
+    def island(self) -> str:
+        """The island that the device is on."""
+        return self.slice.island
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, VirtualDevice):
+            return NotImplemented
+        return self.slice is other.slice and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash((id(self.slice), self.index))
+
+    def __repr__(self) -> str:
+        return (
+            f"VirtualDevice({self.index} of {self.slice.size}, island={self.island!r}, "
+            f"platform={self.platform!r})"
+        )
+
+
+class VirtualDeviceSet:
+    """The slices a client has asked for, in the paper's words."""
+
+    def __init__(self, session: Any) -> None:
+        self._runtime = session
+        self._slices: list[Slice] = []
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The slices added so far."""
+        return tuple(self._slices)
+
+    def add_slice(
+        self,
+        devices: int | None = None,
+        kind: str | None = None,
+        island: str | None = None,
+        topology: Sequence[int] | None = None,
+        *,
+        tpu_devices: int | None = None,
+    ) -> Slice:
+        """Ask for virtual devices to place computations on; returns when they are bound.
+
+        Args:
+            devices: how many.
+            kind: device kind they must have, such as "cpu" or "NVIDIA H100"; any if None.
+            island: name of the island they must be on; any if None.
+            topology: extent of the interconnect they must span, if that matters.
+            tpu_devices: the paper's name for `devices`.
+
+        Raises:
+            InsufficientDevices: no island can satisfy the request.
+        """
+        if (devices is None) == (tpu_devices is None):
+            raise TypeError("add_slice takes a number of devices: add_slice(devices=4)")
+        count = tpu_devices if devices is None else devices
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"a slice has at least one device; {count!r} were asked for")
+        shape = None if topology is None else tuple(topology)
+        handle = self._runtime.allocate_slice(count, kind, island, shape)
+        added = Slice(self._runtime, handle)
+        self._slices.append(added)
+        return added
+
+    def __repr__(self) -> str:
+        return f"VirtualDeviceSet({self._slices!r})"
+
+
+def make_virtual_device_set() -> VirtualDeviceSet:
+    """Begin asking for virtual devices; connects to a cluster if nobody did."""
+    return VirtualDeviceSet(runtime.current())
+
+
+class Mesh:
+    """Virtual devices of one slice, in an array with named axes.
+
+    Args:
+        devices: array-like of distinct `VirtualDevice`s, of any number of dimensions.
+        axis_names: one name for each dimension (a single name for one).
+
+    Raises:
+        PlacementError: a device occurs twice, or the devices are of several slices.
+    """
+
+    def __init__(self, devices: Any, axis_names: str | Sequence[str]) -> None:
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        grid = np.array(devices, dtype=object)
+        flat: list[Any] = list(grid.flat)
+        if not flat or not all(isinstance(device, VirtualDevice) for device in flat):
+            raise PlacementError(
+                "a mesh is made of virtual devices, such as add_slice(devices=4).devices; "
+                f"{devices!r} was given"
+            )
+        if grid.ndim != len(names) or len(set(names)) != len(names):
+            raise ShardingError(
+                f"a mesh of {grid.ndim} dimensions with shape {grid.shape} needs as many different "
+                f"axis names; {names} was given"
+            )
+        if len(set(flat)) != len(flat):
+            raise PlacementError("a device occurs twice in a mesh; every position needs its own")
+        slices = {id(device.slice): device.slice for device in flat}
+        if len(slices) > 1:
+            islands = sorted({part.island for part in slices.values()})
+            where = f"the islands {', '.join(islands)}" if len(islands) > 1 else "two slices"
+            raise PlacementError(
+                f"the devices of a mesh lie on {where}, but a computation is one gang and runs on one "
+                "slice of one island. Make one mesh for each slice and a separate computation for each "
+                "mesh: values move between computations by themselves"
+            )
+        grid.flags.writeable = False
+        self.devices = grid
+        self.axis_names = names
+        self.slice: Slice = flat[0].slice
+        self.placement = Placement(self.slice.id, tuple(device.index for device in flat))
+        self._hash = hash((id(self.slice), self.placement, grid.shape, names))
+
+    @property
+    def shape(self) -> collections.OrderedDict[str, int]:
+        """Size of every axis by its name."""
+        return collections.OrderedDict(zip(self.axis_names, self.devices.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.devices.shape)
+
+    @property
+    def runtime(self) -> Any:
+        """The session that the devices belong to."""
+        return self.slice.runtime
+
+    @property
+    def abstract(self) -> jax.sharding.AbstractMesh:
+        """The mesh as functions see it while they are traced."""
+        return jax.sharding.AbstractMesh(self.devices.shape, self.axis_names)
+
+    def check_alive(self) -> None:
+        """Raise Disconnected if the session that lent the devices is over."""
+        if not self.runtime.alive:
+            raise Disconnected(
+                "the session that these virtual devices belong to is closed; connect again and make "
+                "new ones with pw.make_virtual_device_set()"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self is other or (
+            self.slice is other.slice
+            and self.placement == other.placement
+            and self.axis_names == other.axis_names
+            and self.devices.shape == other.devices.shape
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"Mesh({axes}, island={self.slice.island!r}, platform={self.slice.platform!r})"
+
+
+class NamedSharding:
+    """How an array is split over a mesh: the axes that split each of its dimensions.
+
+    Args:
+        mesh: the virtual devices.
+        spec: for each dimension a mesh axis, several of them in a tuple, or None.
+
+    Raises:
+        ShardingError: the spec names an axis that the mesh does not have, or is no partition spec.
+    """
+
+    def __init__(self, mesh: Mesh, spec: PartitionSpec) -> None:
+        if not isinstance(mesh, Mesh):
+            raise ShardingError(f"a sharding needs a pw.Mesh of virtual devices, not {mesh!r}")
+        self.mesh = mesh
+        self.core = Sharding(mesh.axis_names, mesh.devices.shape, _axes_of(spec))
+        self.core.check((math.prod(mesh.devices.shape),) * len(self.core.spec))
+        self._hash = hash((mesh, self.core))
+
+    @classmethod
+    def replicated(cls, mesh: Mesh) -> NamedSharding:
+        """A full copy on every device."""
+        return cls(mesh, PartitionSpec())
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The axes that split each dimension, as JAX writes them."""
+        entries: list[Any] = []
+        for axes in self.core.spec:
+            entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        return PartitionSpec(*entries)
+
+    @property
+    def placement(self) -> Placement:
+        """The devices at the positions of the mesh."""
+        return self.mesh.placement
+
+    def abstract(self) -> jax.sharding.NamedSharding:
+        """The same for tracing: over the abstract mesh."""
+        return jax.sharding.NamedSharding(self.mesh.abstract, self.spec)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NamedSharding):
+            return NotImplemented
+        return self is other or (self.core == other.core and self.mesh == other.mesh)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"NamedSharding({self.mesh!r}, {self.spec})"
+
+
+def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(spec, PartitionSpec):
+        raise ShardingError(f"expected a PartitionSpec such as P('x', None), not {spec!r}")
+    if spec.unreduced or spec.reduced:
+        raise ShardingError(f"{spec} has unreduced or reduced axes, which arrays at rest cannot have")
+    axes: list[tuple[str, ...]] = []
+    for entry in spec:
+        if entry is None:
+            axes.append(())
+        elif isinstance(entry, str):
+            axes.append((entry,))
+        elif isinstance(entry, tuple) and all(isinstance(axis, str) for axis in entry):
+            axes.append(entry)
+        else:
+            raise ShardingError(
+                f"{entry!r} in {spec} is neither None, a mesh axis, nor a tuple of mesh axes"
+            )
+    while axes and not axes[-1]:
+        axes.pop()
+    return tuple(axes)
+
+
+_defaults: dict[Any, Mesh] = {}
+
+
+def default_mesh() -> Mesh:
+    """One device of the current session, allocated once: where a call runs that names no devices."""
+    session = runtime.current()
+    mesh = _defaults.get(session)
+    if mesh is None:
+        for other in [known for known in list(_defaults) if not known.alive]:
+            _defaults.pop(other, None)
+        fresh = Mesh(VirtualDeviceSet(session).add_slice(devices=1).devices, ("devices",))
+        mesh = _defaults.setdefault(session, fresh)
+    return mesh
+
+
+def mesh_of(devices: Any) -> Mesh:
+    """The one-axis mesh over `devices` (a slice, one device, or a sequence), axis "devices"."""
+    if isinstance(devices, Slice):
+        devices = devices.devices
+    elif isinstance(devices, VirtualDevice):
+        devices = (devices,)
+    return Mesh(np.array(list(devices), dtype=object), ("devices",))

@@ -1,0 +1,151 @@
+"""A whole cluster in this process: every actor of production on one event loop.
+
+    with InProcessCluster(islands=2, devices_per_island=2) as cluster:
+        ...
+
+Controller, schedulers, executors, coordinators, stores and clients are those of the daemons; only the
+network is a direct call (through the codec, so that whatever is sent could have crossed to another
+process) and each island is one host over some of this process's JAX devices. It starts in milliseconds,
+so most tests use it. An island of several hosts needs processes: see `pw.LocalCluster`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import traceback
+import types
+from typing import Self
+
+import jax
+
+from pw.cli.assembly import add_controller
+from pw.cli.in_process import InProcessHost
+from pw.client import runtime as runtime_module
+from pw.client.runtime import Runtime
+from pw.client.threads import LoopThread, SessionOnNode
+from pw.core.ids import CONTROLLER
+from pw.transport.bulk import BulkPlane
+from pw.transport.local import LocalHub
+from pw.transport.node import Node
+
+__all__ = ["InProcessCluster"]
+
+
+class InProcessCluster:
+    """Controller, hosts and clients on one event loop, over this process's JAX devices.
+
+    Args:
+        islands: number of islands, called `island-0`, `island-1`, ...; each has one host.
+        devices_per_island: JAX devices of each; islands get different ones.
+        policy: scheduling policy among clients.
+        codec: encode and decode every message on its way.
+        connect: make a first client the runtime of this process.
+
+    Raises:
+        ValueError: this process has too few JAX devices.
+    """
+
+    def __init__(
+        self,
+        islands: int = 1,
+        devices_per_island: int = 4,
+        *,
+        policy: str = "fifo",
+        codec: bool = True,
+        connect: bool = True,
+    ) -> None:
+        devices = jax.devices()
+        if len(devices) < islands * devices_per_island:
+            raise ValueError(
+                f"{islands} islands of {devices_per_island} devices need "
+                f"{islands * devices_per_island} JAX devices, this process has {len(devices)}"
+            )
+        self.crashes: list[str] = []
+        """Tracebacks of actors that raised; `close` fails if there are any."""
+        self._thread = LoopThread("pw-test-cluster")
+        self._clients: list[Runtime] = []
+        self._closed = False
+        loop = self._thread.loop
+
+        def build() -> None:
+            self.hub = LocalHub(loop, codec=codec)
+            self.controller = self._node(CONTROLLER)
+            self._services = add_controller(
+                self.controller, loop, secret=secrets.token_bytes(32), policy=policy
+            )
+            self.hosts = [
+                InProcessHost(
+                    loop,
+                    self.hub,
+                    f"host-{index}",
+                    f"island-{index}",
+                    devices[index * devices_per_island : (index + 1) * devices_per_island],
+                )
+                for index in range(islands)
+            ]
+            for host in self.hosts:
+                host.node.on_crash = self._crashed
+
+        self._thread.call(build)
+        if connect:
+            runtime_module.disconnect()
+            runtime_module.use(self.client())
+
+    def _node(self, name: str) -> Node:
+        node = Node(name, self._thread.loop, self.hub.network(name))
+        node.on_crash = self._crashed
+        return node
+
+    def _crashed(self, actor: str, error: BaseException) -> None:
+        self.crashes.append("".join(traceback.format_exception(error)))
+
+    def client(self, *, share: float = 1.0, priority: int = 0) -> Runtime:
+        """Another client of this cluster; `pw.client.runtime.use` makes calls go to it."""
+        name = f"client-{len(self._clients)}"
+
+        def start(runtime: Runtime) -> SessionOnNode:
+            def make() -> SessionOnNode:
+                bulk = BulkPlane(self._thread.loop)
+                return SessionOnNode(
+                    self._thread, self._node(name), bulk, runtime, None, lambda: None
+                )
+
+            session = self._thread.call(make)
+            session.expect_hosts(len(self.hosts), [])
+            return session
+
+        runtime = Runtime(start, share, priority)
+        self._clients.append(runtime)
+        return runtime
+
+    def cut_client(self, index: int) -> None:
+        """Take a client away as if its process had been killed."""
+        self._thread.call(lambda: self.hub.cut(f"client-{index}"))
+
+    def close(self) -> None:
+        """End everything. Raises AssertionError if an actor had crashed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for client in self._clients:
+            if runtime_module.is_current(client):
+                runtime_module.disconnect()
+            client.close()
+        self._thread.call(self.controller.close)
+        for host in self.hosts:
+            self._thread.call(host.close)
+        self._thread.call(self._services.close)
+        self._thread.stop()
+        if self.crashes:
+            raise AssertionError("actors crashed:\n" + "\n".join(self.crashes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self.close()

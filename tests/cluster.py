@@ -1,0 +1,109 @@
+"""Nodes on one event loop, whose actors keep what they receive: the stage for transport tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from pw.core.actor import Actor, Env
+from pw.core.ids import Address
+from pw.core.messages import (
+    PeerLost,
+    Ready,
+)
+from pw.transport.local import LocalHub
+from pw.transport.node import Node
+from pw.transport.zmq_network import ZmqNetwork
+
+BOUND_S = 30.0
+
+
+class Recorder(Actor):
+    """Keeps what it receives, and can be told what to do with it."""
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self.received: list[tuple[Address, object]] = []
+        self.turns: list[int] = []
+        self.react: Callable[[Address, Any], None] = lambda sender, message: None
+
+    def receive(self, sender: Address, message: object) -> None:
+        self.received.append((sender, message))
+        self.react(sender, message)
+
+    def turn_ended(self) -> None:
+        self.turns.append(len(self.received))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for _, message in self.received if type(message) is kind]
+
+    @property
+    def lost(self) -> list[tuple[str, str]]:
+        return [(message.node, message.reason) for message in self.of(PeerLost)]
+
+
+class Cluster:
+    """Nodes with one recorder each, called "main", on one loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, where: str, folder: Path) -> None:
+        self.loop = loop
+        self.where = where
+        self.folder = folder
+        self.hub = LocalHub(loop, codec=where == "codec")
+        self.nodes: list[Node] = []
+
+    def node(self, name: str, incarnation: int = 1, listens: bool = True, **how: Any) -> Recorder:
+        network: Any
+        if self.where in ("local", "codec"):
+            network = self.hub.network(name)
+        else:
+            path = f"ipc://{self.folder}/{name}-{len(self.nodes)}"
+            bind = path if self.where == "ipc" else "tcp://127.0.0.1:0"
+            how.setdefault("bind", bind if listens else None)
+            network = ZmqNetwork(self.loop, name, incarnation, **how)
+        node = Node(name, self.loop, network)
+        self.nodes.append(node)
+        return node.add("main", Recorder)
+
+    def of(self, recorder: Recorder) -> Node:
+        (node,) = [node for node in self.nodes if node._actors.get("main") is recorder]
+        return node
+
+    def endpoint(self, recorder: Recorder) -> str:
+        return getattr(self.of(recorder).network, "endpoint", "here")
+
+    def introduce(self, *recorders: Recorder) -> None:
+        for one in recorders:
+            for other in recorders:
+                if one is not other and self.endpoint(other):
+                    one.env.introduce(other.env.address.node, self.endpoint(other))
+
+    def until(self, condition: Callable[[], object]) -> None:
+        async def poll() -> None:
+            while not condition():
+                await asyncio.sleep(0.001)
+
+        async def bounded() -> None:
+            await asyncio.wait_for(poll(), BOUND_S)
+
+        self.loop.run_until_complete(bounded())
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+
+def make_cluster(where: str, folder: Path, uv: bool) -> Iterator[Cluster]:
+    loop = uvloop.new_event_loop() if uv else asyncio.new_event_loop()
+    cluster = Cluster(loop, where, folder)
+    yield cluster
+    cluster.close()
+    loop.close()
+
+
+def numbers(recorder: Recorder) -> list[int]:
+    return [message.request for message in recorder.of(Ready)]

@@ -1,0 +1,302 @@
+"""Life of a link: who may talk, who has gone, and who came back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pw.core.ids import Address
+from pw.core.messages import (
+    Hello,
+    PeerLost,
+    PeerRefused,
+    Ready,
+)
+from pw.transport import codec
+from pw.transport.link import Versions
+from tests.cluster import Cluster, make_cluster, numbers
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    yield from make_cluster(request.param, tmp_path, uv=True)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def tcp(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    yield from make_cluster("tcp", tmp_path, uv=request.param == "uvloop")
+
+
+@pytest.fixture
+def dealer() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
+    """Raw sockets, for frames that no node would send."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def connect(endpoint: str) -> zmq.Socket[bytes]:
+        raw = context.socket(zmq.DEALER)
+        raw.connect(endpoint)
+        return raw
+
+    yield connect
+    context.destroy(linger=0)
+
+
+def greeting(name: str) -> bytes:
+    return codec.encode_frame(0, [("", "", Hello(*Versions.installed(), name, 1))])
+
+
+@pytest.mark.parametrize("field", ["protocol", "pw", "jax"])
+def test_other_versions_are_refused_with_words_on_both_sides(sockets: Cluster, field: str) -> None:
+    ours = Versions(1, "1.0", "0.10.2")
+    theirs = ours._replace(**{field: 99 if field == "protocol" else "99.0"})
+    a = sockets.node("a", versions=ours)
+    b = sockets.node("b", listens=False, versions=theirs)
+    sockets.introduce(a, b)
+    b.env.send(a.env.address, Ready(0))
+    sockets.until(lambda: a.of(PeerRefused) and b.of(PeerRefused))
+    for one, other in ((a, "b"), (b, "a")):
+        (refusal,) = one.of(PeerRefused)
+        assert refusal.node == other
+        assert refusal.error.kind == "VersionMismatch"
+        assert str(ours) in refusal.error.message
+        assert str(theirs) in refusal.error.message
+    assert not numbers(a)
+
+
+def test_a_peer_under_another_name_is_refused(sockets: Cluster) -> None:
+    a, b = sockets.node("a"), sockets.node("b")
+    b.env.introduce("somebody", sockets.endpoint(a))
+    b.env.send(Address("somebody", "main"), Ready(0))
+    sockets.until(lambda: b.of(PeerRefused) and a.of(PeerRefused))
+    (refusal,) = b.of(PeerRefused)
+    assert "answers a, where somebody was expected" in refusal.error.message
+
+
+@pytest.mark.parametrize("newcomer", [2, 1, 0])
+def test_the_newer_incarnation_of_a_name_wins(sockets: Cluster, newcomer: int) -> None:
+    a = sockets.node("a")
+    old = sockets.node("b", incarnation=1, listens=False)
+    new = sockets.node("b", incarnation=newcomer, listens=False)
+    sockets.introduce(a, old)
+    sockets.introduce(a, new)
+    old.env.send(a.env.address, Ready(1))
+    sockets.until(lambda: numbers(a) == [1])
+    new.env.send(a.env.address, Ready(2))
+    if newcomer == 0:
+        sockets.until(lambda: new.of(PeerRefused))
+        assert not a.lost
+        old.env.send(a.env.address, Ready(3))
+        sockets.until(lambda: numbers(a) == [1, 3])
+    else:
+        sockets.until(lambda: numbers(a) == [1, 2])
+        assert [node for node, _ in a.lost] == ["b"]
+        kinds = [type(message) for _, message in a.received]
+        assert kinds == [Ready, PeerLost, Ready]
+    if newcomer == 2:
+        sockets.until(lambda: old.of(PeerRefused))
+
+
+def test_a_peer_that_comes_back_gets_a_new_link(sockets: Cluster) -> None:
+    a = sockets.node("a")
+    for incarnation in (1, 2, 3):
+        b = sockets.node("b", incarnation=incarnation, listens=False)
+        sockets.introduce(a, b)
+        b.react = lambda sender, message, b=b: b.env.send(sender, message)
+        a_count = len(numbers(a))
+        b.env.send(a.env.address, Ready(incarnation))
+        sockets.until(lambda n=a_count: len(numbers(a)) == n + 1)
+        a.env.send(Address("b", "main"), Ready(10 * incarnation))
+        sockets.until(lambda n=a_count: len(numbers(a)) == n + 2)
+        sockets.of(b).close()
+        sockets.until(lambda i=incarnation: len(a.lost) == i)
+    assert numbers(a) == [1, 10, 2, 20, 3, 30]
+
+
+def test_a_peer_that_cannot_be_reached_is_lost(sockets: Cluster) -> None:
+    a = sockets.node("a", heartbeat_s=0.02, connect_s=0.1)
+    nowhere = "tcp://127.0.0.1:1" if sockets.where == "tcp" else f"ipc://{sockets.folder}/none"
+    a.env.introduce("b", nowhere)
+    a.env.introduce("c", "nonsense://x")
+    a.env.send(Address("b", "main"), Ready(0))
+    a.env.send(Address("c", "main"), Ready(0))
+    sockets.until(lambda: len(a.lost) == 2)
+    assert ("b", f"could not be reached at {nowhere}") in a.lost
+    assert any(node == "c" and "nonsense" in reason for node, reason in a.lost)
+
+
+def test_a_forgotten_peer_is_not_spoken_to(sockets: Cluster) -> None:
+    a, b = sockets.node("a"), sockets.node("b")
+    sockets.introduce(a, b)
+    a.env.send(b.env.address, Ready(0))
+    b.react = lambda sender, message: b.env.send(sender, message)
+    sockets.until(lambda: a.received)
+    a.env.forget("b")
+    a.env.send(b.env.address, Ready(1))
+    sockets.until(lambda: b.lost)
+    assert sockets.of(a).counters["messages_unroutable"] == 1
+    assert not a.lost
+
+
+def test_idle_links_stay_open(sockets: Cluster) -> None:
+    a = sockets.node("a", heartbeat_s=0.02, silence_s=2.0)
+    b = sockets.node("b", listens=False, heartbeat_s=0.02, silence_s=2.0)
+    sockets.introduce(a, b)
+    b.env.send(a.env.address, Ready(0))
+    sockets.until(lambda: sockets.of(b).counters["frames_received"] > 20)
+    sockets.until(lambda: sockets.of(a).counters["frames_received"] > 20)
+    assert not a.lost
+    assert not b.lost
+
+
+def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:
+    a = tcp.node("a", heartbeat_s=0.05, silence_s=0.5)
+    b = tcp.node("b", listens=False, heartbeat_s=0.05, silence_s=0.5)
+    tcp.introduce(a, b)
+    b.env.send(a.env.address, Ready(0))
+    tcp.until(lambda: tcp.of(b).counters["frames_received"] > 1)
+    b.react = lambda sender, message: threading.Event().wait(1.5)  # both live on this loop
+    b.env.send(b.env.address, "stall")
+    before = tcp.of(a).counters["frames_received"]
+    tcp.until(lambda: tcp.of(a).counters["frames_received"] > before + 5)
+    assert not a.lost
+    assert not b.lost
+
+
+CHILD = """
+import sys, uvloop
+from pw.core.actor import Actor, handles
+from pw.core.ids import Address
+from pw.core.messages import PeerLost, Ready
+from pw.transport.node import Node
+from pw.transport.zmq_network import ZmqNetwork
+
+class Echo(Actor):
+    @handles(Ready)
+    def echo(self, sender, message):
+        self.env.send(sender, message)
+
+    @handles(PeerLost)
+    def lost(self, sender, message):
+        loop.stop()
+
+name, incarnation, listens, parent = sys.argv[1:]
+loop = uvloop.new_event_loop()
+bind = "tcp://127.0.0.1:0" if listens == "yes" else None
+network = ZmqNetwork(loop, name, int(incarnation), bind=bind, heartbeat_s=0.05)
+node = Node(name, loop, network)
+echo = node.add("echo", Echo)
+print(network.endpoint, flush=True)
+if listens == "no":
+    echo.env.introduce("a", parent)
+    echo.env.send(Address("a", "main"), Ready(-1))
+loop.run_forever()
+node.close()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Starts a process with an echo on it; returns it and its endpoint."""
+    children: list[subprocess.Popen[str]] = []
+
+    def run(name: str, incarnation: int, parent: str = "") -> tuple[subprocess.Popen[str], str]:
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                CHILD,
+                name,
+                str(incarnation),
+                "no" if parent else "yes",
+                parent,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        children.append(child)
+        assert child.stdout is not None
+        return child, child.stdout.readline().strip()
+
+    yield run
+    for child in children:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dials", [False, True], ids=["listens", "dials"])
+def test_a_killed_process_is_lost(
+    tcp: Cluster, start: Callable[..., tuple[subprocess.Popen[str], str]], dials: bool
+) -> None:
+    a = tcp.node("a", heartbeat_s=0.05, silence_s=0.5)
+    other = Address("b", "echo")
+    child, endpoint = start("b", 1, tcp.endpoint(a) if dials else "")
+    if dials:
+        tcp.until(lambda: a.received)
+    else:
+        a.env.introduce("b", endpoint)
+    a.env.send(other, Ready(1))
+    tcp.until(lambda: 1 in numbers(a))
+    child.send_signal(signal.SIGKILL)
+    tcp.until(lambda: a.lost)
+    assert a.lost[0][0] == "b"
+    _, endpoint = start("b", 2, tcp.endpoint(a) if dials else "")
+    if not dials:
+        a.env.introduce("b", endpoint)
+    else:
+        tcp.until(lambda: numbers(a).count(-1) == 2)
+    a.env.send(other, Ready(2))
+    tcp.until(lambda: 2 in numbers(a))
+
+
+@pytest.mark.processes
+def test_a_stopped_process_is_lost_and_hears_of_it_when_it_wakes(
+    tcp: Cluster, start: Callable[..., tuple[subprocess.Popen[str], str]]
+) -> None:
+    a = tcp.node("a", heartbeat_s=0.05, silence_s=0.5)
+    child, _ = start("b", 1, tcp.endpoint(a))
+    tcp.until(lambda: numbers(a) == [-1])
+    child.send_signal(signal.SIGSTOP)
+    tcp.until(lambda: a.lost)
+    child.send_signal(signal.SIGCONT)
+    tcp.until(lambda: child.poll() is not None)
+    assert child.returncode == 0
+
+
+def test_a_gap_in_the_numbers_loses_the_peer(
+    sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
+) -> None:
+    a = sockets.node("a")
+    raw = dealer(sockets.endpoint(a))
+    raw.send(greeting("raw"))
+    raw.send(codec.encode_frame(1, [("main", "x", Ready(1))]))
+    raw.send(codec.encode_frame(3, [("main", "x", Ready(3))]))
+    raw.send(codec.encode_frame(4, [("main", "x", Ready(4))]))
+    sockets.until(lambda: sockets.of(a).counters["frames_malformed"])
+    assert numbers(a) == [1]
+    assert a.lost == [("raw", "frames lost (expected 2, got 3)")]
+    # A stranger is told once that there is no link, so that it need not wait for silence.
+    answers = [codec.decode(raw.recv()) for _ in range(2)]
+    assert [answer.sequence for answer in answers] == [0, -1]
+
+
+def test_a_damaged_frame_of_a_peer_shows_as_a_gap(
+    sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
+) -> None:
+    a = sockets.node("a")
+    raw = dealer(sockets.endpoint(a))
+    raw.send(greeting("raw"))
+    raw.send(codec.encode_frame(1, [("main", "x", Ready(1))])[:-1])
+    raw.send(codec.encode_frame(2, [("main", "x", Ready(2))]))
+    sockets.until(lambda: a.lost)
+    assert a.lost == [("raw", "frames lost (expected 1, got 2)")]
+    assert not numbers(a)
