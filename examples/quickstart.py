@@ -1,48 +1,32 @@
-"""The program from the Pathways paper: three functions on three sets of devices, traced into one.
+"""The program from the Pathways paper, as written there, with `pw.pmap` where it says `jax.pmap`.
 
-`a`, `b` and `c` are compiled functions, each placed on two virtual devices of some island.
-Calling `f` runs four of them as one dataflow program: the runtime moves the values from placement
-to placement, and the call returns at once, with futures for the two results.
-
-Run it: `python -m examples.quickstart`.
+Run it: `python examples/quickstart.py`. With PW_ADDRESS set it runs on that cluster, otherwise on one that
+`pw` starts by itself and that is gone when the script ends.
 """
-
-from __future__ import annotations
-
-from typing import Any
 
 import numpy
 
 import pw
 
 
-def get_devices(n: int) -> Any:
-    """Allocates `n` virtual devices on an island."""
+def get_devices(n):
+    """Allocates `n` virtual TPU devices on an island."""
     device_set = pw.make_virtual_device_set()
-    return device_set.add_slice(devices=n).tpus
+    return device_set.add_slice(tpu_devices=n).tpus
 
 
-def run() -> Any:
-    """Runs the paper's program on the cluster this process is connected to; returns two futures."""
-    a = pw.pmap(lambda x: x * 2.0, devices=get_devices(2))
-    b = pw.pmap(lambda x: x + 1.0, devices=get_devices(2))
-    c = pw.pmap(lambda x: x / 2.0, devices=get_devices(2))
-
-    @pw.program  # program tracing (optional)
-    def f(v: Any) -> tuple[Any, Any]:
-        x = a(v)
-        y = b(x)
-        z = a(c(x))
-        return (y, z)
-
-    return f(numpy.array([1.0, 2.0]))
+a = pw.pmap(lambda x: x * 2.0, devices=get_devices(2))
+b = pw.pmap(lambda x: x + 1.0, devices=get_devices(2))
+c = pw.pmap(lambda x: x / 2.0, devices=get_devices(2))
 
 
-def main() -> None:
-    """Starts a cluster of two islands on this machine and prints the two arrays."""
-    with pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1):
-        print(pw.get(run()))  # (array([3., 5.]), array([2., 4.])), as float32
+@pw.program  # program tracing (optional)
+def f(v):
+    x = a(v)
+    y = b(x)
+    z = a(c(x))
+    return (y, z)
 
 
-if __name__ == "__main__":
-    main()
+print(f(numpy.array([1.0, 2.0])))
+# (array([3., 5.]), array([2., 4.]))

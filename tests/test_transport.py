@@ -20,7 +20,8 @@ from pw.core.messages import (
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec
+from pw.transport import codec, zmq_network
+from pw.transport import node as node_module
 from pw.transport.link import Versions
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
@@ -131,6 +132,28 @@ def test_floods_both_ways_with_tiny_high_water_marks(sockets: Cluster) -> None:
         assert mine == [Ready(number) for number in range(-1, count)]
     assert sockets.of(hub).counters["sends_deferred"] > 0
     assert all(sockets.of(peer).counters["sends_deferred"] > 0 for peer in peers)
+
+
+def test_a_node_that_is_behind_stops_reading_and_loses_nothing(
+    sockets: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_network, "BACKLOG_MESSAGES", 10)
+    monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 5)
+    a, b = sockets.node("a", high_water_frames=2), sockets.node("b", high_water_frames=2)
+    sockets.introduce(a, b)
+    longest = 0
+
+    def react(sender: Address, message: object) -> None:
+        nonlocal longest
+        longest = max(longest, sockets.of(b).backlog)
+
+    b.react = react
+    for number in range(5000):
+        a.env.send(b.env.address, Ready(number))
+        sockets.of(a).network.flush()
+    sockets.until(lambda: len(b.received) == 5000)
+    assert numbers(b) == list(range(5000))
+    assert longest <= 11
 
 
 def test_what_is_said_in_one_turn_leaves_in_one_frame(sockets: Cluster) -> None:

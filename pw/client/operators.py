@@ -1,0 +1,79 @@
+"""Python's operators, for arrays and for the tracers of programs.
+
+Each operator is a compiled function of one node, placed on the mesh of its first array operand.
+Elementwise operators leave the result split as that operand is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_table: dict[str, Callable[..., Any]] = {}
+
+
+def apply(name: str, *operands: Any) -> Any:
+    """Run or record the operator called `name` (a function of jax.numpy)."""
+    function = _table.get(name)
+    if function is None:
+        from pw.client.jit import operator  # operators are computations, whose results have operators
+
+        function = _table.setdefault(name, operator(name))
+    return function(*operands)
+
+
+def _unary(name: str) -> Callable[[Any], Any]:
+    def method(self: Any) -> Any:
+        return apply(name, self)
+
+    return method
+
+
+def _binary(name: str) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        return apply(name, self, other) if _operand(other) else NotImplemented
+
+    return method
+
+
+def _reflected(name: str) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        return apply(name, other, self) if _operand(other) else NotImplemented
+
+    return method
+
+
+def _operand(other: Any) -> bool:
+    return isinstance(other, (int, float, complex, Operators)) or hasattr(other, "__array__")
+
+
+class Operators:
+    """The operators that JAX arrays have."""
+
+    __slots__ = ()
+    __array_priority__ = 200  # numpy leaves its operators to us
+    __hash__ = None  # type: ignore[assignment]
+
+    __neg__ = _unary("negative")
+    __pos__ = _unary("positive")
+    __abs__ = _unary("abs")
+    __invert__ = _unary("invert")
+    __add__, __radd__ = _binary("add"), _reflected("add")
+    __sub__, __rsub__ = _binary("subtract"), _reflected("subtract")
+    __mul__, __rmul__ = _binary("multiply"), _reflected("multiply")
+    __truediv__, __rtruediv__ = _binary("true_divide"), _reflected("true_divide")
+    __floordiv__, __rfloordiv__ = _binary("floor_divide"), _reflected("floor_divide")
+    __mod__, __rmod__ = _binary("mod"), _reflected("mod")
+    __pow__, __rpow__ = _binary("power"), _reflected("power")
+    __matmul__, __rmatmul__ = _binary("matmul"), _reflected("matmul")
+    __and__, __rand__ = _binary("bitwise_and"), _reflected("bitwise_and")
+    __or__, __ror__ = _binary("bitwise_or"), _reflected("bitwise_or")
+    __xor__, __rxor__ = _binary("bitwise_xor"), _reflected("bitwise_xor")
+    __lshift__, __rlshift__ = _binary("left_shift"), _reflected("left_shift")
+    __rshift__, __rrshift__ = _binary("right_shift"), _reflected("right_shift")
+    __lt__ = _binary("less")
+    __le__ = _binary("less_equal")
+    __gt__ = _binary("greater")
+    __ge__ = _binary("greater_equal")
+    __eq__ = _binary("equal")  # type: ignore[assignment]
+    __ne__ = _binary("not_equal")  # type: ignore[assignment]
