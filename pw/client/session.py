@@ -7,7 +7,9 @@ given on this side, so whatever follows a call can be sent at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -609,10 +611,13 @@ def _cover(spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> dict[str, lis
 
 
 def _resolve(future: Settle, result: Any) -> None:
+    """Settle a future that its owner may be giving up at this moment."""
     if not future.done():
-        future.set_result(result)
+        with contextlib.suppress(InvalidStateError):
+            future.set_result(result)
 
 
 def _reject(future: Settle, error: Exception) -> None:
     if not future.done():
-        future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
