@@ -70,6 +70,22 @@ def test_other_versions_are_refused_with_words_on_both_sides(sockets: Cluster, f
     assert not numbers(a)
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_refused_stranger_cannot_harm_the_node_whose_name_it_claims(
+    sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]], name: str
+) -> None:
+    a, b = sockets.node("a"), sockets.node("b", listens=False)
+    sockets.introduce(a, b)
+    b.env.send(a.env.address, Ready(0))
+    sockets.until(lambda: a.received)
+    raw = dealer(sockets.endpoint(a))
+    raw.send(codec.encode_frame(0, [("", "", Hello(1, "9.9", "9.9", name, 99))]))
+    sockets.until(lambda: sockets.of(a).counters["hellos_refused"])
+    b.env.send(a.env.address, Ready(1))
+    sockets.until(lambda: numbers(a) == [0, 1])
+    assert [type(message) for _, message in a.received] == [Ready, Ready]
+
+
 def test_a_peer_under_another_name_is_refused(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     b.env.introduce("somebody", sockets.endpoint(a))

@@ -317,13 +317,17 @@ class ZmqNetwork:
         error = self._objection(hello)
         if error is not None:
             self._answer(self._router, route, Refused(error))
-            self._refuse(hello.node, error, link)
+            # Whoever misuses the name of a node that is here, or ours, is no news to actors.
+            if hello.node == self.name or (link is not None and link.incarnation is not None):
+                self._node.counters["hellos_refused"] += 1
+            else:
+                self._refuse(hello.node, error, link)
             return
         if link is not None and link.incarnation is not None:
             taken = f"a newer process has taken the name {hello.node}"
             refusal = Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
             if hello.incarnation < link.incarnation:
-                self._node.counters["hellos_stale"] += 1
+                self._node.counters["hellos_refused"] += 1
                 self._answer(self._router, route, refusal)
                 return
             if hello.incarnation > link.incarnation:

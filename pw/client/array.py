@@ -1,0 +1,279 @@
+"""`Array`: the handle of a logical array, which is a future.
+
+A handle is all a client holds, whatever the number of shards. It knows shape, dtype and sharding at
+once; asking for its value waits for it and brings it here, once. Dropping the last reference releases
+the array on all hosts. A handle is also a value that JAX knows: functions may close over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw.client import jaxtype
+from pw.client.mesh import NamedSharding
+from pw.client.operators import Operators, apply
+from pw.client.signature import ArrayType, outside_traces
+from pw.core.errors import ArgumentError, ArrayDeleted, Disconnected, NotOwner
+
+__all__ = ["Array"]
+
+giving_up = threading.Lock()
+"""Held while arrays change from usable to deleted, so that of two threads one wins."""
+
+
+class Array(Operators):
+    """A logical array on virtual devices; made by computations and `pw.put`, never directly."""
+
+    __slots__ = ("__weakref__", "_fetching", "_gone", "_id", "_runtime", "_type", "_waiting")
+
+    def __init__(self, session: Any, number: int, type_: ArrayType) -> None:
+        self._id = number
+        self._runtime = session
+        self._type = type_
+        self._gone: str | None = None
+        self._fetching: Future[Any] | None = None
+        self._waiting: Future[Any] | None = None
+
+    def __del__(self) -> None:
+        session = getattr(self, "_runtime", None)
+        if session is not None and session.alive:
+            session.release(self._id)
+
+    # --- what is known at once -----------------------------------------------------------------------
+
+    @property
+    def aval(self) -> Any:
+        """Shape, dtype and weak type as JAX's abstract value."""
+        return self._type.aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        return tuple(self._type.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the elements."""
+        return self._type.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._type.aval.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._type.aval.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one full copy in bytes."""
+        return self._type.spec.size_bytes
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether the dtype yields to that of other operands, as a Python number's does."""
+        return bool(self._type.aval.weak_type)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How the array lies on its devices."""
+        return self._type.sharding
+
+    # --- the future ----------------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """Whether the value exists (or has failed to come into being)."""
+        return self._wait().done()
+
+    def block_until_ready(self) -> Array:
+        """Wait for the value to exist on its devices; raises the error it failed with."""
+        wait_for(self._wait())
+        return self
+
+    def __await__(self) -> Generator[Any, None, Array]:
+        yield from asyncio.wrap_future(self._wait()).__await__()
+        return self
+
+    def delete(self) -> None:
+        """Free the array on all hosts now, in order with the computations that use it."""
+        with giving_up:
+            if self._gone is not None:
+                return
+            self._gone = "it was deleted by delete()"
+            self._fetching = None
+        if self._runtime.alive:
+            self._runtime.delete([self._id])
+
+    def is_deleted(self) -> bool:
+        """Whether the array was deleted or donated."""
+        return self._gone is not None
+
+    def check_usable(self) -> None:
+        """Raise ArrayDeleted or Disconnected unless the array can be used."""
+        if self._gone is not None:
+            raise ArrayDeleted(
+                f"the array {self._type.aval.str_short()} cannot be used any more: {self._gone}"
+            )
+        if not self._runtime.alive:
+            raise Disconnected(
+                f"the session that the array {self._type.aval.str_short()} belonged to is closed, and "
+                "its arrays with it; fetch values that must outlive a session with pw.get()"
+            )
+
+    def check_owner(self, session: Any) -> None:
+        """Raise unless the array can be used in a computation of `session`."""
+        self.check_usable()
+        if self._runtime is not session:
+            raise NotOwner(
+                f"the array {self._type.aval.str_short()} belongs to another session; pass its value, "
+                "pw.get(x), instead"
+            )
+
+    def _wait(self) -> Future[Any]:
+        self.check_usable()
+        if self._waiting is None:
+            self._waiting = self._runtime.wait([self._id])
+        return self._waiting
+
+    def start_fetch(self) -> Future[Any]:
+        """Begin to bring the value here (the integers of typed keys), if nobody has."""
+        self.check_usable()
+        if self._fetching is None:
+            self._fetching = self._runtime.fetch(self._id, self._type.spec)
+        return self._fetching
+
+    def local(self) -> Any:
+        """The value on this machine: numpy, read-only, or for typed keys a jax.Array."""
+        value = wait_for(self.start_fetch())
+        if self._type.key_impl is not None:
+            return jax.random.wrap_key_data(value, impl=self._type.key_impl)
+        return value
+
+    def _value(self) -> np.ndarray[Any, Any]:
+        if self._type.key_impl is not None:
+            raise TypeError(
+                f"a pw.Array of dtype {self.dtype} cannot be converted to a NumPy array. Use "
+                "jax.random.key_data inside a pw.jit function to get at the integers it consists of"
+            )
+        value: np.ndarray[Any, Any] = wait_for(self.start_fetch())
+        if value.flags.writeable:
+            value = value.view()
+            value.flags.writeable = False
+        return value
+
+    # --- the value -----------------------------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        value = self._value()
+        if dtype is not None and np.dtype(dtype) != value.dtype:
+            if copy is False:
+                raise ValueError(f"a change of dtype from {value.dtype} to {dtype} needs a copy")
+            return value.astype(dtype)
+        return value.copy() if copy else value
+
+    def __jax_array__(self) -> Any:
+        if outside_traces():
+            return local_jax_array(self)
+        return _identity(self)  # under a trace: the handle becomes a constant of it
+
+    def __repr__(self) -> str:
+        if self._gone is not None:
+            return f"Array(deleted, shape={self.shape}, dtype={self.dtype})"
+        if self._type.key_impl is not None:
+            return f"Array({self.shape}, dtype={self.dtype}) overlaying:\n{wait_for(self.start_fetch())}"
+        if self.size == 0:
+            return f"Array([], shape={self.shape}, dtype={self.dtype})"
+        weak = ", weak_type=True" if self.weak_type else ""
+        text = np.array2string(self._value(), prefix="Array(", separator=", ", suffix=",")
+        return f"Array({text}, dtype={self.dtype}{weak})"
+
+    def __str__(self) -> str:
+        return repr(self) if self._type.key_impl is not None else str(self._value())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._value()[()] if self.ndim == 0 else str(self), spec)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._value()[index] if outside_traces() else self.__jax_array__()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.shape:
+            raise TypeError("iteration over a 0-d array")
+        return iter(self._value() if outside_traces() else self.__jax_array__())
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
+
+    def __int__(self) -> int:
+        return int(self._value())
+
+    def __float__(self) -> float:
+        return float(self._value())
+
+    def __complex__(self) -> complex:
+        return complex(self._value())
+
+    def __index__(self) -> int:
+        return self._value().__index__()
+
+    def item(self, *index: int) -> Any:
+        """One element as a Python number; of an array of one element, that one."""
+        return self._value().item(*index)
+
+    def tolist(self) -> Any:
+        """The value as nested lists of Python numbers."""
+        return self._value().tolist()
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Any:
+        return apply("copy", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return apply("copy", self)
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            f"the array {self._type.aval.str_short()} cannot be pickled: it is the handle of a value "
+            "that lies on devices. Fetch it first, with pw.get(x)"
+        )
+
+
+_identity = jax.jit(lambda x: x)
+
+
+def wait_for(future: Future[Any]) -> Any:
+    """The future's result, for as long as it takes."""
+    return future.result()
+
+
+def local_jax_array(array: Array) -> Any:
+    """The value as a jax.Array on this machine."""
+    value = array.local()
+    return jax.numpy.asarray(value) if array.aval.weak_type is False else _weak(array, value)
+
+
+def _weak(array: Array, value: Any) -> Any:
+    return jax.numpy.asarray(value.item()) if array.ndim == 0 else jax.numpy.asarray(value)
+
+
+def _local_for_jax(array: Array) -> Any:
+    value = array.local()
+    return value if array._type.key_impl is not None else np.asarray(value)
+
+
+jaxtype.register(Array, lambda array: array._type.aval, _local_for_jax)

@@ -1,0 +1,210 @@
+"""From a Python function to an artifact that hosts can compile.
+
+A function is traced over an abstract mesh (axis sizes and names, no devices), under the caller's JAX
+configuration, and exported as portable StableHLO for the platform of its slice: a client needs neither
+that platform nor as many devices. Three things change at the boundary. Typed PRNG keys become the
+unsigned integers they consist of, the only form in which the runtime knows them. Arrays that the
+function closes over become arguments: handles stay where they are, and large host constants are
+uploaded once instead of being baked into the artifact. And whatever cannot travel, such as a callback
+into this process, is refused with words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+
+from pw.client.array import Array
+from pw.client.mesh import Mesh, NamedSharding
+from pw.client.signature import ArrayType, host_value, is_key
+from pw.core.errors import TracingError
+from pw.core.program import Computation
+
+__all__ = ["Traced", "trace"]
+
+BAKED_BYTES = 1024
+"""Host constants up to this size stay in the artifact."""
+
+OutShardings = Callable[[Any, Sequence[Any]], Sequence[NamedSharding]]
+"""From the tree of a function's results and their avals to their shardings."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A computation, its artifact, and what a call needs besides its arguments."""
+
+    computation: Computation
+    artifact: bytes
+    mesh: Mesh
+    inputs: tuple[ArrayType, ...]
+    captured: tuple[Array, ...]
+    """Arrays that follow the explicit arguments."""
+    outputs: tuple[ArrayType, ...]
+    tree: Any
+
+
+def trace(
+    function: Callable[..., Any],
+    name: str,
+    mesh: Mesh,
+    inputs: Sequence[ArrayType],
+    out_shardings: OutShardings,
+    donated: Sequence[int],
+) -> Traced:
+    """Trace and export `function`, which takes flat arguments of types `inputs`.
+
+    Raises:
+        TracingError: the function can be traced but not sent to the hosts.
+        Exception: whatever the function itself raises.
+    """
+    mesh.check_alive()
+    trees = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        results, tree = jax.tree_util.tree_flatten(function(*leaves))
+        trees.append(tree)
+        return results
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract):
+        closed = jax.make_jaxpr(flat)(*(type_.aval for type_ in inputs))
+    tree = trees[-1]
+    jaxpr, constants, lifted = _lift(closed)
+    captured = tuple(_on_mesh(value, mesh) for value in lifted)
+    types = (*inputs, *(_captured_type(array, mesh) for array in captured))
+    outputs = tuple(
+        ArrayType.of(aval, sharding)
+        for aval, sharding in zip(
+            closed.out_avals, out_shardings(tree, closed.out_avals), strict=True
+        )
+    )
+    artifact = _exported(jaxpr, constants, name, mesh, types, outputs)
+    computation = Computation(
+        name,
+        hashlib.sha256(artifact).digest(),
+        mesh.placement,
+        tuple(type_.spec for type_ in types),
+        tuple(type_.spec for type_ in outputs),
+        tuple(donated),
+    )
+    return Traced(computation, artifact, mesh, tuple(inputs), captured, outputs, tree)
+
+
+def _exported(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    name: str,
+    mesh: Mesh,
+    inputs: Sequence[ArrayType],
+    outputs: Sequence[ArrayType],
+) -> bytes:
+    evaluate = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, list(constants)))
+
+    def physical(*buffers: Any) -> list[Any]:
+        arguments = [
+            buffer if type_.key_impl is None else jax.random.wrap_key_data(buffer, impl=type_.key_impl)
+            for type_, buffer in zip(inputs, buffers, strict=True)
+        ]
+        return [
+            result if type_.key_impl is None else jax.random.key_data(result)
+            for type_, result in zip(outputs, evaluate(*arguments), strict=True)
+        ]
+
+    physical.__name__ = physical.__qualname__ = name if name.isidentifier() else "computation"
+    compiled = jax.jit(
+        physical,
+        in_shardings=tuple(type_.sharding.abstract() for type_ in inputs),
+        out_shardings=[type_.sharding.abstract() for type_ in outputs],
+    )
+    avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
+    try:
+        exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
+        return bytes(exported.serialize())
+    except Exception as error:  # noqa: BLE001 - whatever stands in the way becomes one kind of error
+        raise TracingError(
+            f"the function {name!r} was traced but cannot be sent to the hosts: "
+            f"{type(error).__name__}: {error}. Callbacks into this process (jax.debug.print, "
+            "pure_callback, io_callback) and jax.pmap cannot travel: return such values and print them "
+            "here, and use pw.pmap or jax.shard_map"
+        ) from error
+
+
+def _lift(closed: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Turn captured arrays and large constants of `closed`, jits inside it included, into arguments.
+
+    Returns the jaxpr, the constants that remain, and the values of the new last arguments.
+    """
+    jaxpr = closed.jaxpr
+    lifted: list[Any] = []
+    variables: list[Any] = []
+    by_identity: dict[int, Any] = {}
+
+    def lift(value: Any, variable: Callable[[], Any]) -> Any:
+        if id(value) not in by_identity:
+            by_identity[id(value)] = variable()
+            variables.append(by_identity[id(value)])
+            lifted.append(value)
+        return by_identity[id(value)]
+
+    kept_variables, kept = [], []
+    renamed: dict[Any, Any] = {}
+    for variable, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        if _must_lift(value):
+            renamed[variable] = lift(value, lambda variable=variable: variable)
+        else:
+            kept_variables.append(variable)
+            kept.append(_plain(value))
+    equations = []
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr")
+        if equation.primitive.name == "jit" and (inner.consts or _holds_jit(inner)):
+            equation = _open_jit(equation, lift)
+        if any(_differs(renamed, atom) for atom in equation.invars):
+            equation = equation.replace(invars=[_renamed(renamed, atom) for atom in equation.invars])
+        equations.append(equation)
+    results = [_renamed(renamed, atom) for atom in jaxpr.outvars]
+    opened = jaxpr.replace(
+        constvars=kept_variables,
+        invars=[*jaxpr.invars, *variables],
+        eqns=equations,
+        outvars=results,
+        debug_info=_undescribed(jaxpr.debug_info),
+    )
+    return opened, kept, lifted
+
+
+def _holds_jit(closed: Any) -> bool:
+    return any(equation.primitive.name == "jit" for equation in closed.jaxpr.eqns)
+
+
+def _open_jit(equation: Any, lift: Callable[[Any, Callable[[], Any]], Any]) -> Any:
+    """The jit equation with captured values as further operands."""
+    inner = equation.params["jaxpr"]
+    opened, kept, lifted = _lift(inner)
+    if not lifted:
+        return equation
+    operands = [lift(v, lambda v=v: jax.extend.core.Var(_aval(v))) for v in lifted]
+    extra = len(operands)
+    params = dict(equation.params)
+    params["jaxpr"] = jax.extend.core.ClosedJaxpr(opened, kept)
+    for field, filler in (("in_shardings", None), ("in_layouts", None), ("donated_invars", False)):
+        if filler is None and params[field]:
+            filler = _unspecified if field == "in_shardings" else None
+        elif field == "in_shardings":
+            filler = _unspecified
+        params[field] = (*params[field], *([filler] * extra))
+    return equation.replace(invars=[*equation.invars, *operands], params=params)
+
+
+def _probe_unspecified() -> Any:
+    """JAX's private marker of an unspecified sharding, read off a jit that has one."""
+    probe = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1)
+    return probe.jaxpr.eqns[0].params["in_shardings"][0]
+
+
+_unspecified = _probe_unspecified()
