@@ -1,7 +1,123 @@
-"""pw: one ordinary Python process programs accelerators on many hosts as if they were its own."""
+"""pw: one ordinary Python process programs accelerators on many hosts as if they were its own.
+
+Functions compiled by JAX are placed on *virtual devices* (`make_virtual_device_set`, `Mesh`) with `jit` and
+`pmap`; `program` traces a Python function that calls several of them into one dataflow graph; every
+call returns futures (`Array`) at once. Without an address the first call starts a small cluster beside the
+script; see `connect` and `LocalCluster`. All errors derive from `Error`.
+
+Names are loaded when first used, so that `import pw` alone does not import JAX.
+"""
 
 from __future__ import annotations
 
+import importlib
 from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from pw.core.errors import (
+    ArgumentError,
+    ArrayDeleted,
+    ArrayLost,
+    CompileError,
+    ComputationFailed,
+    ConnectionFailed,
+    Disconnected,
+    Error,
+    HostLost,
+    InsufficientDevices,
+    InternalError,
+    IslandFull,
+    NotOwner,
+    OutOfDeviceMemory,
+    PlacementError,
+    ProtocolError,
+    ShardingError,
+    TracerError,
+    TracingError,
+    TransferFailed,
+    VersionMismatch,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+    from pw.client.array import Array
+    from pw.client.cluster import LocalCluster
+    from pw.client.jit import jit
+    from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
+    from pw.client.pmap import pmap
+    from pw.client.program import program
+    from pw.client.runtime import connect, disconnect, stats
+    from pw.client.transfer import block_until_ready, get, put
 
 __version__ = metadata.version("pw")
+
+_LAZY = {
+    "connect": "pw.client.runtime",
+    "disconnect": "pw.client.runtime",
+    "LocalCluster": "pw.client.cluster",
+    "make_virtual_device_set": "pw.client.mesh",
+    "Mesh": "pw.client.mesh",
+    "NamedSharding": "pw.client.mesh",
+    "PartitionSpec": "jax.sharding",
+    "jit": "pw.client.jit",
+    "pmap": "pw.client.pmap",
+    "program": "pw.client.program",
+    "Array": "pw.client.array",
+    "put": "pw.client.transfer",
+    "get": "pw.client.transfer",
+    "block_until_ready": "pw.client.transfer",
+    "stats": "pw.client.runtime",
+}
+
+__all__ = [
+    "connect",
+    "disconnect",
+    "LocalCluster",
+    "make_virtual_device_set",
+    "Mesh",
+    "NamedSharding",
+    "PartitionSpec",
+    "jit",
+    "pmap",
+    "program",
+    "Array",
+    "put",
+    "get",
+    "block_until_ready",
+    "stats",
+    "Error",
+    "ArgumentError",
+    "ArrayDeleted",
+    "ArrayLost",
+    "CompileError",
+    "ComputationFailed",
+    "ConnectionFailed",
+    "Disconnected",
+    "HostLost",
+    "InsufficientDevices",
+    "InternalError",
+    "IslandFull",
+    "NotOwner",
+    "OutOfDeviceMemory",
+    "PlacementError",
+    "ProtocolError",
+    "ShardingError",
+    "TracerError",
+    "TracingError",
+    "TransferFailed",
+    "VersionMismatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module 'pw' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

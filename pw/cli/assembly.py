@@ -14,7 +14,6 @@ from pw.core.actor import Actor, Env, handles
 from pw.core.ids import RESOURCES, Address
 from pw.core.messages import (
     CoordinationStarted,
-
     IslandStatus,
     RegisterHost,
     StartCoordination,

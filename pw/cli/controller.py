@@ -10,15 +10,23 @@ import typer
 import uvloop
 
 from pw.cli.assembly import add_controller
-from pw.cli.process import EXIT_ERROR, LOG_LEVELS, Daemon, configure_logging, fail
+from pw.cli.process import (
+    ALLOW_REMOTE_HELP,
+    LEAST_LEASE_S,
+    LOG_LEVELS,
+    Daemon,
+    check_bind,
+    check_log_level,
+    command,
+    configure_logging,
+    host_of,
+)
 from pw.client.threads import incarnation
-from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
 from pw.sched.policy import POLICIES
+from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.zmq_network import ZmqNetwork
-
-LOOPBACK = ("127.", "localhost", "[::1]")
 
 
 def serve(
@@ -29,46 +37,44 @@ def serve(
         str, typer.Option(help=f"Which client goes next on an island: {', '.join(POLICIES)}.")
     ] = "fifo",
     lease: Annotated[
-        float, typer.Option(help="Seconds after which a silent client or host is given up.")
+        float,
+        typer.Option(
+            min=LEAST_LEASE_S, help="Seconds after which a silent client or host is given up."
+        ),
     ] = 10.0,
     allow_remote: Annotated[
         bool,
-        typer.Option(
-            "--allow-remote",
-            help="Listen off the loopback. Links are neither authenticated nor encrypted: only do so "
-            "on a network that you trust.",
-        ),
+        typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP),
     ] = False,
-    log_level: Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))] = "info",
+    log_level: Annotated[
+        str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
+    ] = "info",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Run the controller of a pw cluster until SIGTERM."""
+    """Run the controller of a pw cluster until SIGTERM.
+
+    It prints its address, which pw-worker and PW_ADDRESS want, and logs on standard error.
+
+    Exit codes: 0 after SIGTERM or Ctrl-C; 1 after an error, which is one line on standard error.
+    """
     if policy not in POLICIES:
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
-    if log_level not in LOG_LEVELS:
-        raise typer.BadParameter(f"no log level {log_level!r}; there are {', '.join(LOG_LEVELS)}")
-    host = bind.removeprefix("tcp://").rpartition(":")[0]
-    if bind.startswith("tcp://") and not host.startswith(LOOPBACK) and not allow_remote:
-        fail(
-            "pw-controller",
-            f"{bind} can be reached from other machines, and links are not authenticated; add "
-            "--allow-remote if the network is trusted",
-        )
-        raise SystemExit(EXIT_ERROR)
+    check_log_level(log_level)
+    check_bind(bind, allow_remote)
     configure_logging(log_level)
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
-    try:
-        network = ZmqNetwork(loop, CONTROLLER, incarnation(), bind=bind, silence_s=lease)
-    except Error as error:
-        fail("pw-controller", str(error))
-        raise SystemExit(EXIT_ERROR) from None
+    network = ZmqNetwork(loop, CONTROLLER, incarnation(), bind=bind, silence_s=lease)
     node = Node(CONTROLLER, loop, network)
-    bind_host = "127.0.0.1" if host.startswith(LOOPBACK) or not host else host
     services = add_controller(
-        node, loop, secret=secrets.token_bytes(32), policy=policy, bind_host=bind_host
+        node,
+        loop,
+        secret=secrets.token_bytes(32),
+        policy=policy,
+        bind_host=host_of(network.endpoint),
     )
+    log("info", "listening", CONTROLLER, "", {"endpoint": network.endpoint, "policy": policy})
     if announce_fd >= 0:
         os.write(announce_fd, f"{network.endpoint}\n".encode())
         os.close(announce_fd)
@@ -84,7 +90,7 @@ def serve(
 
 def main() -> None:
     """Entry point of `pw-controller`."""
-    typer.run(serve)
+    command("pw-controller", serve)
 
 
 if __name__ == "__main__":

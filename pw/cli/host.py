@@ -11,6 +11,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -23,16 +24,19 @@ from pw.cli.process import (
     EXIT_ERROR,
     EXIT_UNAVAILABLE,
     Daemon,
+    command,
     configure_logging,
     fail,
+    host_of,
 )
-from pw.core.errors import Error, ErrorReport, InternalError
+from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
 from pw.devices import group
 from pw.devices.jax_backend import JaxBackend
 from pw.transport.bulk import BulkPlane
+from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.zmq_network import ZmqNetwork
 
@@ -43,7 +47,10 @@ SWITCH_INTERVAL_S = 0.0005
 class HostRuntime:
     """The process around a host's actors (see `pw.devices.executor.HostProcess`)."""
 
-    def __init__(self, daemon: Daemon, loop: asyncio.AbstractEventLoop, local_devices: int) -> None:
+    def __init__(
+        self, name: str, daemon: Daemon, loop: asyncio.AbstractEventLoop, local_devices: int
+    ) -> None:
+        self._name = name
         self._daemon = daemon
         self._loop = loop
         self._local_devices = local_devices
@@ -63,27 +70,39 @@ class HostRuntime:
         def work() -> None:
             answer: IslandJoined | IslandJoinFailed
             try:
-                devices = group.join(
-                    form.group_address, form.rank, len(form.hosts), form.epoch
-                )
+                devices = group.join(form.group_address, form.rank, len(form.hosts), form.epoch)
+                own = [device for device in devices if device.process_index == form.rank]
+                local_count = len(own if len(form.hosts) > 1 else devices)
+                if local_count != self._local_devices:
+                    raise PlacementError(
+                        f"this host has {local_count} {devices[0].platform} devices, not "
+                        f"{self._local_devices}; start it with --devices {local_count}"
+                    )
                 self._devices, self._hosts = list(devices), form.hosts
                 answer = IslandJoined(
                     form.island,
                     form.epoch,
                     devices[0].device_kind,
-                    len(devices) // len(form.hosts),
+                    local_count,
                     (devices[0].memory_stats() or {}).get("bytes_limit")
                     if len(form.hosts) == 1
                     else None,
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
-                answer = IslandJoinFailed(form.island, form.epoch, ErrorReport.of(error))
+                report = ErrorReport.of(error)
+                log("error", "could not join", self._name, "", {"error": report.message})
+                if isinstance(error, PlacementError) or len(form.hosts) == 1:
+                    # Nobody else can be the reason, and trying again would not help.
+                    self._loop.call_soon_threadsafe(self.stop, "could not join", report)
+                    return
+                answer = IslandJoinFailed(form.island, form.epoch, report)
             self._loop.call_soon_threadsafe(joined, answer)
 
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation."""
+        log("info", "leaving", self._name, "", {"reason": reason})
         if error is None:
             self._daemon.stop(EXIT_AGAIN)
             return
@@ -100,11 +119,13 @@ def serve(
     devices: Annotated[int, typer.Option()] = 1,
     platform: Annotated[str, typer.Option()] = "cpu",
     bind: Annotated[str, typer.Option()] = "tcp://127.0.0.1:0",
+    lease: Annotated[float, typer.Option()] = 10.0,
+    connect_timeout: Annotated[float, typer.Option()] = 8.0,
     incarnation: Annotated[int, typer.Option()] = 0,
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
-    """Run one incarnation of a host."""
+    """Run one incarnation of a host; `pw-worker` does."""
     configure_logging(log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     loop = uvloop.new_event_loop()
@@ -112,15 +133,22 @@ def serve(
     daemon = Daemon(loop, parent_fd)
     try:
         group.prepare(platform, devices)
-        network = ZmqNetwork(loop, name, incarnation or _now(), bind=bind)
-        bulk = BulkPlane(loop, bind_host=_host_of(bind))
+        network = ZmqNetwork(
+            loop,
+            name,
+            incarnation or time.time_ns(),
+            bind=bind,
+            silence_s=lease,
+            connect_s=connect_timeout,
+        )
+        bulk = BulkPlane(loop, bind_host=host_of(network.endpoint))
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
-    runtime = HostRuntime(daemon, loop, devices)
+    runtime = HostRuntime(name, daemon, loop, devices)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
-    backend = JaxBackend(loop, name, runtime.device)  # type: ignore[arg-type]
+    backend = JaxBackend(loop, name, runtime.device)
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid()
     )
@@ -143,16 +171,6 @@ def serve(
     _exit(daemon.run(teardown))
 
 
-def _host_of(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0] or "127.0.0.1"
-
-
-def _now() -> int:
-    import time
-
-    return time.time_ns()
-
-
 def _exit(code: int) -> None:
     """End at once: a thread may sit in a collective that will never return."""
     sys.stderr.flush()
@@ -161,7 +179,7 @@ def _exit(code: int) -> None:
 
 def main() -> None:
     """Entry point of the runtime child."""
-    typer.run(serve)
+    command("pw-worker", serve)
 
 
 if __name__ == "__main__":

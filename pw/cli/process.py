@@ -1,13 +1,19 @@
-"""What all daemons share: logging, signals, the watch on the parent, and how they end."""
+"""What all commands share: one-line errors, logging, signals, the watch on the parent, how they end."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+
+from pw.core.errors import Error
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -18,14 +24,81 @@ EXIT_AGAIN = 75
 """This incarnation is over; start the next one."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMAT = "%(asctime)s %(levelname)s pw: %(message)s"
+ALLOW_REMOTE_HELP = (
+    "Listen off the loopback. Links are neither authenticated nor encrypted: only do so on a "
+    "network that you trust."
+)
+LEAST_LEASE_S = 3.0
+"""Peers are heard once a second, and a busy machine may swallow a beat or two."""
+
+
+def command(program: str, function: Callable[..., None]) -> NoReturn:
+    """Be the program that consists of one command.
+
+    Whatever the user can have caused is one line on standard error and exit code 1.
+    """
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+    )
+    app.command()(function)
+    run_app(program, app)
+
+
+def run_app(program: str, app: typer.Typer) -> NoReturn:
+    """Be the program `app` (see `command`)."""
+    try:
+        code: Any = app(prog_name=program, standalone_mode=False)
+    except typer.TyperException as error:
+        say = getattr(error, "format_message", error.__str__)
+        fail(program, f"{say().rstrip('.')}; see {program} --help")
+        code = EXIT_ERROR
+    except Error as error:
+        fail(program, str(error))
+        code = EXIT_ERROR
+    sys.exit(code or EXIT_OK)
+
+
+def check_log_level(level: str) -> None:
+    """Raise BadParameter for what is no level."""
+    if level not in LOG_LEVELS:
+        raise typer.BadParameter(f"no log level {level!r}; there are {', '.join(LOG_LEVELS)}")
+
+
+def check_bind(bind: str, allow_remote: bool) -> None:
+    """Raise BadParameter for what is no endpoint, Error if others could reach it unasked."""
+    if bind.startswith("ipc://"):
+        return
+    host, _, port = bind.removeprefix("tcp://").rpartition(":")
+    if not bind.startswith("tcp://") or not host or not (port.isdigit() or port == "*"):
+        raise typer.BadParameter(f"cannot listen on {bind!r}; it looks like tcp://127.0.0.1:7777")
+    if not allow_remote and not _is_loopback(host):
+        raise Error(
+            f"{bind} can be reached from other machines, and links are not authenticated; add "
+            "--allow-remote if the network is trusted"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def host_of(endpoint: str) -> str:
+    """The numeric address in an endpoint that is listened on."""
+    if not endpoint.startswith("tcp://"):
+        return "127.0.0.1"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def configure_logging(level: str) -> None:
-    """One line a record on standard error: time, level, event, then key=value pairs."""
+    """One line a record on standard error: `time LEVEL pw: event key=value ...`."""
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
     )
     logging.getLogger("jax").setLevel(logging.ERROR)
 

@@ -3,6 +3,14 @@
 It starts the runtime (`pw.cli.host`) as a child and starts it anew, as a new incarnation, when an epoch
 has ended or the child has died. A host stuck in a collective can only be killed: that is why the runtime
 is a child, and why this process does no work and imports nothing heavy.
+
+How a child ends decides what follows:
+
+    told to stop, or an error that would come again -> this process ends as well
+    its epoch is over                               -> the next one, at once
+    it crashed or was killed                        -> the next one, after a pause; only so many times
+    the controller cannot be reached                -> if it never was: the end; otherwise the next one,
+                                                       until nobody has been found for `reconnect_s`
 """
 
 from __future__ import annotations
@@ -20,27 +28,36 @@ from typing import Annotated
 import typer
 
 from pw.cli.process import (
+    ALLOW_REMOTE_HELP,
     EXIT_AGAIN,
     EXIT_ERROR,
     EXIT_OK,
     EXIT_UNAVAILABLE,
+    LEAST_LEASE_S,
     LOG_LEVELS,
+    check_bind,
+    check_log_level,
+    command,
     configure_logging,
     fail,
 )
+from pw.transport.log import log
 
 STOP_S = 1.5
-RESTARTS = 10
-RESTARTS_WITHIN_S = 600.0
-UNAVAILABLE_S = 60.0
-"""How long a host that was in a cluster looks for a controller that has gone."""
+CRASHES = 10
+WITHIN_S = 600.0
+LONGEST_PAUSE_S = 2.0
 
 
 class Supervisor:
     """Keeps one runtime child alive."""
 
-    def __init__(self, arguments: list[str], parent_fd: int) -> None:
+    def __init__(
+        self, name: str, arguments: list[str], reconnect_s: float, parent_fd: int = -1
+    ) -> None:
+        self._name = name
         self._arguments = arguments
+        self._reconnect_s = reconnect_s
         self._parent_fd = parent_fd
         self._child: subprocess.Popen[bytes] | None = None
         self._child_pipe = -1
@@ -52,9 +69,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Watch over children until told to stop or it makes no sense to go on."""
-        restarts: list[float] = []
-        served = False
+        ends: list[float] = []
+        crashes: list[float] = []
         lost_since: float | None = None
+        served = False
         while True:
             self._start()
             code = self._wait()
@@ -64,22 +82,31 @@ class Supervisor:
             if code in (EXIT_OK, EXIT_ERROR):
                 return code
             now = time.monotonic()
+            ends = [moment for moment in ends if now - moment < WITHIN_S] + [now]
             if code == EXIT_UNAVAILABLE:
                 lost_since = lost_since or now
-                if not served or now - lost_since > UNAVAILABLE_S:
+                if not served:
+                    return EXIT_ERROR
+                if now - lost_since > self._reconnect_s:
+                    fail("pw-worker", f"no controller for {self._reconnect_s:g} s; giving up")
                     return EXIT_ERROR
             else:
-                served = served or code == EXIT_AGAIN
-                lost_since = None
-            restarts = [moment for moment in restarts if now - moment < RESTARTS_WITHIN_S] + [now]
-            if code != EXIT_UNAVAILABLE and len(restarts) > RESTARTS:
-                fail(
-                    "pw-worker",
-                    f"the runtime ended {len(restarts)} times within {RESTARTS_WITHIN_S:.0f} s, "
-                    f"last with exit code {code}; not starting it again",
-                )
-                return EXIT_ERROR
-            if self._pause(min(2.0, 0.05 * 2 ** len(restarts)) if code != EXIT_AGAIN else 0.0):
+                served, lost_since = True, None
+            if code not in (EXIT_AGAIN, EXIT_UNAVAILABLE):
+                crashes = [moment for moment in crashes if now - moment < WITHIN_S] + [now]
+                if len(crashes) > CRASHES:
+                    fail(
+                        "pw-worker",
+                        f"the runtime crashed {len(crashes)} times within {WITHIN_S:.0f} s, last "
+                        f"with exit code {code}; not starting it again",
+                    )
+                    return EXIT_ERROR
+            crashed = code != EXIT_AGAIN or len(ends) > CRASHES
+            pause_s = min(LONGEST_PAUSE_S, 0.05 * 2 ** len(ends)) if crashed else 0.0
+            level = "info" if code == EXIT_AGAIN else "warning"
+            fields = {"exit_code": code, "next_in_s": pause_s}
+            log(level, "runtime ended", self._name, "", fields)
+            if self._told_to_stop([], pause_s):
                 return EXIT_OK
 
     def _start(self) -> None:
@@ -108,9 +135,6 @@ class Supervisor:
         finally:
             os.close(pidfd)
 
-    def _pause(self, pause_s: float) -> bool:
-        return self._told_to_stop([], pause_s)
-
     def _told_to_stop(self, others: list[int], timeout_s: float | None) -> bool:
         """Wait for a signal or the parent's end (true), one of `others`, or the time (false)."""
         watched = [self._wake_read, *others]
@@ -134,43 +158,66 @@ def serve(
     controller: Annotated[str, typer.Option(help="The controller's address, tcp://host:port.")],
     island: Annotated[str, typer.Option(help="Name of the island to join.")],
     island_hosts: Annotated[
-        int, typer.Option(min=1, help="How many hosts the island has; it is formed when all are here.")
+        int,
+        typer.Option(min=1, help="How many hosts the island has; it is formed when all are here."),
     ] = 1,
     devices: Annotated[
         int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
     ] = 1,
-    platform: Annotated[str, typer.Option(help="cpu, cuda or tpu.")] = "cpu",
-    name: Annotated[str, typer.Option(help="Unique name of this host in the cluster.")] = "",
+    platform: Annotated[str, typer.Option(help="What the devices are: cpu, cuda or tpu.")] = "cpu",
+    name: Annotated[
+        str, typer.Option(help="Unique name of this host in the cluster; by default made up.")
+    ] = "",
     bind: Annotated[
         str, typer.Option(help="Where other hosts and clients reach this one.")
     ] = "tcp://127.0.0.1:0",
-    log_level: Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))] = "info",
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP)] = False,
+    lease: Annotated[
+        float,
+        typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent peer is given up."),
+    ] = 10.0,
+    connect_timeout: Annotated[
+        float, typer.Option(min=0.5, help="Seconds within which the controller must answer.")
+    ] = 8.0,
+    reconnect: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds to look for a controller that was there and has gone."),
+    ] = 60.0,
+    log_level: Annotated[
+        str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
+    ] = "info",
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Run one host of a pw cluster until SIGTERM."""
+    """Run one host of a pw cluster until SIGTERM.
+
+    Exit codes: 0 after SIGTERM or Ctrl-C; 1 after an error, which is one line on standard error.
+    """
     if platform not in ("cpu", "cuda", "tpu"):
         raise typer.BadParameter(f"no platform {platform!r}; there are cpu, cuda and tpu")
-    if log_level not in LOG_LEVELS:
-        raise typer.BadParameter(f"no log level {log_level!r}; there are {', '.join(LOG_LEVELS)}")
+    check_log_level(log_level)
     if not controller.startswith(("tcp://", "ipc://")):
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
+    check_bind(bind, allow_remote)
     configure_logging(log_level)
+    name = name or f"{island}-{socket.gethostname()}-{os.getpid()}"
     arguments = [
         *("--controller", controller),
         *("--island", island),
         *("--island-hosts", str(island_hosts)),
         *("--devices", str(devices)),
         *("--platform", platform),
-        *("--name", name or f"{island}-{socket.gethostname()}-{os.getpid()}"),
+        *("--name", name),
         *("--bind", bind),
+        *("--lease", str(lease)),
+        *("--connect-timeout", str(connect_timeout)),
         *("--log-level", log_level),
     ]
-    raise SystemExit(Supervisor(arguments, parent_fd).run())
+    raise SystemExit(Supervisor(name, arguments, reconnect, parent_fd).run())
 
 
 def main() -> None:
     """Entry point of `pw-worker`."""
-    typer.run(serve)
+    command("pw-worker", serve)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 Each child inherits the reading end of a pipe whose writing end only this process holds: when this
 process ends, however it ends, the child sees the end of the file and stops. Children are in sessions of
-their own, so that a Ctrl-C at the terminal is the user's script's alone.
+their own, so that a Ctrl-C at the terminal is the user's script's alone. What this process forks (it need not
+exec anything) gives its copies of the writing ends back, or it would keep the daemons alive.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 
 from pw.core.errors import ConnectionFailed
@@ -25,6 +28,7 @@ class Child:
 
     def __init__(self, module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
         self.module = module
+        self._owner = os.getpid()
         parent_read, self._parent_write = os.pipe()
         environment = {k: v for k, v in os.environ.items() if k not in _CPU_SETTINGS}
         environment.pop("PW_ADDRESS", None)
@@ -42,6 +46,7 @@ class Child:
             raise
         finally:
             os.close(parent_read)
+        _children.add(self)
 
     @property
     def pid(self) -> int:
@@ -52,11 +57,17 @@ class Child:
         """None while it runs."""
         return self._process.poll()
 
-    def terminate(self) -> None:
-        """Ask it to end."""
+    def let_go(self) -> None:
+        """Close this process's end of the pipe."""
         if self._parent_write >= 0:
             os.close(self._parent_write)
             self._parent_write = -1
+
+    def terminate(self) -> None:
+        """Ask it to end; only the process that started it can."""
+        self.let_go()
+        if self._owner != os.getpid():
+            return
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -64,6 +75,8 @@ class Child:
     def stop(self) -> None:
         """End it and reap it. Idempotent."""
         self.terminate()
+        if self._owner != os.getpid():
+            return
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -71,13 +84,22 @@ class Child:
             self._process.wait()
 
 
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for child in _children:
+        child.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def read_announcement(child: Child, announcement: int, timeout_s: float) -> str:
     """The line a daemon writes to the pipe `announcement` when it is ready.
 
     Raises ConnectionFailed if it ends, or takes longer than `timeout_s`.
     """
-    import select
-
     text = b""
     with os.fdopen(announcement, "rb", buffering=0) as pipe:
         while not text.endswith(b"\n"):

@@ -67,12 +67,21 @@ class LocalCluster:
         self._runtime: Runtime | None = None
         self._closed = False
         self._sigterm = False
+        self._owner = os.getpid()
         common = ["--log-level", log_level]
         atexit.register(self.close)
         self._end_on_sigterm()
         try:
             self.address = self._start_controller(
-                ["--bind", "tcp://127.0.0.1:0", "--policy", policy, "--lease", str(lease_s), *common]
+                [
+                    "--bind",
+                    "tcp://127.0.0.1:0",
+                    "--policy",
+                    policy,
+                    "--lease",
+                    str(lease_s),
+                    *common,
+                ]
             )
             for island in range(islands):
                 for host in range(hosts_per_island):
@@ -83,6 +92,7 @@ class LocalCluster:
                             *("--island-hosts", str(hosts_per_island)),
                             *("--devices", str(devices_per_host)),
                             *("--platform", platform),
+                            *("--lease", str(lease_s)),
                             *("--name", f"island-{island}-host-{host}"),
                             *common,
                         ]
@@ -128,8 +138,11 @@ class LocalCluster:
         return [child.pid for child in self._children]
 
     def close(self) -> None:
-        """Disconnect if connected here, end all daemons and wait for them. Idempotent."""
-        if self._closed:
+        """Disconnect if connected here, end all daemons and wait for them. Idempotent.
+
+        In a process forked from the one that started the cluster it does nothing.
+        """
+        if self._closed or self._owner != os.getpid():
             return
         self._closed = True
         atexit.unregister(self.close)
@@ -143,7 +156,8 @@ class LocalCluster:
                 child.terminate()
             for child in group:
                 child.stop()
-        if self._sigterm and threading.current_thread() is threading.main_thread():
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._sigterm and in_main and signal.getsignal(signal.SIGTERM) is _exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _end_on_sigterm(self) -> None:

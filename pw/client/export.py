@@ -107,7 +107,9 @@ def _exported(
 
     def physical(*buffers: Any) -> list[Any]:
         arguments = [
-            buffer if type_.key_impl is None else jax.random.wrap_key_data(buffer, impl=type_.key_impl)
+            buffer
+            if type_.key_impl is None
+            else jax.random.wrap_key_data(buffer, impl=type_.key_impl)
             for type_, buffer in zip(inputs, buffers, strict=True)
         ]
         return [
@@ -137,74 +139,88 @@ def _exported(
 def _lift(closed: Any) -> tuple[Any, list[Any], list[Any]]:
     """Turn captured arrays and large constants of `closed`, jits inside it included, into arguments.
 
-    Returns the jaxpr, the constants that remain, and the values of the new last arguments.
+    A jit inside the function keeps the constants it closes over in its own jaxpr, so they are passed
+    down to it. Returns the jaxpr, the constants that remain, and the values of the new last arguments.
     """
     jaxpr = closed.jaxpr
-    lifted: list[Any] = []
-    variables: list[Any] = []
-    by_identity: dict[int, Any] = {}
-
-    def lift(value: Any, variable: Callable[[], Any]) -> Any:
-        if id(value) not in by_identity:
-            by_identity[id(value)] = variable()
-            variables.append(by_identity[id(value)])
-            lifted.append(value)
-        return by_identity[id(value)]
-
-    kept_variables, kept = [], []
+    lifted: dict[int, tuple[Any, Any]] = {}  # identity of a value -> its variable, and the value
     renamed: dict[Any, Any] = {}
+    kept: list[tuple[Any, Any]] = []
     for variable, value in zip(jaxpr.constvars, closed.consts, strict=True):
         if _must_lift(value):
-            renamed[variable] = lift(value, lambda variable=variable: variable)
+            renamed[variable] = lifted.setdefault(id(value), (variable, value))[0]
         else:
-            kept_variables.append(variable)
-            kept.append(_plain(value))
+            kept.append((variable, np.asarray(value) if isinstance(value, jax.Array) else value))
     equations = []
     for equation in jaxpr.eqns:
-        inner = equation.params.get("jaxpr")
-        if equation.primitive.name == "jit" and (inner.consts or _holds_jit(inner)):
-            equation = _open_jit(equation, lift)
-        if any(_differs(renamed, atom) for atom in equation.invars):
-            equation = equation.replace(invars=[_renamed(renamed, atom) for atom in equation.invars])
-        equations.append(equation)
-    results = [_renamed(renamed, atom) for atom in jaxpr.outvars]
+        if equation.primitive.name == "jit":
+            equation = _with_operands(equation, lifted)
+        atoms = [atom if _literal(atom) else renamed.get(atom, atom) for atom in equation.invars]
+        equations.append(equation.replace(invars=atoms))
     opened = jaxpr.replace(
-        constvars=kept_variables,
-        invars=[*jaxpr.invars, *variables],
+        constvars=[variable for variable, _ in kept],
+        invars=[*jaxpr.invars, *(variable for variable, _ in lifted.values())],
         eqns=equations,
-        outvars=results,
-        debug_info=_undescribed(jaxpr.debug_info),
+        outvars=[atom if _literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars],
+        debug_info=_with_arguments(jaxpr.debug_info, len(lifted)),
     )
-    return opened, kept, lifted
+    return opened, [value for _, value in kept], [value for _, value in lifted.values()]
 
 
-def _holds_jit(closed: Any) -> bool:
-    return any(equation.primitive.name == "jit" for equation in closed.jaxpr.eqns)
-
-
-def _open_jit(equation: Any, lift: Callable[[Any, Callable[[], Any]], Any]) -> Any:
-    """The jit equation with captured values as further operands."""
-    inner = equation.params["jaxpr"]
-    opened, kept, lifted = _lift(inner)
-    if not lifted:
+def _with_operands(equation: Any, lifted: dict[int, tuple[Any, Any]]) -> Any:
+    """The jit equation with what it captures as further operands."""
+    opened, kept, values = _lift(equation.params["jaxpr"])
+    if not values:
         return equation
-    operands = [lift(v, lambda v=v: jax.extend.core.Var(_aval(v))) for v in lifted]
-    extra = len(operands)
-    params = dict(equation.params)
-    params["jaxpr"] = jax.extend.core.ClosedJaxpr(opened, kept)
-    for field, filler in (("in_shardings", None), ("in_layouts", None), ("donated_invars", False)):
-        if filler is None and params[field]:
-            filler = _unspecified if field == "in_shardings" else None
-        elif field == "in_shardings":
-            filler = _unspecified
-        params[field] = (*params[field], *([filler] * extra))
+    operands = []
+    for value, inside in zip(values, opened.invars[-len(values) :], strict=True):
+        made = lifted.get(id(value))
+        if made is None:
+            made = lifted[id(value)] = (jax.extend.core.Var(inside.aval), value)
+        operands.append(made[0])
+    params = dict(equation.params, jaxpr=jax.extend.core.ClosedJaxpr(opened, kept))
+    for field, default in (
+        ("in_shardings", _UNSPECIFIED),
+        ("in_layouts", None),
+        ("donated_invars", False),
+    ):
+        params[field] = (*params[field], *([default] * len(operands)))
     return equation.replace(invars=[*equation.invars, *operands], params=params)
 
 
-def _probe_unspecified() -> Any:
-    """JAX's private marker of an unspecified sharding, read off a jit that has one."""
-    probe = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1)
-    return probe.jaxpr.eqns[0].params["in_shardings"][0]
+def _literal(atom: Any) -> bool:
+    return isinstance(atom, jax.extend.core.Literal)
 
 
-_unspecified = _probe_unspecified()
+def _with_arguments(described: Any, count: int) -> Any:
+    names = described.arg_names
+    return (
+        described
+        if names is None
+        else described._replace(arg_names=(*names, *(["captured"] * count)))
+    )
+
+
+_UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params["in_shardings"][0]
+
+
+def _must_lift(value: Any) -> bool:
+    if isinstance(value, Array) or is_key(value.dtype):
+        return True
+    return int(value.size) * int(value.dtype.itemsize) > BAKED_BYTES
+
+
+def _on_mesh(value: Any, mesh: Mesh) -> Array:
+    """A captured array; a captured host constant is uploaded to every device of the mesh, once."""
+    if isinstance(value, Array):
+        value.check_owner(mesh.runtime)
+        return value
+    type_ = ArrayType.of(jax.typeof(value), NamedSharding.replicated(mesh))
+    number = mesh.runtime.upload(host_value(value, type_), type_.spec)
+    return Array(mesh.runtime, number, type_)
+
+
+def _captured_type(array: Array, mesh: Mesh) -> ArrayType:
+    if array.sharding.mesh == mesh:
+        return array._type
+    return array._type.with_sharding(NamedSharding.replicated(mesh))

@@ -304,7 +304,9 @@ def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:
     if not isinstance(spec, PartitionSpec):
         raise ShardingError(f"expected a PartitionSpec such as P('x', None), not {spec!r}")
     if spec.unreduced or spec.reduced:
-        raise ShardingError(f"{spec} has unreduced or reduced axes, which arrays at rest cannot have")
+        raise ShardingError(
+            f"{spec} has unreduced or reduced axes, which arrays at rest cannot have"
+        )
     axes: list[tuple[str, ...]] = []
     for entry in spec:
         if entry is None:

@@ -16,7 +16,9 @@ def apply(name: str, *operands: Any) -> Any:
     """Run or record the operator called `name` (a function of jax.numpy)."""
     function = _table.get(name)
     if function is None:
-        from pw.client.jit import operator  # operators are computations, whose results have operators
+        from pw.client.jit import (
+            operator,
+        )  # operators are computations, whose results have operators
 
         function = _table.setdefault(name, operator(name))
     return function(*operands)

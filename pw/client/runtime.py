@@ -120,7 +120,13 @@ class SessionThread(Protocol):
 class Runtime:
     """One session with a cluster, as the API's threads see it."""
 
-    def __init__(self, start: Callable[[Runtime], SessionThread], share: float, priority: int) -> None:
+    def __init__(
+        self,
+        start: Callable[[Runtime], SessionThread],
+        share: float,
+        priority: int,
+        connect_s: float = CONNECT_S,
+    ) -> None:
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         self._credits = threading.Semaphore(0)
@@ -134,12 +140,12 @@ class Runtime:
         attached: Future[Attached] = Future()
         self._thread.post(Open(f"pid {os.getpid()}", share, priority, attached))
         try:
-            answer = attached.result(CONNECT_S)
+            answer = attached.result(connect_s)
             self._thread.wait_for_hosts()
         except TimeoutError:
             self._thread.close()
             raise ConnectionFailed(
-                f"no answer from a controller at {self._thread.address} within {CONNECT_S:.0f} s; "
+                f"no answer from a controller at {self._thread.address} within {connect_s:.0f} s; "
                 "is pw-controller running there?"
             ) from None
         except BaseException:
@@ -157,13 +163,18 @@ class Runtime:
         return self._thread.address
 
     @property
+    def forked(self) -> bool:
+        """Whether this is a forked process's copy of its parent's session."""
+        return self._pid != os.getpid()
+
+    @property
     def alive(self) -> bool:
         """Whether calls can still be made."""
-        return self._closing is None and self._pid == os.getpid()
+        return self._closing is None and not self.forked
 
     def check_alive(self) -> None:
         """Raise Disconnected unless calls can still be made."""
-        if self._pid != os.getpid():
+        if self.forked:
             raise Disconnected(
                 "this process was forked from one with a pw session; sessions do not survive a fork. "
                 "Call pw.connect() in the child"
@@ -173,7 +184,7 @@ class Runtime:
 
     def close(self, error: Error | None = None) -> None:
         """End the session: everything it owns is released on every host. Idempotent."""
-        if self._pid != os.getpid() or self._closing is not None:
+        if self.forked or self._closing is not None:
             return
         self._closing = error or Disconnected("pw.disconnect() was called")
         self._thread.post(Close(self._closing))
@@ -224,9 +235,7 @@ class Runtime:
             self._sent.update(new)
             self._thread.post(
                 Tell(
-                    RegisterProgram(
-                        number, program, tuple(Artifact(d, artifacts[d]) for d in new)
-                    )
+                    RegisterProgram(number, program, tuple(Artifact(d, artifacts[d]) for d in new))
                 )
             )
         return number
@@ -317,12 +326,12 @@ class Runtime:
 
     # --- reports -------------------------------------------------------------------------------------
 
-    def status(self) -> Status:
+    def status(self, timeout_s: float = CONNECT_S) -> Status:
         """The cluster as the controller sees it."""
         self.check_alive()
         answer: Future[Status] = Future()
         self._thread.post(Ask(GetStatus, answer))
-        return answer.result(CONNECT_S)
+        return answer.result(timeout_s)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of every process: the controller, each host, and this client."""
@@ -358,14 +367,15 @@ _guard = threading.RLock()
 def current() -> Runtime:
     """The connected runtime; connects by itself (see `connect`) if nobody did."""
     runtime = _current
-    if runtime is not None and runtime.alive:
-        return runtime
+    if runtime is not None:
+        if runtime.alive:
+            return runtime
+        if runtime.forked:
+            runtime.check_alive()
     return connect()
 
 
-def connect(
-    address: str | None = None, *, share: float = 1.0, priority: int = 0
-) -> Runtime:
+def connect(address: str | None = None, *, share: float = 1.0, priority: int = 0) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
 
     Args:
@@ -422,4 +432,24 @@ def disconnect() -> None:
             runtime.close()
 
 
+def _forked() -> None:
+    """Another thread of the parent may have held the lock."""
+    global _guard
+    _guard = threading.RLock()
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """Counters of every process of the cluster: `controller`, each host by name, and `client`.
+
+    `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the controller has
+    none, so its are zero); `launches`, `computations` and `compilations` what was done;
+    `live_arrays` and `live_bytes` what is held.
+
+    Raises:
+        ConnectionFailed: a host was lost while it was asked.
+    """
+    return current().stats()
+
+
 atexit.register(disconnect)
+os.register_at_fork(after_in_child=_forked)

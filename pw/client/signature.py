@@ -130,7 +130,9 @@ def aval_of(signature: Any) -> Any:
         try:
             narrowed = jax.typeof(np.zeros((), dtype)).dtype
         except TypeError as error:
-            raise ArgumentError(f"arrays of dtype {dtype} cannot be computed with: {error}") from None
+            raise ArgumentError(
+                f"arrays of dtype {dtype} cannot be computed with: {error}"
+            ) from None
         return jax.core.ShapedArray(shape, narrowed)
     return signature
 
@@ -168,13 +170,19 @@ class Statics:
     def __bool__(self) -> bool:
         return bool(self.nums or self.names)
 
+    def dynamic(self, count: int) -> list[int]:
+        """Positions of the arguments that are not static, in a call with `count` positional ones."""
+        static = {num if num >= 0 else num + count for num in self.nums}
+        return [num for num in range(count) if num not in static]
+
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """Take the static arguments out (None stays in their places), and what identifies them."""
-        count = len(args)
-        nums = {num if num >= 0 else num + count for num in self.nums}
-        taken: list[Any] = [(num, args[num]) for num in sorted(nums) if 0 <= num < count]
+        dynamic_nums = set(self.dynamic(len(args)))
+        taken: list[Any] = [
+            (num, value) for num, value in enumerate(args) if num not in dynamic_nums
+        ]
         taken += [(name, value) for name, value in sorted(kwargs.items()) if name in self.names]
         for where, value in taken:
             try:
@@ -185,7 +193,7 @@ class Statics:
                     "are compared to find what has been traced before, so use a tuple, a frozen "
                     "dataclass, or pass it as an array"
                 ) from None
-        dynamic = tuple(None if num in nums else value for num, value in enumerate(args))
+        dynamic = tuple(value if num in dynamic_nums else None for num, value in enumerate(args))
         rest = {name: value for name, value in kwargs.items() if name not in self.names}
         return dynamic, rest, tuple((where, type(value), value) for where, value in taken)
 
@@ -214,21 +222,16 @@ def both_ways(
     named = {names} if isinstance(names, str) else set(names or ())
     if signature is not None:
         parameters = list(signature.parameters.values())
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         given = set(positions)
-        positions |= {
-            index for index, p in enumerate(positional) if p.name in named
-        }
+        positions |= {index for index, p in enumerate(positional) if p.name in named}
         for num in given:
             index = num if num >= 0 else num + len(positional)
-            if 0 <= index < len(positional) and positional[index].kind is not p_only(positional[index]):
+            if 0 <= index < len(positional):
                 named.add(positional[index].name)
         unknown = named - {p.name for p in parameters}
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise ValueError(f"the function has no parameters named {sorted(unknown)}")
     return frozenset(positions), frozenset(named)
-
-
-def p_only(parameter: Any) -> Any:
-    """The kind of parameters that have no usable name."""
-    return parameter.POSITIONAL_ONLY

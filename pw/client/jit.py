@@ -1,0 +1,412 @@
+"""`pw.jit`: functions that run on virtual devices.
+
+A call finds its program by the tree of its arguments, their types and JAX's configuration, hands it the
+ids of its arguments, and returns futures: tens of microseconds, and nothing waits. The first call of a
+kind traces and exports the function in the caller's thread, so that errors of the function are raised
+there. The same computation is shared by all calls and programs whose arguments it fits.
+
+Inside `@pw.program` a call becomes a node. Under another JAX transformation (`jax.grad` of a pw
+function, a pw function called by another) the function is simply applied, and its caller decides where.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from pw.client.array import Array
+from pw.client.export import Traced, trace
+from pw.client.graph import Launches, ProgramTracer, Recorder, recording
+from pw.client.mesh import Mesh, NamedSharding, default_mesh, mesh_of
+from pw.client.signature import (
+    ArrayType,
+    Statics,
+    aval_of,
+    both_ways,
+    describe_leaf,
+    outside_traces,
+    signature_of,
+    tracing_configuration,
+)
+from pw.core.errors import ArgumentError, PlacementError, ShardingError
+
+__all__ = ["JitFunction", "jit"]
+
+tree_flatten = jax.tree_util.tree_flatten
+tree_unflatten = jax.tree_util.tree_unflatten
+
+
+def signature_of_call(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What identifies the leaves of a call; the cheapest test first, for this is the hot path."""
+    signature = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is Array:
+            signature.append(leaf._type)
+        elif kind is float or kind is int:
+            signature.append(kind)
+        elif kind is np.ndarray:
+            signature.append((leaf.shape, leaf.dtype))
+        elif kind is ProgramTracer:
+            signature.append(leaf.signature)
+        else:
+            signature.append(signature_of(leaf))
+    return tuple(signature)
+
+
+def under_jax_trace(leaves: Sequence[Any]) -> bool:
+    """Whether a call happens inside a JAX transformation."""
+    if not outside_traces():
+        return True
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
+class JitFunction:
+    """A function that runs on virtual devices; made by `pw.jit`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        mesh: Mesh | None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        statics: Statics | None = None,
+        donated: tuple[frozenset[int], frozenset[str]] = (frozenset(), frozenset()),
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self.__wrapped__ = fun
+        self._name: str = getattr(fun, "__name__", type(fun).__name__)
+        self._in_shardings = in_shardings
+        self._out_shardings = out_shardings
+        self._mesh = mesh or _mesh_in(in_shardings, out_shardings)
+        self._statics = statics or Statics(None, None, None)
+        self._has_statics = bool(self._statics)
+        self._donated = donated
+        self._launches = Launches()
+        self._by_call: dict[Any, Traced] = {}
+        self._by_types: dict[Any, Traced] = {}
+        self._tracing = threading.RLock()
+
+    def __repr__(self) -> str:
+        return f"<pw.jit function {self._name}>"
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, named, statics = args, kwargs, ()
+        if self._has_statics:
+            given, named, statics = self._statics.split(args, kwargs)
+        leaves, tree = tree_flatten((given, named))
+        if under_jax_trace(leaves):
+            return self._inlined(*args, **kwargs)
+        try:
+            signature = signature_of_call(leaves)
+        except ArgumentError:
+            raise self._bad_argument((given, named), leaves) from None
+        mesh = self._mesh or self._mesh_of_call(signature)
+        key = (tree, signature, statics, mesh, tracing_configuration())
+        recorder = recording()
+        if recorder is not None:
+            traced = self._trace(key)
+            return tree_unflatten(traced.tree, recorder.call(traced, leaves))
+        launch = self._launches.get(key)
+        if launch is None:
+            with self._launches.lock:
+                launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
+        return tree_unflatten(launch.tree, launch(leaves))
+
+    def _inlined(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def _bad_argument(self, arguments: Any, leaves: Sequence[Any]) -> ArgumentError:
+        for index, leaf in enumerate(leaves):
+            try:
+                signature_of_call([leaf])
+            except ArgumentError as error:
+                return ArgumentError(f"{self._name}: {describe_leaf(arguments, index)}: {error}")
+        raise AssertionError("no argument is wrong after all")
+
+    def _recorded(self, key: Any) -> Any:
+        _, signature, _, _, _ = key
+        recorder = Recorder(self._name)
+        leaves = [recorder.leaf(index, leaf) for index, leaf in enumerate(signature)]
+        traced = self._trace(key)
+        return recorder.finish(recorder.call(traced, leaves), traced.tree)
+
+    def _mesh_of_call(self, signature: Sequence[Any]) -> Mesh:
+        found: Mesh | None = None
+        for leaf in signature:
+            if isinstance(leaf, ArrayType):
+                mesh = leaf.sharding.mesh
+                if found is not None and mesh != found:
+                    raise PlacementError(
+                        f"the arguments of {self._name!r} lie on different devices ({found!r} and "
+                        f"{mesh!r}) and it names none to run on; say where with pw.jit(..., devices=) or "
+                        "mesh=, and the arguments move there by themselves"
+                    )
+                found = mesh
+        return found or default_mesh()
+
+    # --- tracing -------------------------------------------------------------------------------------
+
+    def _trace(self, key: Any) -> Traced:
+        traced = self._by_call.get(key)
+        if traced is not None:
+            return traced
+        with self._tracing:
+            tree, signature, statics, mesh, configuration = key
+            avals = [aval_of(leaf) for leaf in signature]
+            wanted = self._input_shardings(tree, avals, mesh)
+            types = []
+            for index, (leaf, aval, sharding) in enumerate(
+                zip(signature, avals, wanted, strict=True)
+            ):
+                try:
+                    types.append(ArrayType.of(aval, self._input_sharding(leaf, sharding, mesh)))
+                except ShardingError as error:
+                    arguments = tree_unflatten(tree, range(len(avals)))
+                    where = describe_leaf(arguments, index)
+                    raise ShardingError(f"{self._name}: {where}: {error}") from None
+            types_key = (tree, tuple(types), statics, mesh, configuration)
+            traced = self._by_types.get(types_key)
+            if traced is None:
+                self._forget_closed()
+                traced = self._by_types[types_key] = trace(
+                    self._body(tree, statics, mesh, types),
+                    self._name,
+                    mesh,
+                    types,
+                    lambda out, results: self._output_shardings(out, results, mesh, types),
+                    tuple(self._donated_leaves(tree)),
+                )
+            self._by_call[key] = traced
+            return traced
+
+    def _forget_closed(self) -> None:
+        for cache in (self._by_call, self._by_types):
+            for stale in [k for k, known in cache.items() if not known.mesh.runtime.alive]:
+                del cache[stale]
+
+    def _flat(self, tree: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function on the leaves of its arguments."""
+
+        def flat(*leaves: Any) -> Any:
+            args, kwargs = Statics.restore(*tree_unflatten(tree, leaves), statics)
+            return self.__wrapped__(*args, **kwargs)
+
+        return flat
+
+    def _body(
+        self, tree: Any, statics: tuple[Any, ...], mesh: Mesh, inputs: Sequence[ArrayType]
+    ) -> Callable[..., Any]:
+        """What is traced."""
+        return self._flat(tree, statics)
+
+    def _by_leaf(self, wanted: Any, named: Any, tree: Any, count: int, what: str) -> list[Any]:
+        """What a tree prefix of the positional arguments says for every leaf; `named` for keywords."""
+        args, kwargs = tree_unflatten(tree, range(count))
+        if isinstance(wanted, (tuple, list)):
+            dynamic = self._statics.dynamic(len(args))
+            if len(wanted) == len(dynamic):
+                given = dict(zip(dynamic, wanted, strict=True))
+                wanted = tuple(given.get(num) for num in range(len(args)))
+            elif len(wanted) != len(args):
+                raise ArgumentError(
+                    f"{what} of {self._name!r} has {len(wanted)} entries, but the call has "
+                    f"{len(dynamic)} positional arguments"
+                )
+            wanted = tuple(wanted)
+        keywords = len(jax.tree_util.tree_leaves(kwargs))
+        return [*spread(wanted, args, f"{what} of {self._name!r}"), *([named] * keywords)]
+
+    def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: Mesh) -> list[Any]:
+        """What the user asked for, for every leaf."""
+        return self._by_leaf(self._in_shardings, None, tree, len(avals), "in_shardings")
+
+    def _input_sharding(self, leaf: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
+        if wanted is not None:
+            return _on(mesh, wanted)
+        if isinstance(leaf, ArrayType) and leaf.sharding.mesh == mesh:
+            return leaf.sharding
+        return NamedSharding.replicated(mesh)
+
+    def _output_shardings(
+        self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
+    ) -> list[NamedSharding]:
+        whole = tree_unflatten(tree, range(len(avals)))
+        wanted = spread(self._out_shardings, whole, f"out_shardings of {self._name!r}")
+        return [
+            NamedSharding.replicated(mesh) if sharding is None else _on(mesh, sharding)
+            for sharding in wanted
+        ]
+
+    def _donated_leaves(self, tree: Any) -> Iterator[int]:
+        nums, names = self._donated
+        if not nums and not names:
+            return
+        args, kwargs = tree.children()
+        start = 0
+        count = len(args.children())
+        chosen = {num if num >= 0 else num + count for num in nums}
+        for num, child in enumerate(args.children()):
+            if num in chosen:
+                yield from range(start, start + child.num_leaves)
+            start += child.num_leaves
+        for name, child in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
+            if name in names:
+                yield from range(start, start + child.num_leaves)
+            start += child.num_leaves
+
+
+def _sharding_leaf(entry: Any) -> bool:
+    return entry is None or isinstance(entry, (PartitionSpec, NamedSharding))
+
+
+def spread(prefix: Any, whole: Any, what: str) -> list[Any]:
+    """A value for every leaf of `whole` from a tree that is a prefix of it."""
+    if _sharding_leaf(prefix):
+        return [prefix] * len(jax.tree_util.tree_leaves(whole))
+    try:
+        return jax.tree_util.tree_leaves(
+            jax.tree.broadcast(prefix, whole, is_leaf=_sharding_leaf), is_leaf=_sharding_leaf
+        )
+    except ValueError as error:
+        raise ArgumentError(f"{what} does not fit the tree of the values: {error}") from None
+
+
+def _on(mesh: Mesh, wanted: Any) -> NamedSharding:
+    if isinstance(wanted, PartitionSpec):
+        return NamedSharding(mesh, wanted)
+    if not isinstance(wanted, NamedSharding):
+        raise ShardingError(
+            f"{wanted!r} is no sharding; use a PartitionSpec, a pw.NamedSharding, or None"
+        )
+    if wanted.mesh != mesh:
+        raise ShardingError(
+            f"a sharding over {wanted.mesh!r} was given to a computation on {mesh!r}; all shardings of "
+            "one computation are over its own mesh"
+        )
+    return wanted
+
+
+def _mesh_in(*trees: Any) -> Mesh | None:
+    for leaf in jax.tree_util.tree_leaves(trees):
+        if isinstance(leaf, NamedSharding):
+            return leaf.mesh
+    return None
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    devices: Any = None,
+    mesh: Mesh | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+) -> Any:
+    """Compile `fun` to run on virtual devices; calls return futures at once.
+
+    Works as a decorator too, with or without keywords.
+
+    Args:
+        fun: a function that JAX can trace, of trees of arrays and numbers.
+        devices: where to run: a slice, a virtual device, or several of one slice. They form a mesh with
+            the one axis "devices".
+        mesh: instead of `devices`, a `pw.Mesh`. With neither, a call runs on the mesh of its array
+            arguments; if there are none, on a default slice of one device.
+        in_shardings: tree prefix of the positional arguments with a PartitionSpec, a `pw.NamedSharding`,
+            or None for arguments to be taken as they lie (replicated if they lie elsewhere). Arguments
+            that lie differently are moved.
+        out_shardings: the same for the results; None stands for replicated.
+        static_argnums, static_argnames: arguments the function depends on while it is traced.
+        donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are gone.
+
+    Raises:
+        PlacementError: the devices cannot run one computation together.
+        ArgumentError: at a call, an argument that is no array or number.
+        TracingError: at the first call, a function that cannot be sent to hosts.
+    """
+    if devices is not None and mesh is not None:
+        raise TypeError("pw.jit takes devices= or mesh=, not both")
+    if fun is None:
+        return cast(
+            Any,
+            functools.partial(
+                jit,
+                devices=devices,
+                mesh=mesh,
+                in_shardings=in_shardings,
+                out_shardings=out_shardings,
+                static_argnums=static_argnums,
+                static_argnames=static_argnames,
+                donate_argnums=donate_argnums,
+                donate_argnames=donate_argnames,
+            ),
+        )
+    if not callable(fun):
+        raise TypeError(f"pw.jit takes a function, not {fun!r}")
+    parameters = parameters_of(fun)
+    return JitFunction(
+        fun,
+        mesh_of(devices) if devices is not None else mesh,
+        in_shardings,
+        out_shardings,
+        Statics(parameters, static_argnums, static_argnames),
+        both_ways(parameters, donate_argnums, donate_argnames),
+    )
+
+
+def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of `fun`, where Python can tell."""
+    try:
+        return inspect.signature(fun)
+    except (ValueError, TypeError):
+        return None
+
+
+class _Operator(JitFunction):
+    """One of Python's operators on arrays."""
+
+    def _mesh_of_call(self, signature: Sequence[Any]) -> Mesh:
+        for leaf in signature:
+            if isinstance(leaf, ArrayType):
+                return leaf.sharding.mesh
+        return default_mesh()
+
+    def _output_shardings(
+        self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
+    ) -> list[NamedSharding]:
+        (aval,) = avals
+        for type_ in inputs:
+            axes = type_.sharding.core.spec
+            if self._name == "matmul" and len(type_.aval.shape) == len(aval.shape) > 1:
+                axes = axes[: len(aval.shape) - 1]
+            elif type_.aval.shape != aval.shape:
+                continue
+            if any(axes):
+                return [NamedSharding(mesh, PartitionSpec(*(entry or None for entry in axes)))]
+        return [NamedSharding.replicated(mesh)]
+
+
+def operator(name: str) -> JitFunction:
+    """The operator that `jax.numpy` calls `name`."""
+    function: Any = getattr(jnp, name)
+
+    def apply(*operands: Any) -> Any:
+        return function(*operands)
+
+    apply.__name__ = name
+    return _Operator(apply, None)

@@ -1,0 +1,136 @@
+"""Between this process and devices: `put`, `get`, `block_until_ready`.
+
+Small values travel inside the message that runs an identity program; large ones go straight to the hosts
+that will hold them. Moving an array from one sharding to another is an identity program too, so the
+bytes go from host to host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pw.client import runtime
+from pw.client.array import Array, wait_for
+from pw.client.graph import Launches, ProgramTracer, Recorder, recording
+from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
+from pw.client.signature import ArrayType, aval_of, host_value, signature_of
+from pw.core.errors import ShardingError, TracerError
+
+__all__ = ["block_until_ready", "get", "put"]
+
+_moves = Launches()
+
+
+def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
+    """Put host values, or arrays that lie elsewhere, on virtual devices; returns futures at once.
+
+    Args:
+        tree: tree of numbers, numpy arrays, jax arrays or pw arrays.
+        devices: a virtual device, a slice, or several devices of one slice, each to hold a full copy.
+        sharding: a `pw.NamedSharding` (or, together with `devices`, a PartitionSpec over their axis
+            "devices"), or a tree prefix of such. With neither, arrays stay where they are and host
+            values go to a default slice of one device.
+
+    Raises:
+        ShardingError: a value cannot be split that way.
+        ArrayDeleted: an array was deleted or donated.
+    """
+    leaves, structure = tree_flatten(tree)
+    if under_jax_trace(leaves):
+        raise TracerError(
+            "pw.put was called in a function that JAX traces; there, "
+            "jax.lax.with_sharding_constraint says how a value is to lie"
+        )
+    mesh = None if devices is None else mesh_of(devices)
+    wanted = []
+    for entry in spread(sharding, tree, "the sharding of pw.put"):
+        if isinstance(entry, PartitionSpec):
+            if mesh is None:
+                raise ShardingError(
+                    f"pw.put was given {entry} without devices; pass pw.NamedSharding(mesh, {entry})"
+                )
+            wanted.append(NamedSharding(mesh, entry))
+        elif entry is not None and not isinstance(entry, NamedSharding):
+            raise ShardingError(f"pw.put needs a pw.NamedSharding, not {entry!r}")
+        elif entry is not None and mesh is not None and entry.mesh.placement != mesh.placement:
+            raise ShardingError("pw.put was given a sharding over other devices than devices=")
+        else:
+            wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
+    moved = [_put(leaf, target) for leaf, target in zip(leaves, wanted, strict=True)]
+    return tree_unflatten(structure, moved)
+
+
+def _put(leaf: Any, target: NamedSharding | None) -> Any:
+    recorder = recording()
+    if target is None:
+        if isinstance(leaf, (Array, ProgramTracer)):
+            return leaf
+        target = NamedSharding.replicated(default_mesh())
+    if recorder is not None:
+        return recorder.reshard(leaf, target)
+    target.mesh.check_alive()
+    session = target.mesh.runtime
+    if isinstance(leaf, Array):
+        leaf.check_owner(session)
+        source: Any = leaf._type
+        type_ = source.with_sharding(target)
+        if type_ is source:
+            return leaf
+    else:
+        source = aval_of(signature_of(leaf))
+        type_ = ArrayType.of(source, target)
+        value = host_value(leaf, type_)
+        if value.nbytes > runtime.INLINE_BYTES:
+            return Array(session, session.upload(value, type_.spec), type_)
+    key = (source, type_)
+    launch = _moves.get(key)
+    if launch is None:
+        with _moves.lock:
+            launch = _moves.get(key)
+            if launch is None:
+                move = Recorder("put")
+                launch = _moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
+    return launch([leaf])[0]
+
+
+def get(tree: Any) -> Any:
+    """Bring values here: the same tree with numpy arrays (jax arrays for typed keys) in it.
+
+    All fetches overlap. Leaves that are no pw arrays are left as they are.
+
+    Raises:
+        Error: what an array failed with.
+    """
+    leaves, structure = tree_flatten(tree)
+    for leaf in leaves:
+        if isinstance(leaf, ProgramTracer):
+            leaf._needed("pw.get()")
+        if isinstance(leaf, Array):
+            leaf.start_fetch()
+    return tree_unflatten(
+        structure, [leaf.local() if isinstance(leaf, Array) else leaf for leaf in leaves]
+    )
+
+
+def block_until_ready(tree: Any) -> Any:
+    """Wait until all arrays of a tree exist on their devices; returns the tree.
+
+    Raises:
+        Error: what the first of them failed with.
+    """
+    waiting: dict[int, tuple[Any, list[int]]] = {}
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, ProgramTracer):
+            leaf._needed("pw.block_until_ready()")
+        if isinstance(leaf, Array):
+            leaf.check_usable()
+            session = leaf._runtime
+            waiting.setdefault(id(session), (session, []))[1].append(leaf._id)
+        elif isinstance(leaf, jax.Array):
+            leaf.block_until_ready()
+    for session, numbers in waiting.values():
+        wait_for(session.wait(numbers))
+    return tree

@@ -1,0 +1,492 @@
+"""A world of actors without sockets, threads or clocks: one seed decides everything that may vary.
+
+Links deliver in order for each pair of nodes and in no order otherwise; a node empties its mailbox and
+then ends its turn, as in production. Devices compute with numpy. A computation over several hosts
+waits until all of them have reached it, and two that meet out of order fail the test (DESIGN G1).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pw.core.actor import Actor
+from pw.core.errors import CompileError, ComputationFailed, ErrorReport, InternalError, TransferFailed
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, SERVICES, Address
+from pw.core.landing import Landing
+from pw.core.messages import (
+    CoordinationStarted,
+    FormIsland,
+    IslandJoined,
+    PeerLost,
+    RegisterHost,
+    StartCoordination,
+)
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
+from pw.devices import backend as ops
+from pw.devices.backend import Value
+from pw.devices.coordinator import ShardCoordinator
+from pw.devices.executor import HostExecutor
+from pw.devices.store import ObjectStore
+from pw.sched.controller import Controller, ControllerVersions
+from pw.sched.policy import POLICIES
+from pw.sched.resources import ResourceManager
+from pw.sched.scheduler import IslandScheduler
+
+SECRET = b"secret"
+
+
+class Alarm:
+    """A note in waiting."""
+
+    def __init__(self, due_s: float, address: Address, note: object) -> None:
+        self.due_s, self.address, self.note = due_s, address, note
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeEnv:
+    """One actor's door to the world."""
+
+    def __init__(self, world: World, address: Address) -> None:
+        self.world, self.address = world, address
+
+    def send(self, to: Address, message: object) -> None:
+        self.world.post(self.address, to, message)
+
+    def now_s(self) -> float:
+        return self.world.now_s
+
+    def call_later(self, delay_s: float, note: object) -> Alarm:
+        alarm = Alarm(self.world.now_s + delay_s, self.address, note)
+        self.world.alarms.append(alarm)
+        return alarm
+
+    def introduce(self, node: str, endpoint: str) -> None:
+        self.world.counters[f"introduced {node}"] += 1
+
+    def forget(self, node: str) -> None:
+        self.world.counters[f"forgotten {node}"] += 1
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        self.world.logged.append((level, event))
+
+    def count(self, counter: str, amount: int = 1) -> None:
+        self.world.counters[counter] += amount
+
+
+class Recorder(Actor):
+    """Keeps what it receives."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.received: list[Any] = []
+
+    def receive(self, sender: Address, message: object) -> None:
+        self.received.append(message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.received if type(message) is kind]
+
+
+class Services(Recorder):
+    """Coordination services that are up at once."""
+
+    def receive(self, sender: Address, message: object) -> None:
+        super().receive(sender, message)
+        if isinstance(message, StartCoordination):
+            started = CoordinationStarted(message.island, message.epoch, "here:1", "")
+            self.env.send(RESOURCES, started)
+
+
+class World:
+    """All nodes, the links between them, and a seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.actors: dict[str, dict[str, Actor]] = {}
+        self.mailboxes: defaultdict[str, deque[tuple[Address, Address, object]]] = defaultdict(deque)
+        self.links: defaultdict[tuple[str, str], deque[tuple[Address, Address, object]]]
+        self.links = defaultdict(deque)
+        self.sent: list[tuple[Address, Address, Any]] = []
+        self.alarms: list[Alarm] = []
+        self.happenings: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        """What will happen on a node, in this order: completions of its devices and transfers."""
+        self.backends: dict[str, FakeBackend] = {}
+        self.counters: Counter[str] = Counter()
+        self.logged: list[tuple[str, str]] = []
+        self.bulk: dict[int, FakeBulk] = {}
+
+    # --- nodes and messages --------------------------------------------------------------------------
+
+    def add(self, address: Address, make: Callable[[Any], Any]) -> Any:
+        actor = make(FakeEnv(self, address))
+        self.actors.setdefault(address.node, {})[address.actor] = actor
+        return actor
+
+    def post(self, sender: Address, to: Address, message: object) -> None:
+        self.sent.append((sender, to, message))
+        if to.node == sender.node:
+            self.mailboxes[to.node].append((sender, to, message))
+        else:
+            self.links[sender.node, to.node].append((sender, to, message))
+
+    def to(self, address: Address, kind: type = object) -> list[Any]:
+        """Every message of this kind sent to an address so far."""
+        return [m for _, to, m in self.sent if to == address and isinstance(m, kind)]
+
+    def drain(self, node: str) -> None:
+        """Handle all of a node's mailbox, in turns."""
+        mailbox = self.mailboxes[node]
+        while mailbox:
+            touched: dict[str, Actor] = {}
+            while mailbox:
+                sender, to, message = mailbox.popleft()
+                target = self.actors.get(node, {}).get(to.actor)
+                if target is None:
+                    self.counters["messages_undeliverable"] += 1
+                    continue
+                touched[to.actor] = target
+                target.receive(sender, message)
+            for target in touched.values():
+                target.turn_ended()
+
+    def kill(self, node: str, reason: str = "killed") -> None:
+        """A process dies: its last words may be lost, and every node hears of its end."""
+        self.actors.pop(node, None)
+        self.mailboxes.pop(node, None)
+        self.happenings.pop(node, None)
+        self.backends.pop(node, None)
+        for other in list(self.actors):
+            self.links.pop((other, node), None)
+            link = self.links[node, other]
+            while link and self.random.random() < 0.5:
+                link.pop()
+            for actor in self.actors[other]:
+                link.append((Address(other, actor), Address(other, actor), PeerLost(node, reason)))
+
+    # --- time ----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Let one thing happen; False if nothing can."""
+        ready: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        for (source, node), link in self.links.items():
+            if link and node in self.actors:
+                ready.append((self._deliver, (source, node)))
+        ready += [(self._happen, (node,)) for node, queue in self.happenings.items() if queue]
+        ready += [(self._work, (backend,)) for backend in self.backends.values() if backend.can_go]
+        if not ready:
+            return False
+        action, args = self.random.choice(ready)
+        action(*args)
+        return True
+
+    def _deliver(self, source: str, node: str) -> None:
+        link = self.links[source, node]
+        for _ in range(min(len(link), self.random.choice((1, 1, 2, 5, 100)))):
+            self.mailboxes[node].append(link.popleft())
+        self.drain(node)
+
+    def _happen(self, node: str) -> None:
+        self.happenings[node].popleft()()
+        self.drain(node)
+
+    def _work(self, backend: FakeBackend) -> None:
+        backend.step()
+
+    def settle(self, limit: int = 200_000) -> None:
+        """Go on until nothing more can happen (alarms stay)."""
+        for node in list(self.actors):
+            self.drain(node)
+        while self.step():
+            limit -= 1
+            assert limit, "the world does not come to rest"
+
+    def steps(self, count: int) -> None:
+        """Let some things happen."""
+        for node in list(self.actors):
+            self.drain(node)
+        while count and self.step():
+            count -= 1
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, and what it brings happen."""
+        self.now_s += seconds
+        due = [alarm for alarm in self.alarms if alarm.due_s <= self.now_s]
+        self.alarms = [alarm for alarm in self.alarms if alarm.due_s > self.now_s]
+        for alarm in due:
+            if not alarm.cancelled:
+                self.mailboxes[alarm.address.node].append((alarm.address, alarm.address, alarm.note))
+        self.settle()
+
+    # --- the cluster ---------------------------------------------------------------------------------
+
+    def controller(self, policy: str = "fifo") -> Controller:
+        """The actors of a controller process."""
+        self.resources = self.add(RESOURCES, lambda env: ResourceManager(env, SECRET))
+        self.services = self.add(SERVICES, Services)
+        self.schedulers: dict[str, IslandScheduler] = {}
+
+        def spawn(island: str) -> None:
+            address = Address(CONTROLLER, f"scheduler/{island}")
+            make = lambda env: IslandScheduler(env, island, POLICIES[policy]())  # noqa: E731
+            self.schedulers[island] = self.add(address, make)
+
+        versions = ControllerVersions("0", "0")
+        self.control: Controller = self.add(
+            CONTROL,
+            lambda env: Controller(
+                env, SECRET, versions, policy, spawn, tuple, lambda: dict(self.counters)
+            ),
+        )
+        return self.control
+
+    def host(self, name: str, island: str, hosts: int = 1, devices: int = 1) -> FakeHost:
+        """A host that registers and joins; the old one of that name must have been killed."""
+        host = FakeHost(self, name, RegisterHost(island, hosts, devices, "cpu", "", 1))
+        host.executor.register()
+        return host
+
+
+class FakeHost:
+    """The actors of one host over a fake device and bulk plane."""
+
+    def __init__(self, world: World, name: str, registration: RegisterHost) -> None:
+        self.world, self.name, self.registration = world, name, registration
+        self.stopped: list[str] = []
+        self.backend = world.backends[name] = FakeBackend(world, name)
+        self.bulk = FakeBulk(world, name)
+        backend, bulk = self.backend, self.bulk
+        self.store: ObjectStore = world.add(
+            Address(name, "store"), lambda env: ObjectStore(env, backend, bulk, dict)
+        )
+        self.coordinator: ShardCoordinator = world.add(
+            Address(name, "coordinator"), lambda env: ShardCoordinator(env, backend, bulk)
+        )
+        self.executor: HostExecutor = world.add(
+            Address(name, "executor"),
+            lambda env: HostExecutor(
+                env, registration, self, backend, self.store, self.coordinator
+            ),
+        )
+
+    def join(self, form: FormIsland, joined: Callable[[Any], None]) -> None:
+        devices = self.registration.local_devices
+        joined(IslandJoined(form.island, form.epoch, "fake", devices, None))
+
+    def stop(self, reason: str, error: ErrorReport | None) -> None:
+        self.stopped.append(reason)
+
+    def census(self) -> dict[str, int]:
+        """All that a host may hold, which must be nothing in the end."""
+        mine = {
+            "programs": len(self.executor._programs),
+            "runs": len(self.executor._runs),
+            "queue": len(self.executor._queue),
+            "installed": len(self.backend.installed),
+            "landings": len(self.bulk.landings),
+        }
+        return self.store.census() | self.coordinator.census() | mine
+
+
+class FakeBulk:
+    """A bulk plane whose transfers end whenever the world likes."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.landings: dict[int, tuple[int, Callable[[Any], None]]] = {}
+
+    def land(self, size_bytes: int, deliver: Callable[[Any], None]) -> Landing:
+        transfer = len(self.world.bulk) + 1
+        self.landings[transfer] = (size_bytes, deliver)
+        self.world.bulk[transfer] = self
+        return Landing(transfer, size_bytes, 0, self.name, "", "")
+
+    def cancel(self, transfer: int) -> None:
+        self.landings.pop(transfer, None)
+
+    def push(
+        self,
+        landing: Landing,
+        parts: Sequence[tuple[int, np.ndarray[Any, Any]]],
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        buffer = np.zeros(landing.size_bytes, np.uint8)
+        for offset, array in parts:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer[offset : offset + flat.size] = flat
+        there = self.world.bulk[landing.transfer]
+
+        def arrive() -> None:
+            waiting = there.landings.pop(landing.transfer, None)
+            if waiting is not None:
+                waiting[1](buffer)
+            self.world.happenings[self.name].append(lambda: done(None))
+
+        if there.name in self.world.actors:
+            self.world.happenings[there.name].append(arrive)
+        else:
+            gone = TransferFailed(f"{there.name} is gone")
+            self.world.happenings[self.name].append(lambda: done(gone))
+
+
+class FakeBackend:
+    """Devices that compute with numpy: output i of an artifact b"k" is the sum of its inputs + k + i."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.queue: deque[ops.Op] = deque()
+        self.installed: dict[bytes, tuple[Computation, bytes, tuple[DeviceAddress, ...]]] = {}
+        self.executed: list[bytes] = []
+
+    def install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: ops.Done,
+    ) -> None:
+        error = None
+        if artifact == b"nocompile":
+            error = ErrorReport.of(CompileError("no such thing"), self.name)
+        else:
+            self.installed[key] = (computation, artifact, devices)
+        self.world.happenings[self.name].append(lambda: done(error))
+
+    def forget(self, key: bytes) -> None:
+        self.queue.append(ops.Call(lambda: self.installed.pop(key, None) and None))
+
+    def submit(self, batch: Sequence[ops.Op]) -> None:
+        self.queue += batch
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.queue.clear()
+
+    def gang(self) -> list[FakeBackend]:
+        """The backends that the computation at the head of the queue runs on."""
+        head = self.queue[0]
+        assert isinstance(head, ops.Execute)
+        _, _, devices = self.installed[head.key]
+        return [self.world.backends[h] for h in dict.fromkeys(d.host for d in devices)]
+
+    @property
+    def can_go(self) -> bool:
+        """Whether the head of the queue can be done, which for a gang takes all its hosts."""
+        if not self.queue:
+            return False
+        head = self.queue[0]
+        if not isinstance(head, ops.Execute) or head.key not in self.installed:
+            return True
+        _, _, devices = self.installed[head.key]
+        if any(device.host not in self.world.backends for device in devices):
+            return False
+        gang = self.gang()
+        if len(gang) == 1:
+            return True
+        heads = [member.queue[0] if member.queue else None for member in gang]
+        met = [other for other in heads if isinstance(other, ops.Execute)]
+        for other, member in zip(heads, gang, strict=True):
+            if isinstance(other, ops.Execute) and len(member.gang()) > 1:
+                assert other.key == head.key, f"{other.key!r} met {head.key!r}: G1 is broken"
+        return len(met) == len(heads)
+
+    def step(self) -> None:
+        """Do what is at the head of the queue."""
+        head = self.queue[0]
+        if isinstance(head, ops.Execute):
+            if head.key in self.installed:
+                self._execute(self.gang())
+            else:
+                self.queue.popleft()
+                _fail(head.results, ErrorReport.of(InternalError("not installed")))
+            return
+        self.queue.popleft()
+        post = self.world.happenings[self.name].append
+        if isinstance(head, ops.Call):
+            head.function()
+        elif isinstance(head, ops.Watch):
+            error = next((e for e in map(_failure, head.values) if e is not None), None)
+            post(lambda: head.done(error))
+        elif isinstance(head, ops.Read):
+            failed = _failure(head.value)
+            views = failed or [
+                head.value.payload[at][box_slices(box)].copy() for at, box in head.boxes
+            ]
+            post(lambda: head.done(views))
+        elif isinstance(head, ops.Build):
+            head.result.payload = _shards(head.spec, head.devices, self.name)
+            for positions, box, data in head.parts:
+                for at in positions:
+                    head.result.payload[at][box_slices(box)] = data
+            if (done := head.done) is not None:
+                post(lambda: done(None))
+        else:
+            self._move(head)
+
+    def _move(self, op: ops.Move) -> None:
+        if (error := _failure(op.source)) is not None:
+            return _fail((op.result,), error)
+        op.result.payload = _shards(op.spec, op.devices, self.name)
+        for piece in op.pieces:
+            data = op.source.payload[piece.source_device][box_slices(piece.source_box)]
+            for at in piece.destination_devices:
+                op.result.payload[at][box_slices(piece.destination_box)] = data
+        return None
+
+    def _execute(self, gang: list[FakeBackend]) -> None:
+        heads: list[Any] = [member.queue.popleft() for member in gang]
+        computation, artifact, _ = self.installed[heads[0].key]
+        for member in gang:
+            member.executed.append(heads[0].key)
+        error = next((e for op in heads for e in map(_failure, op.args) if e is not None), None)
+        if error is None and artifact == b"raise":
+            error = ErrorReport.of(ComputationFailed("it raised"), self.name)
+        if error is not None:
+            return [_fail(op.results, error) for op in heads][0]
+        total: Any = int(artifact)
+        for index, spec in enumerate(computation.inputs):
+            whole = np.zeros(spec.shape, dtype_of(spec.dtype))
+            for op in heads:
+                for at, shard in op.args[index].payload.items():
+                    whole[box_slices(spec.box(at))] = shard
+            total = total + whole
+        for index, spec in enumerate(computation.outputs):
+            for op, member in zip(heads, gang, strict=True):
+                devices = self.installed[op.key][2]
+                shards = _shards(spec, devices, member.name)
+                for at in shards:
+                    shards[at][...] = (total + index)[box_slices(spec.box(at))]
+                op.results[index].payload = shards
+        return None
+
+
+def _failure(value: Value) -> ErrorReport | None:
+    if value.error is not None or value.payload is not None:
+        return value.error
+    return ErrorReport.of(InternalError("a value was used before the op that makes it"))
+
+
+def _fail(results: Sequence[Value], error: ErrorReport) -> None:
+    for value in results:
+        value.error = error
+
+
+def _shards(spec: ArraySpec, devices: tuple[DeviceAddress, ...], host: str) -> dict[int, Any]:
+    shape = spec.sharding.shard_shape(spec.shape)
+    return {
+        at: np.zeros(shape, dtype_of(spec.dtype))
+        for at, device in enumerate(devices)
+        if device.host == host
+    }
