@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from pw.core.actor import Actor
-from pw.core.errors import CompileError, ComputationFailed, ErrorReport, InternalError, TransferFailed
+from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, SERVICES, Address
-from pw.core.landing import Landing
 from pw.core.messages import (
     CoordinationStarted,
     FormIsland,
@@ -26,10 +23,6 @@ from pw.core.messages import (
     RegisterHost,
     StartCoordination,
 )
-from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
-from pw.devices import backend as ops
-from pw.devices.backend import Value
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor
 from pw.devices.store import ObjectStore
@@ -37,6 +30,7 @@ from pw.sched.controller import Controller, ControllerVersions
 from pw.sched.policy import POLICIES
 from pw.sched.resources import ResourceManager
 from pw.sched.scheduler import IslandScheduler
+from tests.fake_devices import FakeBackend, FakeBulk
 
 SECRET = b"secret"
 
@@ -113,7 +107,9 @@ class World:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.actors: dict[str, dict[str, Actor]] = {}
-        self.mailboxes: defaultdict[str, deque[tuple[Address, Address, object]]] = defaultdict(deque)
+        self.mailboxes: defaultdict[str, deque[tuple[Address, Address, object]]] = defaultdict(
+            deque
+        )
         self.links: defaultdict[tuple[str, str], deque[tuple[Address, Address, object]]]
         self.links = defaultdict(deque)
         self.sent: list[tuple[Address, Address, Any]] = []
@@ -224,7 +220,9 @@ class World:
         self.alarms = [alarm for alarm in self.alarms if alarm.due_s > self.now_s]
         for alarm in due:
             if not alarm.cancelled:
-                self.mailboxes[alarm.address.node].append((alarm.address, alarm.address, alarm.note))
+                self.mailboxes[alarm.address.node].append(
+                    (alarm.address, alarm.address, alarm.note)
+                )
         self.settle()
 
     # --- the cluster ---------------------------------------------------------------------------------
@@ -295,198 +293,3 @@ class FakeHost:
             "landings": len(self.bulk.landings),
         }
         return self.store.census() | self.coordinator.census() | mine
-
-
-class FakeBulk:
-    """A bulk plane whose transfers end whenever the world likes."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.landings: dict[int, tuple[int, Callable[[Any], None]]] = {}
-
-    def land(self, size_bytes: int, deliver: Callable[[Any], None]) -> Landing:
-        transfer = len(self.world.bulk) + 1
-        self.landings[transfer] = (size_bytes, deliver)
-        self.world.bulk[transfer] = self
-        return Landing(transfer, size_bytes, 0, self.name, "", "")
-
-    def cancel(self, transfer: int) -> None:
-        self.landings.pop(transfer, None)
-
-    def push(
-        self,
-        landing: Landing,
-        parts: Sequence[tuple[int, np.ndarray[Any, Any]]],
-        done: Callable[[Exception | None], None],
-    ) -> None:
-        buffer = np.zeros(landing.size_bytes, np.uint8)
-        for offset, array in parts:
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            buffer[offset : offset + flat.size] = flat
-        there = self.world.bulk[landing.transfer]
-
-        def arrive() -> None:
-            waiting = there.landings.pop(landing.transfer, None)
-            if waiting is not None:
-                waiting[1](buffer)
-            self.world.happenings[self.name].append(lambda: done(None))
-
-        if there.name in self.world.actors:
-            self.world.happenings[there.name].append(arrive)
-        else:
-            gone = TransferFailed(f"{there.name} is gone")
-            self.world.happenings[self.name].append(lambda: done(gone))
-
-
-class FakeBackend:
-    """Devices that compute with numpy: output i of an artifact b"k" is the sum of its inputs + k + i."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.queue: deque[ops.Op] = deque()
-        self.installed: dict[bytes, tuple[Computation, bytes, tuple[DeviceAddress, ...]]] = {}
-        self.executed: list[bytes] = []
-
-    def install(
-        self,
-        key: bytes,
-        computation: Computation,
-        artifact: bytes,
-        devices: tuple[DeviceAddress, ...],
-        done: ops.Done,
-    ) -> None:
-        error = None
-        if artifact == b"nocompile":
-            error = ErrorReport.of(CompileError("no such thing"), self.name)
-        else:
-            self.installed[key] = (computation, artifact, devices)
-        self.world.happenings[self.name].append(lambda: done(error))
-
-    def forget(self, key: bytes) -> None:
-        self.queue.append(ops.Call(lambda: self.installed.pop(key, None) and None))
-
-    def submit(self, batch: Sequence[ops.Op]) -> None:
-        self.queue += batch
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        self.queue.clear()
-
-    def gang(self) -> list[FakeBackend]:
-        """The backends that the computation at the head of the queue runs on."""
-        head = self.queue[0]
-        assert isinstance(head, ops.Execute)
-        _, _, devices = self.installed[head.key]
-        return [self.world.backends[h] for h in dict.fromkeys(d.host for d in devices)]
-
-    @property
-    def can_go(self) -> bool:
-        """Whether the head of the queue can be done, which for a gang takes all its hosts."""
-        if not self.queue:
-            return False
-        head = self.queue[0]
-        if not isinstance(head, ops.Execute) or head.key not in self.installed:
-            return True
-        _, _, devices = self.installed[head.key]
-        if any(device.host not in self.world.backends for device in devices):
-            return False
-        gang = self.gang()
-        if len(gang) == 1:
-            return True
-        heads = [member.queue[0] if member.queue else None for member in gang]
-        met = [other for other in heads if isinstance(other, ops.Execute)]
-        for other, member in zip(heads, gang, strict=True):
-            if isinstance(other, ops.Execute) and len(member.gang()) > 1:
-                assert other.key == head.key, f"{other.key!r} met {head.key!r}: G1 is broken"
-        return len(met) == len(heads)
-
-    def step(self) -> None:
-        """Do what is at the head of the queue."""
-        head = self.queue[0]
-        if isinstance(head, ops.Execute):
-            if head.key in self.installed:
-                self._execute(self.gang())
-            else:
-                self.queue.popleft()
-                _fail(head.results, ErrorReport.of(InternalError("not installed")))
-            return
-        self.queue.popleft()
-        post = self.world.happenings[self.name].append
-        if isinstance(head, ops.Call):
-            head.function()
-        elif isinstance(head, ops.Watch):
-            error = next((e for e in map(_failure, head.values) if e is not None), None)
-            post(lambda: head.done(error))
-        elif isinstance(head, ops.Read):
-            failed = _failure(head.value)
-            views = failed or [
-                head.value.payload[at][box_slices(box)].copy() for at, box in head.boxes
-            ]
-            post(lambda: head.done(views))
-        elif isinstance(head, ops.Build):
-            head.result.payload = _shards(head.spec, head.devices, self.name)
-            for positions, box, data in head.parts:
-                for at in positions:
-                    head.result.payload[at][box_slices(box)] = data
-            if (done := head.done) is not None:
-                post(lambda: done(None))
-        else:
-            self._move(head)
-
-    def _move(self, op: ops.Move) -> None:
-        if (error := _failure(op.source)) is not None:
-            return _fail((op.result,), error)
-        op.result.payload = _shards(op.spec, op.devices, self.name)
-        for piece in op.pieces:
-            data = op.source.payload[piece.source_device][box_slices(piece.source_box)]
-            for at in piece.destination_devices:
-                op.result.payload[at][box_slices(piece.destination_box)] = data
-        return None
-
-    def _execute(self, gang: list[FakeBackend]) -> None:
-        heads: list[Any] = [member.queue.popleft() for member in gang]
-        computation, artifact, _ = self.installed[heads[0].key]
-        for member in gang:
-            member.executed.append(heads[0].key)
-        error = next((e for op in heads for e in map(_failure, op.args) if e is not None), None)
-        if error is None and artifact == b"raise":
-            error = ErrorReport.of(ComputationFailed("it raised"), self.name)
-        if error is not None:
-            return [_fail(op.results, error) for op in heads][0]
-        total: Any = int(artifact)
-        for index, spec in enumerate(computation.inputs):
-            whole = np.zeros(spec.shape, dtype_of(spec.dtype))
-            for op in heads:
-                for at, shard in op.args[index].payload.items():
-                    whole[box_slices(spec.box(at))] = shard
-            total = total + whole
-        for index, spec in enumerate(computation.outputs):
-            for op, member in zip(heads, gang, strict=True):
-                devices = self.installed[op.key][2]
-                shards = _shards(spec, devices, member.name)
-                for at in shards:
-                    shards[at][...] = (total + index)[box_slices(spec.box(at))]
-                op.results[index].payload = shards
-        return None
-
-
-def _failure(value: Value) -> ErrorReport | None:
-    if value.error is not None or value.payload is not None:
-        return value.error
-    return ErrorReport.of(InternalError("a value was used before the op that makes it"))
-
-
-def _fail(results: Sequence[Value], error: ErrorReport) -> None:
-    for value in results:
-        value.error = error
-
-
-def _shards(spec: ArraySpec, devices: tuple[DeviceAddress, ...], host: str) -> dict[int, Any]:
-    shape = spec.sharding.shard_shape(spec.shape)
-    return {
-        at: np.zeros(shape, dtype_of(spec.dtype))
-        for at, device in enumerate(devices)
-        if device.host == host
-    }

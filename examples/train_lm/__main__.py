@@ -8,11 +8,13 @@ cores.
 
 from __future__ import annotations
 
+import runpy
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 import pw
-from examples import quickstart
 from examples.train_lm import reference
 from examples.train_lm.corpus import Batch, Corpus
 from examples.train_lm.model import ModelConfig, OptimizerConfig, Params, count_params, init_params
@@ -42,6 +43,7 @@ LOSS_GOAL = 3.0
 FINAL_STEPS = 10
 """The final loss is the mean over this many steps: a single one is noisy."""
 PROMPT = b"def "
+QUICKSTART = Path(__file__).parent.parent / "quickstart.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def run_on_cluster(
             f"after {time.monotonic() - started_s:.1f} s"
         )
         console.print("\n[bold]The paper's program[/bold] (examples/quickstart.py)")
-        console.print(f"  f([1., 2.]) = {pw.get(quickstart.run())}", markup=False)
+        runpy.run_path(str(QUICKSTART))
 
         console.print("\n[bold]A language model[/bold] over two islands, one step as scheduled:")
         for island, row in zip(ISLANDS, table(schedule), strict=True):
@@ -208,8 +210,16 @@ def main(
         f"final loss {final_loss:.2f} nats/byte, goal below {LOSS_GOAL}: "
         f"{'ok' if learned else 'FAILED'}"
     )
-    bulk = {name: count for name, count in trained.stats.items() if "bulk" in name}
-    console.print(f"pw.stats(): {bulk}", markup=False)
+    controller = trained.stats["controller"]
+    between_hosts = sum(
+        counters["bulk_sent_bytes"] for node, counters in trained.stats.items() if "host" in node
+    )
+    console.print(
+        f"pw.stats(): {between_hosts / 1e6:,.0f} MB sent by hosts on the bulk plane, "
+        f"{controller['bulk_sent_bytes'] + controller['bulk_received_bytes']} bytes of them through "
+        f"the controller, which launched {controller['launches']:,} gangs",
+        highlight=False,
+    )
     if not (agrees and learned):
         sys.exit(1)
 

@@ -19,7 +19,6 @@ from pw.core.errors import Error
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Look at a pw cluster, and run scripts on one. See also pw-controller and pw-worker.",
 )
@@ -57,17 +56,17 @@ def status(
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The Python script, run as __main__.")],
+    script: Annotated[str, typer.Argument(help="The Python script, run as the main module.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     address: Address = "",
     islands: Annotated[
-        int | None, typer.Option(min=1, help="Islands of the local cluster. (1)")
+        int | None, typer.Option(min=1, help="Islands of the local cluster. By default 1.")
     ] = None,
     hosts_per_island: Annotated[
-        int | None, typer.Option(min=1, help="Hosts of each island. (1)")
+        int | None, typer.Option(min=1, help="Hosts of each island. By default 1.")
     ] = None,
     devices_per_host: Annotated[
-        int | None, typer.Option(min=1, help="CPU devices of each host. (1)")
+        int | None, typer.Option(min=1, help="CPU devices of each host. By default 1.")
     ] = None,
 ) -> None:
     """Run a script on a cluster: the one at --address, else a local one that ends with the script.

@@ -187,14 +187,14 @@ class Array(Operators):
 
     def __repr__(self) -> str:
         if self._gone is not None:
-            return f"Array(deleted, shape={self.shape}, dtype={self.dtype})"
+            return f"array(deleted, shape={self.shape}, dtype={self.dtype})"
         if self._type.key_impl is not None:
-            return f"Array({self.shape}, dtype={self.dtype}) overlaying:\n{wait_for(self.start_fetch())}"
+            return f"array({self.shape}, dtype={self.dtype}) overlaying:\n{wait_for(self.start_fetch())}"
         if self.size == 0:
-            return f"Array([], shape={self.shape}, dtype={self.dtype})"
+            return f"array([], shape={self.shape}, dtype={self.dtype})"
         weak = ", weak_type=True" if self.weak_type else ""
-        text = np.array2string(self._value(), prefix="Array(", separator=", ", suffix=",")
-        return f"Array({text}, dtype={self.dtype}{weak})"
+        text = np.array2string(self._value(), prefix="array(", separator=", ", suffix=",")
+        return f"array({text}, dtype={self.dtype}{weak})"
 
     def __str__(self) -> str:
         return repr(self) if self._type.key_impl is not None else str(self._value())

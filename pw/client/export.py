@@ -127,7 +127,7 @@ def _exported(
     try:
         exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
         return bytes(exported.serialize())
-    except Exception as error:  # noqa: BLE001 - whatever stands in the way becomes one kind of error
+    except Exception as error:
         raise TracingError(
             f"the function {name!r} was traced but cannot be sent to the hosts: "
             f"{type(error).__name__}: {error}. Callbacks into this process (jax.debug.print, "

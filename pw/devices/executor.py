@@ -3,8 +3,8 @@
 Theory of operation. Launches carry contiguous numbers; a gap means that the gang's order is lost, and
 the host stops and says so. Each launch names a segment of an installed program; its instructions are
 turned into ops for the device backend, in order, and handed over at once: control runs ahead of the data.
-The one thing that holds the head of the queue is an `Execute` whose argument comes from another host and
-has not arrived. Everything behind it waits as well, so that collectives meet in the same order on all
+The one thing that holds the head of the queue is an instruction that reads a value which comes from another
+host and has not arrived. Everything behind it waits as well, so that collectives meet in the same order on all
 hosts (DESIGN G1); G4 and the scheduler see to it that such a wait always ends.
 
 A *run* lives from its first launch on this host to its last; its values are in numbered slots. Results
@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from pw.core.actor import Actor, Env, handles
-from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, ErrorReport
+from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, ErrorReport, HostLost
 from pw.core.ids import RESOURCES, Address, client_of
 from pw.core.messages import (
     Directory,
@@ -49,6 +49,10 @@ from pw.devices import backend as ops
 from pw.devices.backend import Backend, Op, Part, Value
 from pw.devices.coordinator import ShardCoordinator, is_local
 from pw.devices.store import ObjectStore, relative
+
+
+CANCELLED = -1
+"""The segment of a launch that only says that no other segment of its run follows."""
 
 
 class HostProcess(Protocol):
@@ -94,8 +98,6 @@ class _Run:
     program: _Installed
     slots: dict[int, Value]
     results: tuple[int, ...]
-    awaited: set[int] = field(default_factory=set)
-    """Slots whose value is still on its way from another host."""
 
 
 @dataclass(slots=True)
@@ -146,6 +148,9 @@ class HostExecutor(Actor):
         self._broken = False
         self._programs: dict[int, _Installed] = {}
         self._runs: dict[int, _Run] = {}
+        self._arriving: dict[Value, list[int]] = {}
+        """Values that are still on their way from another host, whatever run they belong to, and
+        the arrays of later runs that are to be announced when they are there."""
         self._queue: deque[_Launched | _Forget] = deque()
         self._ops: list[Op] = []
         self._announced: list[int] = []
@@ -204,6 +209,9 @@ class HostExecutor(Actor):
 
     @handles(Install)
     def _install(self, sender: Address, message: Install) -> None:
+        if message.epoch != self._epoch:
+            self.env.count("messages_stale")
+            return
         self._scheduler = sender
         body, plan = message.body, message.plan
         bindings = {binding.slice: binding for binding in plan.bindings}
@@ -280,21 +288,20 @@ class HostExecutor(Actor):
         if not self._in_sequence(message.epoch, message.sequence, sender):
             return
         self.env.count("launches")
-        if message.arguments is not None:
-            program = self._programs.get(message.program)
-            if program is None:
-                self._broken = True
-                self.env.log("error", "launch of an unknown program", program=message.program)
-                gap = LaunchGap(self._epoch, message.sequence, message.sequence)
-                self.env.send(sender, gap)
-                return
-            self._begin(message, program)
-        run = self._runs[message.run]
+        if message.arguments is not None and message.program in self._programs:
+            self._begin(message, self._programs[message.program])
+        run = self._runs.get(message.run)
+        if run is None:
+            self._broken = True
+            self.env.log("error", "launch of an unknown run", program=message.program)
+            self.env.send(sender, LaunchGap(self._epoch, message.sequence, message.sequence))
+            return
         instructions = run.program.segments.get(message.segment, ())
-        self._queue.append(_Launched(message, run, instructions))
+        # An edge may fail at once and set the queue going: all are expected before the launch is in it.
         for instruction in instructions:
             if isinstance(instruction, Receive):
                 self._expect(run, instruction)
+        self._queue.append(_Launched(message, run, instructions))
         self._advance()
 
     def _begin(self, message: Launch, program: _Installed) -> None:
@@ -315,7 +322,8 @@ class HostExecutor(Actor):
                 lost = ArrayLost(f"argument {index} of {body.name!r} is not on this host any more")
                 value = Value(ErrorReport.of(lost, self._host))
             run.slots[index] = value
-            if index in body.donated:
+        for index in body.donated:
+            if isinstance(arg := arguments[index], int):
                 self._store.drop(arg, f"donated to {body.name!r}")
         for output, slot in program.plan.outputs:
             spec = body.outputs[output].spec
@@ -327,7 +335,7 @@ class HostExecutor(Actor):
             shards = sum(device.host == self._host for device in program.devices(spec))
             self._store.expect(results[output], value, spec, shards)
             if slot < len(body.inputs):
-                self._announced.append(results[output])
+                self._arriving.get(value, self._announced).append(results[output])
 
     def _inline(self, data: bytes, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Value:
         array = np.frombuffer(data, np.uint8).view(dtype_of(spec.dtype)).reshape(spec.shape)
@@ -344,10 +352,10 @@ class HostExecutor(Actor):
         value = run.slots.setdefault(receive.slot, Value())
         if receive.edge in run.program.local_edges:
             return
-        run.awaited.add(receive.slot)
+        self._arriving[value] = []
 
         def arrived() -> None:
-            run.awaited.discard(receive.slot)
+            self._announced += self._arriving.pop(value)
             self._made(run, receive.slot)
             self._advance()
 
@@ -379,9 +387,9 @@ class HostExecutor(Actor):
         """Do one instruction; False if it must wait for an edge."""
         run = head.run
         if isinstance(instruction, Execute):
-            if run.awaited and not run.awaited.isdisjoint(instruction.args):
-                return False
             slots = run.slots
+            if self._arriving and any(slots[slot] in self._arriving for slot in instruction.args):
+                return False
             results = tuple([slots.setdefault(slot, Value()) for slot in instruction.results])
             key = run.program.keys[instruction.computation]
             assert key is not None
@@ -392,9 +400,13 @@ class HostExecutor(Actor):
                 self._made(run, slot)
         elif isinstance(instruction, Send):
             value = run.slots[instruction.slot]
+            if value in self._arriving:
+                return False
             devices = run.program.devices(instruction.spec)
             self._ops.append(self._coordinator.send_op(run.run, instruction, value, devices))
         elif isinstance(instruction, Receive):
+            if run.slots.get(instruction.source_slot) in self._arriving:
+                return False
             self._receive(run, instruction)
         else:
             self._free(run, instruction)
@@ -411,7 +423,7 @@ class HostExecutor(Actor):
         if source is None:
             return
         devices = run.program.devices(receive.source)
-        if receive.slot in run.awaited:
+        if run.slots[receive.slot] in self._arriving:
             op = self._coordinator.local_read(run.run, receive, source, devices)
             if op is not None:
                 self._ops.append(op)
@@ -431,6 +443,15 @@ class HostExecutor(Actor):
                 )
             )
             self._made(run, receive.slot)
+
+    def _give_up(self, run: _Run) -> None:
+        """The rest of a run will not come: what it has not made here it never will make."""
+        error = ErrorReport.of(HostLost("another island that the run needed was lost"), self._host)
+        for output, slot in run.program.plan.outputs:
+            value = run.slots[slot]
+            if value not in self._arriving and not self._store.is_submitted(run.results[output]):
+                value.error = value.error or error
+                self._announced.append(run.results[output])
 
     def _free(self, run: _Run, free: Free) -> None:
         for slot in free.slots:
@@ -454,6 +475,8 @@ class HostExecutor(Actor):
                 self._report(Finished(launch.sequence, int(busy_s * 1e6)))
 
             self._ops.append(ops.Watch(head.last_results, done))
+        if launch.segment == CANCELLED:
+            self._give_up(head.run)
         if launch.last:
             self._runs.pop(launch.run, None)
 

@@ -151,6 +151,11 @@ class ObjectStore(Actor):
         for request in self._parked.pop(array, ()):
             self._serve(array, request)
 
+    def is_submitted(self, array: int) -> bool:
+        """Whether requests for the array can be served, or it is gone."""
+        entry = self._entries.get(array)
+        return entry is None or entry.submitted
+
     def value(self, array: int) -> Value | None:
         """The value of an array, None if this host does not have it."""
         entry = self._entries.get(array)

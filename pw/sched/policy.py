@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
+CLAIM_US = 100_000
+"""Device time that a client may have in advance of others because it could not be served before."""
+
+
 class Contender(Protocol):
     """What a policy may know about a client's queue."""
 
@@ -72,7 +76,8 @@ class ProportionalShare:
     """Stride scheduling (Waldspurger and Weihl, 1995) on measured device time.
 
     Each client has a pass that advances by time used over its share; the lowest pass goes next. A client
-    that comes back from idling starts at the current minimum, so that it cannot claim the past.
+    that comes back from idling starts at the current minimum, so that it cannot claim the past; one that
+    wanted work but could not be served (its input was late) may claim `CLAIM_US` of it.
     """
 
     name = "share"
@@ -83,7 +88,11 @@ class ProportionalShare:
 
     def choose(self, contenders: Sequence[Contender]) -> int:
         """The contender with the lowest pass."""
-        passes = [self._pass.get(contender.client, self._virtual_time) for contender in contenders]
+        now = self._virtual_time
+        passes = [
+            max(self._pass.get(contender.client, now), now - CLAIM_US / contender.share)
+            for contender in contenders
+        ]
         index = min(range(len(passes)), key=lambda i: (passes[i], contenders[i].head_arrival))
         self._virtual_time = max(self._virtual_time, passes[index])
         self._pass[contenders[index].client] = passes[index]

@@ -50,6 +50,8 @@ WINDOW_SEGMENTS = 256
 CONTENDED_WINDOW_US = 20_000
 """Estimated device time of the same, when several clients want it."""
 CONTENDED_WINDOW_SEGMENTS = 32
+CANCELLED = -1
+"""The segment of a launch that only says that no other segment of its run follows."""
 
 
 @dataclass(slots=True)
@@ -127,7 +129,8 @@ class IslandScheduler(Actor):
         self._in_flight: dict[tuple[str, int], _SegmentTask] = {}
         self._in_flight_us = 0.0
         self._waiting_uploads: dict[int, list[_SegmentTask]] = {}
-        self._estimates_us: dict[tuple[int, int], float] = {}
+        self._estimates_us: dict[int, dict[int, float]] = {}
+        """Device time of the segments of each installed program."""
         self._installing: dict[int, set[str]] = {}
         self._drops: dict[str, _Drops] = {}
         self._arrivals = 0
@@ -178,6 +181,9 @@ class IslandScheduler(Actor):
         for task in queue.tasks:
             if isinstance(task, _SegmentTask):
                 self._runs.pop(task.here.run, None)
+        for known in (self._waiting_uploads, self._estimates_us):
+            for number in [number for number in known if client_of(number) == message.client]:
+                del known[number]
         self.policy.forget(message.client)
         for host in self.hosts:
             self._drops.setdefault(host, _Drops()).clients.append(message.client)
@@ -186,7 +192,11 @@ class IslandScheduler(Actor):
 
     @handles(InstallProgram)
     def _install(self, sender: Address, message: InstallProgram) -> None:
+        if not self.hosts:
+            self.env.count("messages_stale")
+            return
         self._installing[message.program] = {plan.host for plan in message.plans}
+        self._estimates_us.setdefault(message.program, {})
         for plan in message.plans:
             self.env.send(
                 executor_of(plan.host),
@@ -221,6 +231,7 @@ class IslandScheduler(Actor):
             return
         here = _RunHere(message.run, message.program, Arguments(message.args, message.results))
         tasks = []
+        estimates_us = self._estimates_us.get(message.program, {})
         for index, segment in enumerate(message.segments):
             depends = {producer for _, producer in message.depends[index]}
             tasks.append(
@@ -233,7 +244,7 @@ class IslandScheduler(Actor):
                     set(depends),
                     set(message.awaits) if index == 0 else set(),
                     self._arrival(),
-                    self._estimates_us.get((message.program, segment), 100.0),
+                    estimates_us.get(segment, 100.0),
                 )
             )
             for host in message.hosts[index]:
@@ -268,8 +279,19 @@ class IslandScheduler(Actor):
 
     @handles(CancelRun)
     def _cancel(self, sender: Address, message: CancelRun) -> None:
-        if self._runs.pop(message.run, None) is None:
+        """Forget what is queued; hosts that wait for more of the run are told that none will come."""
+        dropped = self._runs.pop(message.run, ())
+        if not dropped:
             return
+        here = dropped[0].here
+        for host in dict.fromkeys(host for task in dropped for host in task.hosts):
+            if host in here.introduced:
+                self._send_launch(host, here, CANCELLED, None, last=True, report=False)
+        for task in dropped:
+            for array in task.awaits:
+                waiting = self._waiting_uploads.get(array, [])
+                if task in waiting:
+                    waiting.remove(task)
         queue = self._clients[client_of(message.run)]
         queue.tasks = deque(
             task
@@ -325,7 +347,7 @@ class IslandScheduler(Actor):
         contenders = ready or eligible
         if not contenders or not self._window_open(wanting):
             return None
-        queue = contenders[self.policy.choose(contenders) if len(contenders) > 1 else 0]
+        queue = contenders[self.policy.choose(contenders)]
         task = queue.tasks.popleft()
         assert isinstance(task, _SegmentTask)
         self.policy.charge(queue, task.estimate_us)
@@ -345,22 +367,16 @@ class IslandScheduler(Actor):
         for host in task.hosts:
             first = host not in here.introduced
             here.introduced.add(host)
-            sequence = self._sequence(host)
+            sequence = self._send_launch(
+                host,
+                here,
+                task.segment,
+                here.arguments if first else None,
+                last=here.last_segment[host] == task.segment,
+                report=host == leader,
+            )
             if host == leader:
                 self._in_flight[(host, sequence)] = task
-            self.env.send(
-                executor_of(host),
-                Launch(
-                    self.epoch,
-                    sequence,
-                    here.run,
-                    here.program,
-                    task.segment,
-                    here.last_segment[host] == task.segment,
-                    here.arguments if first else None,
-                    host == leader,
-                ),
-            )
         self._in_flight_us += task.estimate_us
         self.env.count("launches")
         waiting = self._runs[here.run]
@@ -370,6 +386,23 @@ class IslandScheduler(Actor):
         for island in task.notify:
             self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))
 
+    def _send_launch(
+        self,
+        host: str,
+        here: _RunHere,
+        segment: int,
+        arguments: Arguments | None,
+        *,
+        last: bool,
+        report: bool,
+    ) -> int:
+        sequence = self._sequence(host)
+        launch = Launch(
+            self.epoch, sequence, here.run, here.program, segment, last, arguments, report
+        )
+        self.env.send(executor_of(host), launch)
+        return sequence
+
     def _sequence(self, host: str) -> int:
         sequence = self._next_sequence[host]
         self._next_sequence[host] = sequence + 1
@@ -377,6 +410,7 @@ class IslandScheduler(Actor):
 
     def _drop(self, task: _DiscardTask) -> None:
         if task.program:
+            self._estimates_us.pop(task.program, None)
             for host in task.hosts[0]:
                 if host in self._next_sequence:
                     self._drops.setdefault(host, _Drops()).programs.append(task.program)
@@ -404,9 +438,10 @@ class IslandScheduler(Actor):
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
             self.policy.charge(queue, finished.device_time_us - task.estimate_us)
-            key = (task.here.program, task.segment)
-            known = self._estimates_us.get(key, float(finished.device_time_us))
-            self._estimates_us[key] = 0.8 * known + 0.2 * finished.device_time_us
+        estimates_us = self._estimates_us.get(task.here.program)
+        if estimates_us is not None:
+            known = estimates_us.get(task.segment, float(finished.device_time_us))
+            estimates_us[task.segment] = 0.8 * known + 0.2 * finished.device_time_us
         done = SegmentDone(task.here.run, task.segment, finished.device_time_us)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)

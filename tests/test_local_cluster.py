@@ -1,0 +1,227 @@
+"""A local cluster leaves nothing behind, however its script ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemons import Program, until
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc"),
+]
+
+PRELUDE = """
+import os, signal, sys, threading
+from pw.client import runtime
+from pw.client.cluster import LocalCluster
+from pw.core.errors import Disconnected, Error
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[list[Program]]:
+    started: list[Program] = []
+    yield started
+    for script in started:
+        script.kill()
+
+
+def start(scripts: list[Program], folder: Path, body: str, **variables: str) -> Program:
+    script = Program(folder, ["-c", PRELUDE + textwrap.dedent(body)], **variables)
+    scripts.append(script)
+    return script
+
+
+def sockets(pids: set[int]) -> list[str]:
+    """Abstract sockets of the bulk planes of these processes."""
+    names = re.findall(r"@pw-bulk-(\d+)-\S+", Path("/proc/net/unix").read_text())
+    return [pid for pid in names if int(pid) in pids]
+
+
+WAITING = """
+    with LocalCluster(hosts_per_island=2) as cluster:
+        print("up", flush=True)
+        while True:
+            signal.pause()
+"""
+
+ENDS = {
+    "leaves the block": ("with LocalCluster(hosts_per_island=2): print('up', flush=True)", None, 0),
+    "raises": ("with LocalCluster(): print('up', flush=True); raise KeyError('mine')", None, 1),
+    "exits inside": ("with LocalCluster(): print('up', flush=True); sys.exit(3)", None, 3),
+    "never closes": ("cluster = LocalCluster(); print('up', flush=True)", None, 0),
+    "closes after disconnecting": (
+        "cluster = LocalCluster(); runtime.disconnect(); print('up', flush=True)",
+        None,
+        0,
+    ),
+    "gets Ctrl-C": (WAITING, signal.SIGINT, -signal.SIGINT),
+    "gets SIGTERM": (WAITING, signal.SIGTERM, 128 + signal.SIGTERM),
+    "gets SIGKILL": (WAITING, signal.SIGKILL, -signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_nothing_is_left_of_a_cluster_whose_script(
+    how: str, scripts: list[Program], tmp_path: Path
+) -> None:
+    body, number, code = ENDS[how]
+    in_memory = set(os.listdir("/dev/shm"))
+    script = start(scripts, tmp_path, body)
+    script.until_says("up")
+    pids = script.family()
+    if number is not None:
+        assert len(pids) >= 6  # script, controller, coordination, two supervisors, two runtimes
+        assert sockets(pids)
+        os.killpg(script.process.pid, number)
+    assert script.end(10) == code, script.err
+    script.until_alone()
+    assert sockets(pids) == []
+    assert [name for name in set(os.listdir("/dev/shm")) - in_memory if "pw" in name] == []
+    assert "Traceback" not in script.err.replace("KeyError: 'mine'", "") or code in (1, -2)
+
+
+def test_a_cluster_ends_with_its_script_and_not_with_what_that_forked(
+    scripts: list[Program], tmp_path: Path
+) -> None:
+    script = start(
+        scripts,
+        tmp_path,
+        """
+        cluster = LocalCluster()
+        forked = os.fork()
+        if not forked:
+            while True:
+                signal.pause()
+        print(f"forked {forked}.", flush=True)
+        signal.pause()
+        """,
+    )
+    script.until_says(".")
+    forked = int(script.out.removeprefix("forked ").strip(" .\n"))
+    script.process.kill()
+    script.end()
+    script.until_alone(forked)
+    assert forked in script.family()
+
+
+def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_parent(
+    scripts: list[Program], tmp_path: Path
+) -> None:
+    """The child leaves through the with block and atexit, as forked children do."""
+    script = start(
+        scripts,
+        tmp_path,
+        """
+        with LocalCluster(log_level="info") as cluster:
+            session = runtime.current()
+            for anew in (False, True):
+                forked = os.fork()
+                if not forked:
+                    for use in (runtime.current, session.status, lambda: session.allocate_slice(1)):
+                        try:
+                            use()
+                        except Disconnected as error:
+                            assert "fork" in str(error)
+                        else:
+                            os._exit(9)
+                    if anew:
+                        assert runtime.connect(cluster.address).allocate_slice(1).size == 1
+                        assert len(runtime.current().status().clients) == 2
+                    sys.exit(5)
+                assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 5
+                assert session.allocate_slice(1).size == 1
+        print("ok")
+        """,
+    )
+    assert script.end() == 0, script.err
+    assert script.out == "ok\n"
+    script.until_alone()
+
+
+def test_threads_hear_that_the_session_is_over(scripts: list[Program], tmp_path: Path) -> None:
+    """The interpreter waits for them, so they must not wait for an answer that never comes."""
+    script = start(
+        scripts,
+        tmp_path,
+        """
+        def ask(session):
+            try:
+                while True:
+                    session.status()
+                    asked.set()
+            except Disconnected as error:
+                print("told", flush=True)
+
+        asked = threading.Event()
+        with LocalCluster():
+            for _ in range(4):
+                threading.Thread(target=ask, args=(runtime.current(),)).start()
+            asked.wait()
+            sys.exit(4)
+        """,
+    )
+    assert script.end(15) == 4, script.err
+    assert script.out == "told\n" * 4
+    script.until_alone()
+
+
+def test_clusters_may_be_nested_and_started_from_threads(
+    scripts: list[Program], tmp_path: Path
+) -> None:
+    script = start(
+        scripts,
+        tmp_path,
+        """
+        def in_thread():
+            with LocalCluster(connect=False) as other:
+                session = runtime.Runtime(runtime_threads.remote(other.address), 1.0, 0)
+                assert len(session.status().clients) == 1
+                session.close()
+
+        from pw.client import threads as runtime_threads
+        with LocalCluster() as outer:
+            thread = threading.Thread(target=in_thread)
+            thread.start()
+            thread.join()
+            assert runtime.current().address == outer.address
+            assert runtime.current().allocate_slice(1).island == "island-0"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        print("ok")
+        """,
+    )
+    assert script.end() == 0, script.err
+    assert script.out == "ok\n"
+    script.until_alone()
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(
+    scripts: list[Program], tmp_path: Path
+) -> None:
+    script = start(scripts, tmp_path, "LocalCluster(platform='abacus')")
+    assert script.end() == 1
+    assert "pw-worker: error: " in script.err
+    assert "no platform 'abacus'" in script.err
+    assert "ConnectionFailed" in script.err
+    script.until_alone()
+
+
+def test_logs_are_lines_of_time_level_event_and_pairs(
+    scripts: list[Program], tmp_path: Path
+) -> None:
+    script = start(scripts, tmp_path, "with LocalCluster(log_level='info'): print('up')")
+    assert script.end() == 0
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING) pw: [\w ]+( \w+=('.*?'|\".*?\"|\S+))+"
+    lines = script.err.splitlines()
+    assert [text for text in lines if not re.fullmatch(line, text)] == []
+    for event in ("listening node=controller", "host registered node=controller actor=resources"):
+        assert any(event in text for text in lines)
+    until(lambda: not script.family(), "its end")

@@ -1,0 +1,753 @@
+"""The client's objects, against a runtime that runs programs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pw.client import runtime
+from pw.client.array import Array
+from pw.client.jit import jit
+from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
+from pw.client.pmap import pmap
+from pw.client.program import program
+from pw.client.transfer import block_until_ready, get, put
+from pw.core import errors
+from tests.local_runtime import LocalRuntime
+
+
+@pytest.fixture(autouse=True)
+def rt() -> Iterator[LocalRuntime]:
+    local = LocalRuntime()
+    runtime.use(local)
+    yield local
+    local.close()
+    runtime.use(None)
+
+
+def devices(count: int, island: str | None = None) -> Any:
+    return make_virtual_device_set().add_slice(devices=count, island=island).devices
+
+
+def test_the_papers_example() -> None:
+    def get_devices(n: int) -> Any:
+        return make_virtual_device_set().add_slice(tpu_devices=n).tpus
+
+    a = pmap(lambda x: x * 2.0, devices=get_devices(2))
+    b = pmap(lambda x: x + 1.0, devices=get_devices(2))
+    c = pmap(lambda x: x / 2.0, devices=get_devices(2))
+
+    @program
+    def f(v: Any) -> Any:
+        x = a(v)
+        y = b(x)
+        z = a(c(x))
+        return (y, z)
+
+    y, z = f(np.array([1.0, 2.0]))
+    assert np.asarray(y).tolist() == [3.0, 5.0]
+    assert np.asarray(z).tolist() == [2.0, 4.0]
+
+
+# --- devices, meshes, shardings ------------------------------------------------------------------------
+
+
+def test_devices_say_what_they_are() -> None:
+    part = make_virtual_device_set().add_slice(devices=2, island="west")
+    assert part.tpus == part.devices
+    assert [d.index for d in part.devices] == [0, 1]
+    assert part.devices[0].slice is part
+    assert "west" in repr(part.devices[1])
+    assert "cpu" in repr(part)
+
+
+def test_a_slice_lives_as_long_as_its_devices(rt: LocalRuntime) -> None:
+    held = devices(2)
+    gc.collect()
+    assert rt.released_slices == []
+    number = held[0].slice.id
+    del held
+    gc.collect()
+    assert rt.released_slices == [number]
+
+
+def test_too_many_devices() -> None:
+    with pytest.raises(errors.InsufficientDevices):
+        devices(9)
+    with pytest.raises(ValueError, match="at least one"):
+        devices(0)
+
+
+def test_a_mesh_is_of_one_slice() -> None:
+    with pytest.raises(errors.PlacementError, match="two slices.*separate computation"):
+        Mesh([*devices(1), *devices(1)], "x")
+    with pytest.raises(errors.PlacementError, match="east, west"):
+        Mesh([*devices(1), *devices(1, "west")], "x")
+    one = devices(1)
+    with pytest.raises(errors.PlacementError, match="twice"):
+        Mesh([*one, *one], "x")
+    with pytest.raises(errors.ShardingError, match="axis names"):
+        Mesh(one, ("x", "y"))
+    with pytest.raises(errors.PlacementError, match="virtual devices"):
+        Mesh(jax.devices(), "x")
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes"),
+    [
+        (P(), ()),
+        (P(None), ()),
+        (P("x"), (("x",),)),
+        (P("x", None), (("x",),)),
+        (P(None, "y"), ((), ("y",))),
+        (P(("x", "y")), (("x", "y"),)),
+    ],
+)
+def test_partition_specs(spec: P, axes: Any) -> None:
+    mesh = Mesh(np.array(devices(4)).reshape(2, 2), ("x", "y"))
+    sharding = NamedSharding(mesh, spec)
+    assert sharding.core.spec == axes
+    assert NamedSharding(mesh, sharding.spec) == sharding
+    assert mesh.shape == {"x": 2, "y": 2}
+
+
+@pytest.mark.parametrize("spec", ["x", P("z"), P("x", "x"), P(P.UNCONSTRAINED), ("x",)])
+def test_partition_specs_that_are_refused(spec: Any) -> None:
+    mesh = Mesh(devices(2), "x")
+    with pytest.raises(errors.ShardingError):
+        NamedSharding(mesh, spec)
+
+
+# --- jit -----------------------------------------------------------------------------------------------
+
+
+def test_trees_keywords_statics_and_none(rt: LocalRuntime) -> None:
+    traces = []
+
+    @jit(devices=devices(2), static_argnames="n")
+    def f(a: Any, b: Any, n: int, *, scale: Any = 1.0) -> Any:
+        traces.append(n)
+        return {"sum": a["x"] + b[0] * n, "none": None, "scale": [scale]}
+
+    out = f({"x": np.arange(3)}, (2, None), 3, scale=0.5)
+    assert out["none"] is None
+    assert out["sum"].tolist() == [6, 7, 8]
+    assert float(out["scale"][0]) == 0.5
+    f({"x": np.arange(3)}, (5, None), n=3, scale=2.5)
+    f({"x": np.arange(3)}, (2, None), 3, scale=0.5)
+    assert len(traces) <= 2  # n by position and by name
+    f({"x": np.arange(3)}, (2, None), 4, scale=0.5)
+    assert traces[-1] == 4
+    with pytest.raises(errors.ArgumentError, match="hashed"):
+        f({"x": np.arange(3)}, (2, None), [4])
+
+
+def test_dtypes_and_weak_types_are_jaxs() -> None:
+    f = jit(lambda x, y: (x, x + y), devices=devices(1))
+    for x, y in [
+        (1, 2.0),
+        (True, 1),
+        (np.float64(1), 1),
+        (np.ones(2, np.int8), 1.5),
+        (jnp.ones(2, jnp.bfloat16), 2.0),
+        (1j, 1),
+        (np.ones((2, 0), np.float32), 1),
+    ]:
+        ours, theirs = f(x, y), jax.jit(lambda x, y: (x, x + y))(x, y)
+        for mine, his in zip(ours, theirs, strict=True):
+            assert (mine.shape, mine.dtype, mine.weak_type) == (his.shape, his.dtype, his.weak_type)
+            np.testing.assert_array_equal(np.asarray(mine), np.asarray(his))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int4", "uint4", "float8_e4m3fn", "bfloat16", "bool", "complex64"]
+)
+def test_unusual_dtypes_travel(dtype: str) -> None:
+    value = jnp.array([0, 1, 3]).astype(dtype)
+    out = jit(lambda x: (x, x[::-1]), devices=devices(1))(value)
+    np.testing.assert_array_equal(np.asarray(out[1]), np.asarray(value)[::-1])
+    assert out[0].dtype == value.dtype
+
+
+def test_configuration_is_part_of_the_call() -> None:
+    f = jit(lambda x: x / 3, devices=devices(1))
+    assert f(np.arange(3.0)).dtype == np.float32
+    with jax.enable_x64(True):
+        wide = f(np.arange(3.0))
+        assert wide.dtype == np.float64
+        assert np.asarray(wide)[2] == 2 / 3
+    assert f(np.arange(3.0)).dtype == np.float32
+    assert np.asarray(f(wide)).dtype in (np.float32, np.float64)
+
+
+def test_typed_keys() -> None:
+    key = jax.random.key(7)
+    draw = jit(lambda k: (jax.random.split(k, 4), jax.random.normal(k, (3,))), devices=devices(2))
+    keys, normal = draw(key)
+    np.testing.assert_array_equal(np.asarray(normal), jax.random.normal(key, (3,)))
+    assert keys.dtype == key.dtype
+    assert keys.shape == (4,)
+    with pytest.raises(TypeError, match="key_data"):
+        np.asarray(keys)
+    keys.block_until_ready()
+    assert "key<fry>" in repr(keys)
+    data = jit(jax.random.key_data)(keys)
+    np.testing.assert_array_equal(np.asarray(data), jax.random.key_data(jax.random.split(key, 4)))
+    assert (get(keys) == jax.random.split(key, 4)).all()
+    mesh = Mesh(devices(4), "x")
+    split = put(keys, sharding=NamedSharding(mesh, P("x")))
+    means = jit(jax.vmap(lambda k: jax.random.uniform(k)), mesh=mesh, out_shardings=P("x"))(split)
+    expected = jax.vmap(lambda k: jax.random.uniform(k))(jax.random.split(key, 4))
+    np.testing.assert_array_equal(np.asarray(means), expected)
+    closed = jit(lambda x: x + jax.random.normal(key, (3,)), devices=devices(1))(0.0)
+    np.testing.assert_allclose(np.asarray(closed), np.asarray(normal), rtol=1e-6)
+
+
+def test_shardings(rt: LocalRuntime) -> None:
+    mesh = Mesh(np.array(devices(4)).reshape(2, 2), ("x", "y"))
+    f = jit(
+        lambda a, b: (a @ b, a),
+        in_shardings=(NamedSharding(mesh, P("x", None)), NamedSharding(mesh, P(None, "y"))),
+        out_shardings=(NamedSharding(mesh, P("x", "y")), None),
+    )
+    a, b = np.random.rand(4, 6).astype(np.float32), np.random.rand(6, 2).astype(np.float32)
+    product, same = f(a, b)
+    assert product.sharding == NamedSharding(mesh, P("x", "y"))
+    assert same.sharding == NamedSharding(mesh, P())
+    np.testing.assert_allclose(np.asarray(product), a @ b, rtol=1e-5)
+    # as they lie: no transfer where the mesh is the same
+    g = jit(lambda p: p + 1, mesh=mesh)
+    g(product)
+    graph = rt.programs[rt.runs[-1][0]]
+    assert graph.computations[0].inputs[0] == graph.inputs[0] == product._type.spec
+    # elsewhere: an edge
+    h = jit(lambda p: p + 1, devices=devices(2))
+    np.testing.assert_allclose(np.asarray(h(product)), a @ b + 1, rtol=1e-5)
+    graph = rt.programs[rt.runs[-1][0]]
+    assert graph.computations[0].inputs[0] != graph.inputs[0]
+    with pytest.raises(errors.ShardingError, match="argument 0.*does not divide"):
+        f(np.ones((3, 6), np.float32), b)
+    with pytest.raises(errors.ShardingError, match="own mesh"):
+        jit(lambda x: x, devices=devices(2), out_shardings=NamedSharding(mesh, P()))(1)
+    with pytest.raises(errors.ArgumentError, match="in_shardings"):
+        f(a)
+
+
+def test_constraints_use_the_mesh_of_the_computation() -> None:
+    mesh = Mesh(devices(4), "x")
+
+    @jit(mesh=mesh, out_shardings=P("x"))
+    def f(v: Any) -> Any:
+        return jax.lax.with_sharding_constraint(v * 2, P("x"))
+
+    assert f(np.arange(4)).tolist() == [0, 2, 4, 6]
+
+
+def test_where_a_call_without_devices_runs(rt: LocalRuntime) -> None:
+    double = jit(lambda x: x * 2)
+    one = double(3)
+    assert one.sharding.mesh.size == 1
+    mesh = Mesh(devices(2), "x")
+    there = put(np.arange(4.0), sharding=NamedSharding(mesh, P("x")))
+    assert double(there).sharding.mesh == mesh
+    with pytest.raises(errors.PlacementError, match="devices="):
+        jit(lambda x, y: x + y)(one, there)
+
+
+def test_same_computation_is_shared(rt: LocalRuntime) -> None:
+    traces = []
+
+    def count(x: Any) -> Any:
+        traces.append(1)
+        return x + 1
+
+    f = jit(count, devices=devices(2))
+    here = put(np.ones(2, np.float32), devices=f._mesh.devices.flat)
+    there = put(np.ones(2, np.float32), devices=devices(1))
+    f(np.ones(2, np.float32)), f(jnp.ones(2)), f(here), f(there), f(there)
+    assert len(traces) == 1
+    assert len({c.artifact for p in rt.programs.values() for c in p.computations}) == 1
+
+
+def test_captured_arrays_become_arguments(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    weights = put(np.arange(1000.0, dtype=np.float32), sharding=NamedSharding(mesh, P("x")))
+    table = np.arange(2000, dtype=np.float32)
+    local = jnp.arange(3000, dtype=jnp.float32)
+
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return jnp.sin(weights) * x + local[0] + jax.jit(lambda y: y + jnp.asarray(table)[1])(x)
+
+    @jit(mesh=mesh)
+    def f(x: Any) -> Any:
+        total, _ = jax.lax.scan(
+            lambda c, _: (c + jnp.dot(weights, weights), None), x, None, length=2
+        )
+        return inner(x) + weights, total + jnp.asarray(table).sum() + weights[3]
+
+    first, second = f(2.0)
+    w = np.asarray(weights)
+    np.testing.assert_allclose(np.asarray(first), np.sin(w) * 2 + 3 + w, rtol=1e-4)
+    np.testing.assert_allclose(float(second), 2 + 2 * float(w @ w) + table.sum() + 3, rtol=1e-4)
+    graph = rt.programs[rt.runs[-1][0]]
+    assert graph.inputs.count(weights._type.spec) == 1
+    assert {spec.shape for spec in graph.inputs} == {(), (1000,), (2000,), (3000,)}
+    assert all(len(blob) < 8000 for blob in rt.artifacts.values())
+    uploads = rt.uploads
+    f(3.0)
+    assert rt.uploads == uploads
+    np.testing.assert_allclose(inner(jnp.float32(1.0))[:1], [4 - 2], rtol=1e-5)
+    weights.delete()
+    with pytest.raises(errors.ArrayDeleted):
+        f(2.0)
+
+
+def test_errors_of_the_function_are_its_own() -> None:
+    class Mine(Exception):
+        pass
+
+    def fails(x: Any) -> Any:
+        raise Mine("at once")
+
+    with pytest.raises(Mine):
+        jit(fails, devices=devices(1))(1)
+    with pytest.raises(TypeError, match="shape"):
+        jit(lambda x, y: x + y, devices=devices(1))(np.ones(2), np.ones(3))
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jit(lambda x: 1 if x else 2, devices=devices(1))(1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (jax.debug.print("{}", x), x)[1],
+        lambda x: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), np.float32), x),
+    ],
+)
+def test_what_cannot_travel(function: Any) -> None:
+    with pytest.raises(errors.TracingError, match=r"pure_callback.*return such values"):
+        jit(function, devices=devices(1))(np.float32(1))
+
+
+def test_wrong_arguments() -> None:
+    f = jit(lambda x, y=0: x, devices=devices(1))
+    with pytest.raises(errors.ArgumentError, match=r"argument 0\['k'\]\[1\].*str"):
+        f({"k": [1, "no"]})
+    with pytest.raises(errors.ArgumentError, match="argument 'y'"):
+        f(1, y=object())
+    with pytest.raises(errors.ArgumentError, match="dtype"):
+        f(np.array(["a"]))
+    with pytest.raises(ValueError, match="no parameters named"):
+        jit(lambda x: x, static_argnames="z")
+    with pytest.raises(TypeError, match="not both"):
+        jit(lambda x: x, devices=devices(1), mesh=Mesh(devices(1), "x"))
+
+
+def test_donation() -> None:
+    where = devices(1)
+
+    def step(state: Any, x: Any) -> Any:
+        return {k: v + x for k, v in state.items()}
+
+    f = jit(step, devices=where, donate_argnames="state")
+    state = put({"a": np.ones(3), "b": np.zeros(3)}, where)
+    other = f(state, 1.0)
+    assert state["a"].is_deleted()
+    assert state["b"].is_deleted()
+    with pytest.raises(
+        errors.ArrayDeleted, match=r"float32\[3\].*donated to the computation 'step'"
+    ):
+        np.asarray(state["a"])
+    with pytest.raises(errors.ArrayDeleted):
+        f(state, 1.0)
+    assert other["a"].tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(errors.ArgumentError, match="more than once"):
+        f(other, other["a"])
+    assert not other["a"].is_deleted()
+    f(other, copy.copy(other["a"]))
+
+
+def test_under_other_transformations() -> None:
+    f = jit(lambda x: jnp.sum(x**2), devices=devices(1))
+    np.testing.assert_allclose(jax.grad(f)(jnp.arange(3.0)), [0, 2, 4])
+    outer = jit(lambda x: f(x) + f(2.0), devices=devices(1))
+    assert float(outer(np.ones(2))) == 6.0
+    assert float(jax.jit(lambda x: f(x))(jnp.ones(2))) == 2.0
+    gradient = jit(jax.grad(f), devices=devices(1))
+    assert gradient(np.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_large_arguments_are_uploaded(rt: LocalRuntime) -> None:
+    f = jit(lambda x: x.sum(), devices=devices(1))
+    big = np.ones(runtime.INLINE_BYTES, np.float32)
+    assert float(f(big)) == big.size
+    assert rt.uploads == 1
+    assert isinstance(rt.runs[-1][1][0], int)
+    f(np.ones(3, np.float32))
+    assert rt.uploads == 1
+
+
+def test_a_method_and_a_wrapped_function() -> None:
+    class Model:
+        @jit(static_argnums=0)
+        def twice(self, x: Any) -> Any:
+            """Doubles."""
+            return x * 2
+
+    assert int(Model().twice(4)) == 8
+    assert Model.twice.__doc__ == "Doubles."
+    assert Model.twice.__wrapped__.__name__ == "twice"
+
+
+def test_one_recording_for_many_threads(rt: LocalRuntime) -> None:
+    traces = []
+    start = threading.Barrier(8)
+
+    @jit(devices=devices(1))
+    def f(x: Any) -> Any:
+        traces.append(1)
+        return x + 1
+
+    results = []
+
+    def call() -> None:
+        start.wait(10)
+        results.append(float(f(1.0)))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [2.0] * 8
+    assert len(traces) == 1
+
+
+def test_artifacts_for_another_platform() -> None:
+    other = LocalRuntime(platform="cuda")
+    runtime.use(other)
+    mesh = Mesh(devices(4), "x")
+    f = jit(lambda x: x * 2, mesh=mesh, in_shardings=P("x"))
+    f._trace(f_key(f, np.ones(4, np.float32)))
+    (traced,) = f._by_types.values()
+    assert jax.export.deserialize(bytearray(traced.artifact)).platforms == ("cuda",)
+
+
+def f_key(f: Any, *args: Any) -> Any:
+    from pw.client.jit import signature_of_call, tracing_configuration, tree_flatten
+
+    leaves, tree = tree_flatten((args, {}))
+    return (tree, signature_of_call(leaves), (), f._mesh, tracing_configuration())
+
+
+# --- arrays --------------------------------------------------------------------------------------------
+
+
+def test_what_an_array_says_of_itself(rt: LocalRuntime) -> None:
+    x = put(np.arange(6, dtype=np.int32).reshape(2, 3), devices(2))
+    assert (x.shape, x.dtype, x.ndim, x.size, x.nbytes) == ((2, 3), np.int32, 2, 6, 24)
+    assert len(x) == 2
+    assert repr(x) == "Array([[0, 1, 2],\n       [3, 4, 5]], dtype=int32)"
+    assert str(x) == str(np.arange(6).reshape(2, 3))
+    assert x[1, 2] == 5
+    assert [row.tolist() for row in x] == x.tolist()
+    assert np.asarray(x, np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(x)[0] = 1
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(x)
+    with pytest.raises(TypeError, match="unsized"):
+        len(put(1))
+    three = put(3)
+    assert f"{three:03d}" == "003"
+    assert [10, 20, 30, 40][three] == 40
+    assert three.item() == int(three) == 3
+    assert bool(three)
+    assert isinstance(jnp.asarray(x), jax.Array)
+    assert isinstance(jnp.sin(x), jax.Array)
+    assert jax.jit(lambda v: v + 1)(x).tolist() == (np.arange(6).reshape(2, 3) + 1).tolist()
+    assert jax.tree.map(lambda leaf: leaf.shape, {"a": x}) == {"a": (2, 3)}
+    number = x._id
+    del x
+    assert number in rt.released
+
+
+def test_operators() -> None:
+    mesh = Mesh(devices(2), "x")
+    split = NamedSharding(mesh, P("x"))
+    a = np.arange(1.0, 5.0, dtype=np.float32)
+    x = put(a, sharding=split)
+    for ours, theirs in [
+        (x + 1, a + 1), (1 - x, 1 - a), (x * x, a * a), (x / 2, a / 2), (2**x, 2**a), (-x, -a),
+        (abs(-x), a), (x // 2, a // 2), (x % 3, a % 3), (x > 2, a > 2), (x == a, a == a),
+        (x != 2, a != 2), (a + x, a + a), (np.float32(2) * x, 2 * a), (x**2, a**2),
+    ]:  # fmt: skip
+        assert isinstance(ours, Array)
+        assert ours.sharding == split
+        np.testing.assert_allclose(np.asarray(ours), theirs, rtol=1e-6)
+    rows = put(np.ones((4, 4), np.float32), sharding=NamedSharding(mesh, P("x")))
+    assert (rows @ x).tolist() == [10.0] * 4
+    assert (rows @ rows).sharding == NamedSharding(mesh, P("x"))
+    elsewhere = put(a, devices(2))
+    assert (x + elsewhere).sharding == split
+    assert ((put(5) >> 1) | 8).item() == 10
+    with pytest.raises(TypeError):
+        x + "no"
+    assert (x == "no") is False
+
+
+def test_awaiting() -> None:
+    x = put(2.5)
+
+    async def main() -> float:
+        return float(await x)
+
+    assert asyncio.run(main()) == 2.5
+    assert x.is_ready()
+    assert x.block_until_ready() is x
+
+
+def test_deleted_arrays(rt: LocalRuntime) -> None:
+    x = put(np.ones(3), devices(1))
+    x.delete()
+    x.delete()
+    assert x.is_deleted()
+    for use in (np.asarray, jit(lambda v: v), lambda v: v + 1, get, block_until_ready, put):
+        if use is put:
+            continue
+        with pytest.raises(errors.ArrayDeleted, match=r"float32\[3\].*delete\(\)"):
+            use(x)
+    assert "deleted" in repr(x)
+
+
+def test_copies_and_pickles() -> None:
+    x = put(np.arange(3))
+    y = copy.deepcopy({"x": x})["x"]
+    x.delete()
+    assert y.tolist() == [0, 1, 2]
+    with pytest.raises(errors.ArgumentError, match=r"pw\.get"):
+        pickle.dumps(y)
+
+
+def test_sessions_do_not_mix(rt: LocalRuntime) -> None:
+    x = put(1.0)
+    fetched = put(2.0)
+    get(fetched)
+    f = jit(lambda v: v + 1, devices=devices(1))
+    second = LocalRuntime()
+    runtime.use(second)
+    g = jit(lambda v: v + 1, devices=devices(1))
+    with pytest.raises(errors.NotOwner, match="session"):
+        g(x)
+    assert float(g(1.0)) == 2.0
+    rt.close()
+    with pytest.raises(errors.Disconnected):
+        np.asarray(x)
+    with pytest.raises(errors.Disconnected):
+        f(1.0)
+    with pytest.raises(errors.Disconnected):
+        g(x)
+
+
+def test_programs_are_released(rt: LocalRuntime) -> None:
+    f = jit(lambda x: x + 1, devices=devices(1))
+    f(1)
+    number = rt.runs[-1][0]
+    del f
+    gc.collect()
+    assert number in rt.released_programs
+
+
+# --- transfers -----------------------------------------------------------------------------------------
+
+
+def test_put_and_get(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    split = NamedSharding(mesh, P("x"))
+    tree = {"small": np.arange(4), "big": np.ones((4, 4096), np.float32), "n": 3}
+    there = put(tree, sharding={"small": split, "big": split, "n": NamedSharding(mesh, P())})
+    assert rt.uploads == 1
+    assert there["small"].sharding == split
+    back = get({**there, "other": "left alone"})
+    assert back["other"] == "left alone"
+    np.testing.assert_array_equal(back["big"], tree["big"])
+    moved = put(there["small"], devices(1)[0])
+    assert moved.tolist() == [0, 1, 2, 3]
+    assert rt.programs[rt.runs[-1][0]].nodes == ()
+    assert put(moved, sharding=moved.sharding) is moved
+    assert put(np.arange(2), mesh.devices.flat, sharding=P("devices")).tolist() == [0, 1]
+    waits = rt.waits
+    assert block_until_ready(there) is there
+    assert rt.waits == waits + 1
+    with pytest.raises(errors.ShardingError, match="divide"):
+        put(np.arange(3), sharding=split)
+    with pytest.raises(errors.ShardingError, match="without devices"):
+        put(1, sharding=P())
+    with pytest.raises(errors.ArgumentError):
+        put("text")
+
+
+# --- pmap ----------------------------------------------------------------------------------------------
+
+
+def test_pmap() -> None:
+    where = devices(4)
+    x = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    f = pmap(lambda v: v / jax.lax.psum(v, "i"), axis_name="i", devices=where)
+    np.testing.assert_allclose(np.asarray(f(x)), x / x.sum(0), rtol=1e-6)
+    g = pmap(
+        lambda tree, y: (tree["a"] + y, jax.lax.psum(y, "i")),
+        "i",
+        devices=where,
+        in_axes=({"a": 1}, None),
+        out_axes=(1, None),
+    )
+    one, two = g({"a": x.T}, 2.0)
+    np.testing.assert_allclose(np.asarray(one), x.T + 2)
+    assert float(two) == 8.0
+    assert one.sharding.spec == P(None, "i")
+    with pytest.raises(errors.ArgumentError, match=r"argument 0 has size 3 .*there are 4 devices"):
+        f(np.ones((3, 2)))
+    with pytest.raises(errors.ArgumentError, match="0 dimensions"):
+        f(1.0)
+    h = pmap(lambda n, v: v * n, devices=where, static_broadcasted_argnums=0)
+    np.testing.assert_allclose(np.asarray(h(3, x)), x * 3)
+    np.testing.assert_allclose(jax.grad(lambda v: f(v).sum())(jnp.asarray(x)), 0, atol=1e-6)
+    indices = pmap(lambda v: jax.lax.axis_index("i"), axis_name="i", devices=where)(x)
+    assert indices.tolist() == [0, 1, 2, 3]
+    keys = jax.random.split(jax.random.key(0), 4)
+    drawn = pmap(lambda k: jax.random.normal(k), devices=where)(keys)
+    np.testing.assert_allclose(np.asarray(drawn), jax.vmap(jax.random.normal)(keys), rtol=1e-6)
+
+
+# --- programs ------------------------------------------------------------------------------------------
+
+
+def test_a_program_is_traced_once_and_small(rt: LocalRuntime) -> None:
+    traces = []
+    add = jit(lambda x: x + 1, devices=devices(4))
+
+    @program(static_argnames="n")
+    def chain(x: Any, n: int, label: str = "a") -> Any:
+        traces.append(label)
+        for _ in range(n):
+            x = add(x)
+        return x
+
+    assert float(chain(1.0, n=128)) == 129.0
+    assert float(chain(2.0, n=128)) == 130.0
+    assert traces == ["a"]
+    graph = rt.programs[rt.runs[-1][0]]
+    assert len(graph.nodes) == 128
+    assert len(graph.computations) == 2  # weakly typed first, then as an array
+    chain(1.0, n=2, label="b")
+    assert traces == ["a", "b"]
+
+
+def test_host_values_go_where_they_are_wanted(rt: LocalRuntime) -> None:
+    one, two = jit(lambda x: x + 1, devices=devices(1)), jit(lambda x: x * 2, devices=devices(2))
+
+    @program
+    def f(x: Any, unused: Any) -> Any:
+        return one(x), one(x), two(x), x, 7, two(np.float32(3))
+
+    a, b, c, same, seven, six = f(5.0, 1)
+    assert [float(v) for v in (a, b, c, same, seven, six)] == [6, 6, 10, 5, 7, 6]
+    graph = rt.programs[rt.runs[-1][0]]
+    assert len(graph.inputs) == 5
+
+
+def test_operators_and_reshards_in_programs(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    split = NamedSharding(mesh, P("x"))
+    captured = put(np.arange(4.0, dtype=np.float32), sharding=split)
+    double = jit(lambda x: x * 2, devices=devices(1))
+    inner = program(lambda x: double(x) + 1)
+
+    @program
+    def f(x: Any) -> Any:
+        y = put(inner(x), sharding=split)
+        return {"y": y - captured, "same": captured, "moved": put(x, sharding=split)}
+
+    out = f(np.ones(4, np.float32))
+    assert out["y"].tolist() == [3.0, 2.0, 1.0, 0.0]
+    assert out["y"].sharding == split
+    assert out["same"].tolist() == [0, 1, 2, 3]
+    assert out["moved"].tolist() == [1.0] * 4
+
+
+def test_values_do_not_exist_while_tracing() -> None:
+    for use in (
+        bool,
+        int,
+        float,
+        np.asarray,
+        list,
+        jnp.sin,
+        lambda x: x[0],
+        lambda x: [1, 2][x],
+        get,
+        block_until_ready,
+        lambda x: jit(lambda y: y + x)(1),
+        lambda x: range(x),
+    ):
+        with pytest.raises(errors.TracerError, match=r"(pw\.jit)"):
+            program(lambda x, use=use: use(x))(np.ones(2))
+
+    @program
+    def decides(x: Any) -> Any:
+        if x > 0:
+            return x
+        return -x
+
+    with pytest.raises(errors.TracerError, match=r"decides.*test_tracing\.py"):
+        decides(1.0)
+    kept: list[Any] = []
+    program(lambda x: kept.append(x + 1))(1.0)
+    with pytest.raises(errors.TracerError, match="had been traced|outside"):
+        program(lambda x: x + kept[0])(1.0)
+
+
+def test_donation_in_programs() -> None:
+    where = devices(1)
+    eat = jit(lambda x: x + 1, devices=where, donate_argnums=0)
+
+    @program
+    def twice(x: Any) -> Any:
+        return eat(eat(x))
+
+    x = put(1.0, where)
+    assert float(twice(x)) == 3.0
+    assert x.is_deleted()
+    with pytest.raises(errors.ArrayDeleted, match="donated"):
+        twice(x)
+    assert float(twice(1.0)) == 3.0
+    with pytest.raises(errors.ArrayDeleted, match="donated to the computation"):
+        program(lambda x: (eat(x), x))(put(1.0, where))
+    assert [float(v) for v in program(lambda x: (eat(x), x, eat(x)))(1.0)] == [2.0, 1.0, 2.0]
+    both = jit(lambda x, y: x + y, devices=where, donate_argnums=0)
+    with pytest.raises(errors.ArgumentError, match="donates"):
+        program(lambda x: both(x, x))(put(1.0, where))
+    big = np.ones(5000, np.float32)
+    feeds = program(lambda: eat(big))
+    assert np.asarray(feeds())[0] == np.asarray(feeds())[0] == 2.0
+
+
+def test_programs_return_arrays() -> None:
+    with pytest.raises(errors.ArgumentError, match="returns 'text'"):
+        program(lambda: "text")()
+    assert program(lambda x: None)(1) is None
+    with pytest.raises(errors.ArgumentError, match="hashed"):
+        program(lambda x: 1)({1, 2})
