@@ -105,6 +105,7 @@ class CoordinationServices:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},  # its greeting is a warning
         )
         assert child.stdin is not None
         assert child.stdout is not None
