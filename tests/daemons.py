@@ -96,7 +96,7 @@ class Program:
         self.process.wait()
 
 
-def program(module: str, *arguments: object, folder: Path, **variables: str) -> Program:
+def start_module(module: str, *arguments: object, folder: Path, **variables: str) -> Program:
     """Start `python -m module`."""
     return Program(folder, ["-m", module, *map(str, arguments)], **variables)
 

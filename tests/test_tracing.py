@@ -90,7 +90,7 @@ def test_too_many_devices() -> None:
 
 
 def test_a_mesh_is_of_one_slice() -> None:
-    with pytest.raises(errors.PlacementError, match="two slices.*separate computation"):
+    with pytest.raises(errors.PlacementError, match=r"two slices.*separate computation"):
         Mesh([*devices(1), *devices(1)], "x")
     with pytest.raises(errors.PlacementError, match="east, west"):
         Mesh([*devices(1), *devices(1, "west")], "x")
@@ -236,7 +236,7 @@ def test_shardings(rt: LocalRuntime) -> None:
     np.testing.assert_allclose(np.asarray(h(product)), a @ b + 1, rtol=1e-5)
     graph = rt.programs[rt.runs[-1][0]]
     assert graph.computations[0].inputs[0] != graph.inputs[0]
-    with pytest.raises(errors.ShardingError, match="argument 0.*does not divide"):
+    with pytest.raises(errors.ShardingError, match=r"argument 0.*does not divide"):
         f(np.ones((3, 6), np.float32), b)
     with pytest.raises(errors.ShardingError, match="own mesh"):
         jit(lambda x: x, devices=devices(2), out_shardings=NamedSharding(mesh, P()))(1)
@@ -459,7 +459,7 @@ def test_what_an_array_says_of_itself(rt: LocalRuntime) -> None:
     x = put(np.arange(6, dtype=np.int32).reshape(2, 3), devices(2))
     assert (x.shape, x.dtype, x.ndim, x.size, x.nbytes) == ((2, 3), np.int32, 2, 6, 24)
     assert len(x) == 2
-    assert repr(x) == "Array([[0, 1, 2],\n       [3, 4, 5]], dtype=int32)"
+    assert repr(x) == "array([[0, 1, 2],\n       [3, 4, 5]], dtype=int32)"
     assert str(x) == str(np.arange(6).reshape(2, 3))
     assert x[1, 2] == 5
     assert [row.tolist() for row in x] == x.tolist()
@@ -476,8 +476,11 @@ def test_what_an_array_says_of_itself(rt: LocalRuntime) -> None:
     assert three.item() == int(three) == 3
     assert bool(three)
     assert isinstance(jnp.asarray(x), jax.Array)
-    assert isinstance(jnp.sin(x), jax.Array)
-    assert jax.jit(lambda v: v + 1)(x).tolist() == (np.arange(6).reshape(2, 3) + 1).tolist()
+    assert isinstance(jnp.arange(3) + x, jax.Array)
+    for function in (jnp.sin, jax.jit(lambda v: v + 1)):
+        with pytest.raises(errors.ArgumentError, match=r"jax\.numpy\.asarray"):
+            function(x)
+    assert jax.device_get({"x": x})["x"].tolist() == x.tolist()
     assert jax.tree.map(lambda leaf: leaf.shape, {"a": x}) == {"a": (2, 3)}
     number = x._id
     del x
@@ -525,8 +528,6 @@ def test_deleted_arrays(rt: LocalRuntime) -> None:
     x.delete()
     assert x.is_deleted()
     for use in (np.asarray, jit(lambda v: v), lambda v: v + 1, get, block_until_ready, put):
-        if use is put:
-            continue
         with pytest.raises(errors.ArrayDeleted, match=r"float32\[3\].*delete\(\)"):
             use(x)
     assert "deleted" in repr(x)
@@ -651,7 +652,7 @@ def test_a_program_is_traced_once_and_small(rt: LocalRuntime) -> None:
     assert traces == ["a"]
     graph = rt.programs[rt.runs[-1][0]]
     assert len(graph.nodes) == 128
-    assert len(graph.computations) == 2  # weakly typed first, then as an array
+    assert len(graph.computations) == 1
     chain(1.0, n=2, label="b")
     assert traces == ["a", "b"]
 
@@ -716,7 +717,7 @@ def test_values_do_not_exist_while_tracing() -> None:
         decides(1.0)
     kept: list[Any] = []
     program(lambda x: kept.append(x + 1))(1.0)
-    with pytest.raises(errors.TracerError, match="had been traced|outside"):
+    with pytest.raises(errors.TracerError, match="had been traced"):
         program(lambda x: x + kept[0])(1.0)
 
 

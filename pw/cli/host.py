@@ -48,9 +48,15 @@ class HostRuntime:
     """The process around a host's actors (see `pw.devices.executor.HostProcess`)."""
 
     def __init__(
-        self, name: str, daemon: Daemon, loop: asyncio.AbstractEventLoop, local_devices: int
+        self,
+        name: str,
+        daemon: Daemon,
+        loop: asyncio.AbstractEventLoop,
+        platform: str,
+        local_devices: int,
     ) -> None:
         self._name = name
+        self._platform = platform
         self._daemon = daemon
         self._loop = loop
         self._local_devices = local_devices
@@ -89,12 +95,17 @@ class HostRuntime:
                     else None,
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
+                alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
+                if not isinstance(error, Error):
+                    error = PlacementError(
+                        f"JAX cannot open the {self._platform} devices of this host ({error!r}); is "
+                        f"it installed with support for {self._platform}?"
+                    )
                 report = ErrorReport.of(error)
-                log("error", "could not join", self._name, "", {"error": report.message})
-                if isinstance(error, PlacementError) or len(form.hosts) == 1:
-                    # Nobody else can be the reason, and trying again would not help.
+                if alone:  # nobody else can be the reason, and trying again would not help
                     self._loop.call_soon_threadsafe(self.stop, "could not join", report)
                     return
+                log("error", "could not join", self._name, "", {"error": report.message})
                 answer = IslandJoinFailed(form.island, form.epoch, report)
             self._loop.call_soon_threadsafe(joined, answer)
 
@@ -145,7 +156,7 @@ def serve(
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
-    runtime = HostRuntime(name, daemon, loop, devices)
+    runtime = HostRuntime(name, daemon, loop, platform, devices)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     backend = JaxBackend(loop, name, runtime.device)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from pw.cli.process import run_app
+from pw.cli.process import configure_logging, run_app
 from pw.core.errors import Error
 
 app = typer.Typer(
@@ -108,6 +108,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of `pw`."""
+    configure_logging("error")
     run_app("pw", app)
 
 

@@ -87,8 +87,8 @@ class Supervisor:
                 lost_since = lost_since or now
                 if not served:
                     return EXIT_ERROR
-                if now - lost_since > self._reconnect_s:
-                    fail("pw-worker", f"no controller for {self._reconnect_s:g} s; giving up")
+                if now - lost_since >= self._reconnect_s:
+                    fail("pw-worker", "the controller did not come back; giving up")
                     return EXIT_ERROR
             else:
                 served, lost_since = True, None

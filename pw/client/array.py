@@ -100,7 +100,8 @@ class Array(Operators):
         return self
 
     def __await__(self) -> Generator[Any, None, Array]:
-        yield from asyncio.wrap_future(self._wait()).__await__()
+        # Shielded: whoever else waits for this array is not cancelled with the caller's task.
+        yield from asyncio.shield(asyncio.wrap_future(self._wait())).__await__()
         return self
 
     def delete(self) -> None:
@@ -238,6 +239,15 @@ class Array(Operators):
         """The value as nested lists of Python numbers."""
         return self._value().tolist()
 
+    @property
+    def format(self) -> Any:
+        """What JAX reads of an array before it computes on this machine; raises."""
+        raise ArgumentError(
+            f"the array {self._type.aval.str_short()} was given to a function of jax outside of pw.jit. "
+            "Compute where it lies, by calling the function in a pw.jit function, or bring the value "
+            "here first, with jax.numpy.asarray(x) or pw.get(x)"
+        )
+
     # --- copies --------------------------------------------------------------------------------------
 
     def __copy__(self) -> Any:
@@ -257,7 +267,10 @@ _identity = jax.jit(lambda x: x)
 
 
 def wait_for(future: Future[Any]) -> Any:
-    """The future's result, for as long as it takes."""
+    """The future's result, for as long as it takes.
+
+    Ctrl-C ends the wait, not what is waited for: asking again waits for the same future.
+    """
     return future.result()
 
 

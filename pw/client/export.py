@@ -205,6 +205,8 @@ _UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params
 
 
 def _must_lift(value: Any) -> bool:
+    if hasattr(value, "recorder"):
+        value.__jax_array__()  # a value of the program being traced; says why that cannot be
     if isinstance(value, Array) or is_key(value.dtype):
         return True
     return int(value.size) * int(value.dtype.itemsize) > BAKED_BYTES

@@ -218,6 +218,11 @@ class ProgramTracer(Operators):
     def __jax_array__(self) -> Any:
         self._needed("a jax function outside of pw.jit, or a function that closes over it,")
 
+    @property
+    def format(self) -> Any:
+        """What JAX reads before it computes on this machine; raises."""
+        return self.__jax_array__()
+
     def item(self) -> Any:
         """Raises: values do not exist while a program is traced."""
         self._needed("item()")
@@ -225,9 +230,8 @@ class ProgramTracer(Operators):
     tolist = item
 
 
-jaxtype.register(
-    ProgramTracer, lambda tracer: tracer.__jax_array__(), lambda tracer: tracer.__jax_array__()
-)
+# Known to JAX only so that its refusal is ours: an error raised while it asks for the aval is reworded.
+jaxtype.register(ProgramTracer, lambda tracer: tracer.aval, lambda tracer: tracer.__jax_array__())
 
 
 def _user_line() -> str:

@@ -26,10 +26,10 @@ def register(kind: type, aval: Callable[[Any], Any], local: Callable[[Any], Any]
     def shard(handles: Any, shardings: Any, layouts: Any, semantics: Any) -> Any:
         return pxla.shard_args(shardings, layouts, semantics, [local(x) for x in handles])
 
-    def constant(handle: Any, *rest: Any) -> Any:
-        value = local(handle)
+    def constant(val: Any, aval: Any) -> Any:
+        value = local(val)
         handler: Any = mlir.get_constant_handler(type(value))
-        return handler(value, *rest)
+        return handler(value, aval)
 
     core.pytype_aval_mappings[kind] = aval
     dtypes.canonicalize_value_handlers[kind] = lambda handle: handle

@@ -200,7 +200,8 @@ class JitFunction:
         """The function on the leaves of its arguments."""
 
         def flat(*leaves: Any) -> Any:
-            args, kwargs = Statics.restore(*tree_unflatten(tree, leaves), statics)
+            given, named = tree_unflatten(tree, leaves)
+            args, kwargs = Statics.restore(given, named, statics)
             return self.__wrapped__(*args, **kwargs)
 
         return flat
@@ -273,14 +274,13 @@ def _sharding_leaf(entry: Any) -> bool:
 
 def spread(prefix: Any, whole: Any, what: str) -> list[Any]:
     """A value for every leaf of `whole` from a tree that is a prefix of it."""
-    if _sharding_leaf(prefix):
-        return [prefix] * len(jax.tree_util.tree_leaves(whole))
+    # boxed, so that a None of the prefix and a None of the tree are not taken for each other
+    boxed = jax.tree_util.tree_map(lambda entry: [entry].__iter__, prefix, is_leaf=_sharding_leaf)
     try:
-        return jax.tree_util.tree_leaves(
-            jax.tree.broadcast(prefix, whole, is_leaf=_sharding_leaf), is_leaf=_sharding_leaf
-        )
+        leaves = jax.tree_util.tree_leaves(jax.tree.broadcast(boxed, whole))
     except ValueError as error:
         raise ArgumentError(f"{what} does not fit the tree of the values: {error}") from None
+    return [next(entry()) for entry in leaves]
 
 
 def _on(mesh: Mesh, wanted: Any) -> NamedSharding:

@@ -99,7 +99,8 @@ class ProgramFunction:
             leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)
         ]
-        args, kwargs = Statics.restore(*tree_unflatten(tree, leaves), statics)
+        given, named = tree_unflatten(tree, leaves)
+        args, kwargs = Statics.restore(given, named, statics)
         with Recording(recorder):
             results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
             outputs = [self._result(recorder, result) for result in results]

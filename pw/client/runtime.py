@@ -26,7 +26,6 @@ from pw.client.session import (
     Close,
     Forget,
     Get,
-    GiveUp,
     Open,
     Part,
     Put,
@@ -294,12 +293,6 @@ class Runtime:
         known = tuple((array, self._specs[array]) for array in arrays if array in self._specs)
         self._thread.post(Await(known, future))
         return future
-
-    def give_up(self, future: Future[Any]) -> None:
-        """Nobody waits for a fetch or wait any more (Ctrl-C)."""
-        future.cancel()
-        if self.alive:
-            self._thread.post(GiveUp(future))
 
     def release(self, array: int) -> None:
         """The last handle of an array died; callable from `__del__`, even in the garbage collector."""

@@ -173,13 +173,6 @@ class AwaitHosts:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Nobody waits for this future any more."""
-
-    future: Settle
-
-
-@dataclass(frozen=True, slots=True)
 class Close:
     """Fail all that is open; nothing more will be asked."""
 
@@ -498,12 +491,6 @@ class ClientSession(Actor):
         request = self._requests.get(number)
         if request is not None:
             self._fail(request.of, error)
-
-    @handles(GiveUp)
-    def _on_give_up(self, sender: Address, note: GiveUp) -> None:
-        for opened in list(self._open.values()):
-            if opened.future is note.future:
-                self._withdraw(opened)
 
     def _can_ask(
         self, future: Settle, arrays: tuple[tuple[int, ArraySpec], ...]

@@ -88,7 +88,7 @@ def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
 
 def is_key(dtype: Any) -> bool:
     """Whether `dtype` is one of typed PRNG keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def key_impl_of(dtype: Any) -> str | None:
@@ -96,7 +96,7 @@ def key_impl_of(dtype: Any) -> str | None:
     return str(dtype._impl.name) if is_key(dtype) else None
 
 
-def signature_of(leaf: Any) -> Hashable:
+def signature_of(leaf: Any) -> Any:
     """The cheapest description of a host value that determines its aval.
 
     Raises:

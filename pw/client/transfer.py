@@ -45,7 +45,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
             "jax.lax.with_sharding_constraint says how a value is to lie"
         )
     mesh = None if devices is None else mesh_of(devices)
-    wanted = []
+    wanted: list[NamedSharding | None] = []
     for entry in spread(sharding, tree, "the sharding of pw.put"):
         if isinstance(entry, PartitionSpec):
             if mesh is None:
@@ -66,6 +66,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
 def _put(leaf: Any, target: NamedSharding | None) -> Any:
     recorder = recording()
     if target is None:
+        if isinstance(leaf, Array):
+            leaf.check_usable()
         if isinstance(leaf, (Array, ProgramTracer)):
             return leaf
         target = NamedSharding.replicated(default_mesh())

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from pw.core.actor import Actor, Env, handles
-from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
+from pw.core.errors import (
+    Disconnected,
+    ErrorReport,
+    HostLost,
+    ProtocolError,
+    TransferFailed,
+)
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Landing
 from pw.core.messages import INLINE_BYTES, EdgeCredit, EdgeData, EdgeFailed, PeerLost
@@ -45,11 +51,13 @@ class _Outgoing:
     offsets: list[int]
     views: list[np.ndarray[Any, Any]] | None = None
     landing: Landing | None = None
+    failed: bool = False
+    """There is no value; the credit, which every large edge gets, has yet to come."""
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """The receiving end of one edge: complete when every route has delivered."""
+    """The receiving end of one edge: over when every route has delivered or failed."""
 
     run: int
     receive: Receive
@@ -82,6 +90,9 @@ class ShardCoordinator(Actor):
         self._parked: dict[tuple[int, int, str], EdgeCredit | EdgeData | EdgeFailed] = {}
         self._parked_bytes = 0
         self._gone_clients: set[int] = set()
+        self._void_clients: set[int] = set()
+        self._present: frozenset[str] = frozenset()
+        self._absent: set[str] = set()
 
     # --- receiving -----------------------------------------------------------------------------------
 
@@ -100,6 +111,9 @@ class ShardCoordinator(Actor):
         for source, route in routes.items():
             if source == self._host:
                 continue
+            if source in self._absent:
+                self._fail(incoming, source, self._lost(source, "it left its island"))
+                continue
             total = route_layout(route, receive.source)[1]
             if total > INLINE_BYTES:
                 landing = self._bulk.land(total, self._landed(incoming, route))
@@ -109,7 +123,7 @@ class ShardCoordinator(Actor):
             if isinstance(early, EdgeData):
                 self._take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
-                self._fail(incoming, early.error)
+                self._fail(incoming, source, early.error)
         if not routes:
             self._build(incoming)
 
@@ -127,7 +141,7 @@ class ShardCoordinator(Actor):
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._fail(incoming, views)
+                self._fail(incoming, self._host, views)
             else:
                 self._collect(incoming, route, views)
 
@@ -150,7 +164,7 @@ class ShardCoordinator(Actor):
                 f"edge {incoming.receive.edge} from {route.source_host} came with {len(buffer)} bytes "
                 f"instead of {total}"
             )
-            self._fail(incoming, ErrorReport.of(error, self._host))
+            self._fail(incoming, route.source_host, ErrorReport.of(error, self._host))
             return
         source = incoming.receive.source
         views = [
@@ -162,7 +176,10 @@ class ShardCoordinator(Actor):
     def _collect(
         self, incoming: _Incoming, route: Route, views: list[np.ndarray[Any, Any]]
     ) -> None:
-        if incoming.failed or route.source_host not in incoming.missing:
+        if route.source_host not in incoming.missing:
+            return
+        if incoming.failed:
+            self._ended(incoming, route.source_host)
             return
         incoming.missing.discard(route.source_host)
         incoming.parts += [
@@ -191,20 +208,28 @@ class ShardCoordinator(Actor):
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is None:
             self._park((message.run, message.edge, sender.node), message, 0)
-        else:
-            self._fail(incoming, message.error)
+        elif sender.node in incoming.missing:
+            self._fail(incoming, sender.node, message.error)
 
-    def _fail(self, incoming: _Incoming, error: ErrorReport) -> None:
-        """The edge has no value: poison what it should have filled, and go on."""
-        if incoming.failed:
-            return
-        incoming.failed = True
-        self._incoming.pop((incoming.run, incoming.receive.edge), None)
-        for source in incoming.missing:
-            if source in incoming.transfers:
-                self._bulk.cancel(incoming.transfers[source])
-        incoming.value.error = error
-        incoming.arrived()
+    def _fail(self, incoming: _Incoming, source: str, error: ErrorReport) -> None:
+        """A route has no value: poison what the edge should have filled, and go on.
+
+        The edge stays known until its other routes have ended as well: what they bring must find it.
+        """
+        first, incoming.failed = not incoming.failed, True
+        if source in incoming.transfers:
+            self._bulk.cancel(incoming.transfers[source])
+        incoming.missing.discard(self._host)
+        self._ended(incoming, source)
+        if first:
+            incoming.parts.clear()
+            incoming.value.error = error
+            incoming.arrived()
+
+    def _ended(self, incoming: _Incoming, source: str) -> None:
+        incoming.missing.discard(source)
+        if not incoming.missing:
+            self._incoming.pop((incoming.run, incoming.receive.edge), None)
 
     # --- sending -------------------------------------------------------------------------------------
 
@@ -215,7 +240,8 @@ class ShardCoordinator(Actor):
         offsets, total = route_layout(send.route, send.spec)
         outgoing = _Outgoing(run, send, total, offsets)
         key = (run, send.edge, send.route.destination_host)
-        self._outgoing[key] = outgoing
+        if client_of(run) not in self._void_clients:
+            self._outgoing[key] = outgoing
         early = self._unpark(key)
         if isinstance(early, EdgeCredit):
             outgoing.landing = early.landing
@@ -224,7 +250,9 @@ class ShardCoordinator(Actor):
             if self._outgoing.get(key) is not outgoing:
                 return
             if isinstance(views, ErrorReport):
-                del self._outgoing[key]
+                if total <= INLINE_BYTES or outgoing.landing is not None:
+                    del self._outgoing[key]
+                outgoing.failed = True
                 self.env.send(
                     coordinator_of(send.route.destination_host),
                     EdgeFailed(run, send.edge, views),
@@ -246,13 +274,20 @@ class ShardCoordinator(Actor):
         key = (message.run, message.edge, sender.node)
         outgoing = self._outgoing.get(key)
         if outgoing is None and client_of(message.run) in self._gone_clients:
-            error = ErrorReport.of(Disconnected("the client has left"), self._host)
-            self.env.send(sender, EdgeFailed(message.run, message.edge, error))
+            self._refuse(key)
         elif outgoing is None:
             self._park(key, message, 0)
+        elif outgoing.failed:
+            del self._outgoing[key]
         else:
             outgoing.landing = message.landing
             self._push(key, outgoing)
+
+    def _refuse(self, key: tuple[int, int, str]) -> None:
+        """There is no sender for a credit any more: its receiver must not wait."""
+        run, edge, destination = key
+        error = ErrorReport.of(Disconnected("the client has left"), self._host)
+        self.env.send(coordinator_of(destination), EdgeFailed(run, edge, error))
 
     def _push(self, key: tuple[int, int, str], outgoing: _Outgoing) -> None:
         """Push as soon as both the bytes and their place are known."""
@@ -292,7 +327,12 @@ class ShardCoordinator(Actor):
         if self._parked_bytes + size_bytes > PARKED_BYTES:
             self.env.count("edges_dropped")
             self.env.log("error", "too many early edges", run=key[0], edge=key[1], sender=key[2])
-            return
+            error = TransferFailed(
+                f"more than {PARKED_BYTES} bytes of edges came to host {self._host} before the launches "
+                "that receive them"
+            )
+            message = EdgeFailed(key[0], key[1], ErrorReport.of(error, self._host))
+            size_bytes = 0
         self.env.count("edges_early")
         self._parked[key] = message
         self._parked_bytes += size_bytes
@@ -316,26 +356,44 @@ class ShardCoordinator(Actor):
 
     @handles(_DropOrphans)
     def _drop_orphans(self, sender: Address, message: _DropOrphans) -> None:
+        self._void_clients.add(message.client)
         for key in [key for key in self._parked if client_of(key[0]) == message.client]:
-            self._unpark(key)
+            if isinstance(self._unpark(key), EdgeCredit):
+                self._refuse(key)
         for key, outgoing in list(self._outgoing.items()):
             if client_of(key[0]) == message.client and outgoing.landing is None:
                 del self._outgoing[key]
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        self._lose(message.node, message.reason)
+
+    def hosts_are(self, nodes: frozenset[str]) -> None:
+        """The controller says which hosts exist; one that has gone sends nothing more.
+
+        Launches come behind this on the same link, so what they expect from a host that has gone
+        fails at once, whether or not there ever was a link to it.
+        """
+        gone, self._present = self._present - nodes, nodes
+        self._absent = (self._absent | gone) - nodes
+        for node in sorted(gone):
+            self._lose(node, "it left its island")
+
+    def _lose(self, node: str, reason: str) -> None:
         """Edges from and to a lost host will never be completed."""
-        error = ErrorReport.of(
-            HostLost(f"host {message.node} was lost while it was sending: {message.reason}"),
-            self._host,
-        )
+        error = self._lost(node, reason)
         for incoming in list(self._incoming.values()):
-            if message.node in incoming.missing:
-                self._fail(incoming, error)
-        for key in [key for key in self._outgoing if key[2] == message.node]:
+            if node in incoming.missing:
+                self._fail(incoming, node, error)
+        for key in [key for key in self._outgoing if key[2] == node]:
             del self._outgoing[key]
-        for key in [key for key in self._parked if key[2] == message.node]:
+        for key in [key for key in self._parked if key[2] == node]:
             self._unpark(key)
+
+    def _lost(self, node: str, reason: str) -> ErrorReport:
+        return ErrorReport.of(
+            HostLost(f"host {node} was lost while it was sending: {reason}"), self._host
+        )
 
     def census(self) -> dict[str, int]:
         """Edges under way on this host."""

@@ -190,6 +190,7 @@ class HostExecutor(Actor):
         for peer in message.peers:
             if peer.node != self._host:
                 self.env.introduce(peer.node, peer.endpoint)
+        self._coordinator.hosts_are(frozenset(peer.node for peer in message.peers))
 
     @handles(LeaveIsland)
     def _leave(self, sender: Address, message: LeaveIsland) -> None:

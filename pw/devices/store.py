@@ -56,6 +56,10 @@ PARKED_REQUESTS = 100_000
 """Requests for arrays not known yet that one host keeps; beyond that it refuses."""
 
 
+DROPPED_KEPT = 65_536
+"""Arrays dropped last that are remembered, so that a request that comes too late is told."""
+
+
 class Bulk(Protocol):
     """The bulk plane as actors see it (see `pw.transport.bulk.BulkPlane`)."""
 
@@ -131,6 +135,7 @@ class ObjectStore(Actor):
         self._parked: dict[int, list[_Request]] = {}
         self._requests: dict[tuple[str, int], _Request] = {}
         self._landings: dict[int, int] = {}
+        self._dropped: dict[int, str] = {}
 
     # --- what the executor of this host does with it ---------------------------------------------------
 
@@ -162,24 +167,28 @@ class ObjectStore(Actor):
         return None if entry is None else entry.value
 
     def drop(self, array: int, why: str = "deleted") -> None:
-        """Forget an array; whoever still waits for it is told."""
+        """Forget an array; whoever still waits for it, or asks too late, is told."""
         self._entries.pop(array, None)
+        self._dropped[array] = why
+        if len(self._dropped) > DROPPED_KEPT:
+            del self._dropped[next(iter(self._dropped))]
         if (transfer := self._landings.pop(array, None)) is not None:
             self._bulk.cancel(transfer)
         for request in self._parked.pop(array, ()):
-            self._fail(
-                request, ErrorReport.of(ArrayDeleted(f"the array was {why}"), self.env.address.node)
-            )
+            self._fail(request, self._deleted(why))
+
+    def _deleted(self, why: str) -> ErrorReport:
+        return ErrorReport.of(ArrayDeleted(f"the array was {why}"), self.env.address.node)
 
     def drop_client(self, client: int) -> None:
         """Forget all that a client held; whatever still comes from it is dropped."""
         self._gone_clients.add(client)
+        for node in [node for node, number in self._clients.items() if number == client]:
+            self._forget_node(node)
         for array in [array for array in self._entries if client_of(array) == client]:
             self.drop(array)
         for array in [array for array in self._parked if client_of(array) == client]:
             self.drop(array)
-        for node in [node for node, number in self._clients.items() if number == client]:
-            self._forget_node(node)
 
     def census(self) -> dict[str, int]:
         """Arrays and bytes that clients hold on this host."""
@@ -193,6 +202,9 @@ class ObjectStore(Actor):
 
     @handles(Identify)
     def _identify(self, sender: Address, message: Identify) -> None:
+        if not self._secret or not 0 < message.client < 1 << 63:
+            self.env.count("tickets_refused")
+            return
         wanted = hashlib.blake2b(
             message.client.to_bytes(8, "big", signed=True), key=self._secret, digest_size=16
         ).digest()
@@ -266,9 +278,8 @@ class ObjectStore(Actor):
 
     @handles(Wait)
     def _wait(self, sender: Address, message: Wait) -> None:
-        self._accept(
-            sender, _Request(sender, message.request, set(message.arrays)), message.arrays
-        )
+        arrays = tuple(dict.fromkeys(message.arrays))
+        self._accept(sender, _Request(sender, message.request, set(arrays)), arrays)
 
     def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
         if not all(self._allowed(sender, array) for array in arrays):
@@ -284,7 +295,10 @@ class ObjectStore(Actor):
             self._ready(request)
         for array in arrays:
             entry = self._entries.get(array)
-            if entry is None or not entry.submitted:
+            if entry is None and array in self._dropped:
+                self._fail(request, self._deleted(self._dropped[array]))
+                return
+            elif entry is None or not entry.submitted:
                 self._parked.setdefault(array, []).append(request)
             else:
                 self._serve(array, request)

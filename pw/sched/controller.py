@@ -12,6 +12,7 @@ its hosts alike and deletes never overtake runs.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,6 +93,17 @@ class _RunState:
     results: tuple[int, ...]
     islands: tuple[str, ...]
     segments_left: int
+    args: tuple[int | bytes, ...]
+    donated: list[tuple[int, _Array]]
+    """What the run takes away, and has not taken if it is cancelled."""
+
+
+class _Poisoned(Exception):
+    """A run cannot be, for a reason that is known already and goes on as it is."""
+
+    def __init__(self, report: ErrorReport) -> None:
+        super().__init__(report.message)
+        self.report = report
 
 
 _NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
@@ -109,6 +121,10 @@ class _Client:
     slices: set[int] = field(default_factory=set)
     programs: dict[int, RegisteredProgram] = field(default_factory=dict)
     arrays: dict[int, _Array] = field(default_factory=dict)
+    doomed: dict[int, _Array] = field(default_factory=dict)
+    """Deleted while their upload was under way: dropped on their hosts when it has ended there."""
+    early_uploads: dict[int, dict[str, ErrorReport | None]] = field(default_factory=dict)
+    """Uploads that ended before their announcement came, or left the backlog."""
     backlog: deque[_Held] = field(default_factory=deque)
     last_run: int = 0
     in_flight: int = 0
@@ -154,13 +170,14 @@ class Controller(Actor):
         self._shares: dict[int, tuple[float, int]] = {}
         self._directory = Directory(())
         self._settled: set[int] = set()
-        self._early_uploads: dict[int, dict[str, ErrorReport | None]] = {}
-        """Uploads that ended while the announcement was still in its client's backlog."""
 
     # --- clients come and go -------------------------------------------------------------------------
 
     @handles(Attach)
     def _attach(self, sender: Address, message: Attach) -> None:
+        if not 0 < message.share < math.inf:
+            self.env.send(sender, Evicted(f"a share must be positive, not {message.share}"))
+            return
         if sender.node in self._nodes:
             self._remove(self._nodes[sender.node], "attached again")
         number = self._next_client
@@ -254,17 +271,16 @@ class Controller(Actor):
         if client is None or message.slice not in client.slices:
             self.env.send(RESOURCES, ReleaseSlice(message.slice))
             return
-        rebound = message.slice in self._bindings
         self._bindings[message.slice] = Binding(message.slice, message.island, message.devices)
         self.env.send(client.address, message)
-        if rebound:
-            self._lower_again(client, message.slice)
+        self._lower_again(client, message.slice)
 
     @handles(SliceRefused)
     def _slice_refused(self, sender: Address, message: SliceRefused) -> None:
         client = self._clients.get(client_of(message.slice))
         if client is not None:
             client.slices.discard(message.slice)
+            self._bindings.pop(message.slice, None)
             self.env.send(client.address, message)
 
     # --- programs ------------------------------------------------------------------------------------
@@ -376,13 +392,19 @@ class Controller(Actor):
             program = self._program(client, message)
             awaits = self._check_arguments(client, program, message.args)
             self._check_results(client, program, message.results)
+        except _Poisoned as poisoned:
+            self._fail_run(client, message, poisoned.report)
+            return
         except Error as error:
             self._fail_run(client, message, ErrorReport.of(error))
             return
+        donated = []
         for index in program.body.donated:
             arg = message.args[index]
-            if isinstance(arg, int):
-                client.arrays.pop(arg, None)
+            if isinstance(arg, int) and (given := client.arrays.pop(arg, None)) is not None:
+                donated.append((arg, given))
+                if given.uploading:
+                    client.doomed[arg] = given
         for array, output in zip(message.results, program.body.outputs, strict=True):
             held = holders(output.spec, self._bindings)
             assert held is not None
@@ -395,7 +417,7 @@ class Controller(Actor):
             self._settle(client)
             return
         self._runs[message.run] = _RunState(
-            client.number, message.results, islands, program.segment_count
+            client.number, message.results, islands, program.segment_count, message.args, donated
         )
         for island, submit in program.submissions(
             message.run, message.args, message.results, awaits
@@ -407,7 +429,7 @@ class Controller(Actor):
         if program is None:
             raise NotOwner("the run names a program that this client has not registered")
         if program.error is not None:
-            raise program.error.exception()
+            raise _Poisoned(program.error)
         if len(message.args) != len(program.body.inputs):
             raise ArgumentError(
                 f"program {program.body.name!r} takes {len(program.body.inputs)} arrays, the run has "
@@ -444,7 +466,7 @@ class Controller(Actor):
                     "before this run"
                 )
             if array.error is not None:
-                raise array.error.exception()
+                raise _Poisoned(array.error)
             if array.spec is not spec and array.spec != spec:
                 raise ArgumentError(
                     f"argument {position} of program {program.body.name!r} lies differently from what "
@@ -501,6 +523,7 @@ class Controller(Actor):
 
     def _create(self, client: _Client, message: CreateArray) -> None:
         held = holders(message.spec, self._bindings)
+        early = client.early_uploads.pop(message.array, {})
         if (
             client_of(message.array) != client.number
             or message.array in client.arrays
@@ -508,13 +531,15 @@ class Controller(Actor):
             or held is None
         ):
             self.env.count("messages_refused")
-            error = NotOwner("an upload names a slice or an array that is not this client's")
-            self.env.send(
-                client.address, RunFailed(0, (message.array,), ErrorReport.of(error))
-            )
+            error: Error = NotOwner("an upload names a slice or array that is not this client's")
+            if held is None and message.spec.placement.slice in client.slices:
+                error = ArrayLost("the slice of an upload is not bound to an island at the moment")
+            report = ErrorReport.of(error)
+            if client_of(message.array) == client.number and message.array not in client.arrays:
+                client.arrays[message.array] = _Array(_NOWHERE, "", (), error=report)
+            self.env.send(client.address, RunFailed(0, (message.array,), report))
             return
         island, hosts = held
-        early = self._early_uploads.pop(message.array, {})
         array = _Array(message.spec, island, hosts, set(hosts))
         client.arrays[message.array] = array
         for host, error_report in early.items():
@@ -523,32 +548,49 @@ class Controller(Actor):
     @handles(Uploaded)
     def _uploaded(self, sender: Address, message: Uploaded) -> None:
         client = self._clients.get(client_of(message.array))
-        if client is None:
+        if client is None or sender.node in self._nodes:
+            self.env.count("messages_stale")
             return
-        array = client.arrays.get(message.array)
+        array = client.arrays.get(message.array) or client.doomed.get(message.array)
         if array is None:
-            if any(
-                isinstance(held, CreateArray) and held.array == message.array
-                for held in client.backlog
-            ):
-                self._early_uploads.setdefault(message.array, {})[sender.node] = message.error
+            client.early_uploads.setdefault(message.array, {})[sender.node] = message.error
             return
         self._upload_ended(client, message.array, array, sender.node, message.error)
 
     def _upload_ended(
         self, client: _Client, number: int, array: _Array, host: str, error: ErrorReport | None
     ) -> None:
+        if host not in array.uploading:
+            self.env.count("messages_stale")
+            return
         array.uploading.discard(host)
-        array.error = array.error or error
-        if not array.uploading:
-            for island in self._schedulers:
-                self.env.send(scheduler_of(island), UploadEnded(number))
+        if error is not None and array.error is None:
+            array.error = error
+            self._fail_runs(error, arrays={number})
+        if array.uploading:
+            return
+        for island in self._schedulers:
+            self.env.send(scheduler_of(island), UploadEnded(number))
+        if client.doomed.pop(number, None) is not None:
+            self._drop(client, [(number, array)])
 
     def _delete(self, client: _Client, arrays: tuple[int, ...]) -> None:
-        by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
+        dropped = []
         for number in arrays:
             array = client.arrays.pop(number, None)
-            if array is not None and array.hosts and array.island in self._islands:
+            if array is None:
+                continue
+            if array.uploading:
+                client.doomed[number] = array
+            else:
+                dropped.append((number, array))
+        self._drop(client, dropped)
+
+    def _drop(self, client: _Client, arrays: list[tuple[int, _Array]]) -> None:
+        """Have the hosts that hold these arrays forget them, after the client's earlier work."""
+        by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
+        for number, array in arrays:
+            if array.hosts and array.island in self._islands:
                 numbers, hosts = by_island.setdefault(array.island, ([], []))
                 numbers.append(number)
                 hosts.append(array.hosts)
@@ -586,33 +628,49 @@ class Controller(Actor):
         """Fail what was in flight or lay there; the rest of every client's work goes on."""
         self._islands.discard(message.island)
         self.env.send(scheduler_of(message.island), message)
-        for run, state in list(self._runs.items()):
-            if message.island not in state.islands:
-                continue
-            del self._runs[run]
-            client = self._clients[state.client]
-            client.in_flight -= 1
-            self._settle(client)
-            for array in state.results:
-                if array in client.arrays:
-                    client.arrays[array].error = message.error
-            self.env.send(client.address, RunFailed(run, state.results, message.error))
-            for island in state.islands:
-                if island != message.island:
-                    self.env.send(scheduler_of(island), CancelRun(run))
+        for number, binding in list(self._bindings.items()):
+            if binding.island == message.island:
+                del self._bindings[number]
+                self.env.send(
+                    self._clients[client_of(number)].address, SliceLost(number, message.error)
+                )
+        self._fail_runs(message.error, island=message.island)
         for client in self._clients.values():
             self._lose_arrays(client, message)
             for program in client.programs.values():
                 if message.island in program.parts:
                     program.error = message.error
                     program.installing.clear()
-            for number in client.slices:
-                binding = self._bindings.get(number)
-                if binding is not None and binding.island == message.island:
-                    self.env.send(client.address, SliceLost(number, message.error))
             self._drain(client)
 
+    def _fail_runs(
+        self, error: ErrorReport, *, island: str = "", arrays: set[int] | None = None
+    ) -> None:
+        """Give up the runs in flight that need this island or these arrays, and those that need them."""
+        failed = set(arrays or ())
+        for run, state in list(self._runs.items()):
+            if island not in state.islands and failed.isdisjoint(state.args):
+                continue
+            del self._runs[run]
+            client = self._clients[state.client]
+            client.in_flight -= 1
+            self._settle(client)
+            failed.update(state.results)
+            for array in state.results:
+                if array in client.arrays:
+                    client.arrays[array].error = error
+            self.env.send(client.address, RunFailed(run, state.results, error))
+            for touched in state.islands:
+                if touched in self._islands:
+                    self.env.send(scheduler_of(touched), CancelRun(run))
+            self._drop(client, [(n, array) for n, array in state.donated if not array.uploading])
+
     def _lose_arrays(self, client: _Client, message: IslandLost) -> None:
+        client.doomed = {
+            number: array
+            for number, array in client.doomed.items()
+            if array.island != message.island
+        }
         lost = [n for n, array in client.arrays.items() if array.island == message.island]
         if not lost:
             return
@@ -623,6 +681,7 @@ class Controller(Actor):
             array = client.arrays[number]
             array.error = array.error or error
             array.hosts = ()
+            array.uploading.clear()
         self.env.send(client.address, RunFailed(0, tuple(lost), error))
 
     # --- reports -------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ class ResourceManager(Actor):
     @handles(RegisterHost)
     def _register(self, sender: Address, message: RegisterHost) -> None:
         island = self._islands.get(message.island)
+        if island is not None and sender.node in island.hosts and island.state != "waiting":
+            self._end_epoch(island, f"host {sender.node} registered again", sender.node)
         if island is None or (not island.hosts and island.state == "waiting"):
             epoch = island.epoch if island else 0
             island = _Island(
@@ -113,8 +115,6 @@ class ResourceManager(Actor):
                 epoch,
             )
             self._islands[message.island] = island
-        if sender.node in island.hosts and island.state != "waiting":
-            self._end_epoch(island, f"host {sender.node} registered again", sender.node)
         if (error := self._objection(island, sender.node, message)) is not None:
             self.env.log("warning", "host rejected", host=sender.node, reason=str(error))
             self.env.send(sender, HostRejected(ErrorReport.of(error)))
@@ -183,6 +183,9 @@ class ResourceManager(Actor):
         island = self._current(sender, message.island, message.epoch)
         if island is None:
             return
+        if island.state != "forming":
+            self.env.count("messages_stale")
+            return
         if message.devices != island.local_devices:
             self._end_epoch(
                 island,
@@ -205,9 +208,14 @@ class ResourceManager(Actor):
         )
         self._announce()
         self.env.send(CONTROL, IslandFormed(island.name, island.epoch, hosts))
-        for number, entry in self._slices.items():
-            if entry.island == island.name:
+        for number, entry in list(self._slices.items()):
+            if entry.island != island.name:
+                continue
+            if self._fits(island, entry.request):
                 self._bind(number, entry.request, island)
+            else:  # the island came back smaller, or as another platform
+                del self._slices[number]
+                self._refuse(entry.request)
 
     def _announce(self) -> None:
         directory = Directory(
@@ -280,9 +288,7 @@ class ResourceManager(Actor):
             if island.state == "ready" and self._fits(island, message)
         ]
         if not fitting:
-            self.env.send(
-                CONTROL, SliceRefused(message.slice, ErrorReport.of(self._insufficient(message)))
-            )
+            self._refuse(message)
             return
         island = min(
             fitting,
@@ -293,6 +299,10 @@ class ResourceManager(Actor):
         )
         self._bind(message.slice, message, island)
 
+    def _refuse(self, request: AllocateSlice) -> None:
+        error = ErrorReport.of(self._insufficient(request))
+        self.env.send(CONTROL, SliceRefused(request.slice, error))
+
     def _fits(self, island: _Island, request: AllocateSlice) -> bool:
         if request.island is not None and request.island != island.name:
             return False
@@ -302,6 +312,9 @@ class ResourceManager(Actor):
         ):
             return False
         if request.topology is not None:
+            extent = math.prod(request.topology)
+            if extent != request.devices or any(size < 1 for size in request.topology):
+                return False
             rows, columns = _block(request.topology)
             if rows > island.expected_hosts or columns > island.local_devices:
                 return False

@@ -50,6 +50,8 @@ WINDOW_SEGMENTS = 256
 CONTENDED_WINDOW_US = 20_000
 """Estimated device time of the same, when several clients want it."""
 CONTENDED_WINDOW_SEGMENTS = 32
+UNKNOWN_US = 100.0
+"""Device time of a segment that has never run."""
 CANCELLED = -1
 """The segment of a launch that only says that no other segment of its run follows."""
 
@@ -231,7 +233,6 @@ class IslandScheduler(Actor):
             return
         here = _RunHere(message.run, message.program, Arguments(message.args, message.results))
         tasks = []
-        estimates_us = self._estimates_us.get(message.program, {})
         for index, segment in enumerate(message.segments):
             depends = {producer for _, producer in message.depends[index]}
             tasks.append(
@@ -244,7 +245,6 @@ class IslandScheduler(Actor):
                     set(depends),
                     set(message.awaits) if index == 0 else set(),
                     self._arrival(),
-                    estimates_us.get(segment, 100.0),
                 )
             )
             for host in message.hosts[index]:
@@ -350,6 +350,8 @@ class IslandScheduler(Actor):
         queue = contenders[self.policy.choose(contenders)]
         task = queue.tasks.popleft()
         assert isinstance(task, _SegmentTask)
+        known = self._estimates_us.get(task.here.program, {})
+        task.estimate_us = known.get(task.segment, UNKNOWN_US)
         self.policy.charge(queue, task.estimate_us)
         return task
 

@@ -1,0 +1,423 @@
+"""The commands as a user meets them: what they say, how they end, and what they survive."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pw.client.runtime import Runtime, SliceHandle
+from pw.client.threads import remote
+from pw.core.program import Node, Output, Value
+from pw.core.program import Program as Graph
+from pw.core.sharding import ArraySpec, Placement, Sharding
+from tests.daemons import BOUND_S, Program, send, start_module, until
+from tests.test_jax_backend import export
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc"),
+]
+
+LEASE_S = 3
+Start = Callable[..., Program]
+
+
+def starter(folder: Path) -> Iterator[Start]:
+    started: list[Program] = []
+
+    def start(module: str, *arguments: object, **variables: str) -> Program:
+        one = start_module(module, *arguments, folder=folder, **variables)
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts programs that end with the test."""
+    yield from starter(tmp_path)
+
+
+class Cluster:
+    """A controller, and workers that are told apart by their names."""
+
+    def __init__(self, start: Start, **options: object) -> None:
+        self.start = start
+        self.controller = start(
+            "pw.cli.controller", "--bind", "tcp://127.0.0.1:0", "--lease", LEASE_S
+        )
+        self.controller.until_says("listens at")
+        self.address = re.findall(r"listens at (\S+)", self.controller.out)[0]
+        self.workers: dict[str, Program] = {}
+
+    def worker(self, name: str, island: str, *more: object, **variables: str) -> Program:
+        self.workers[name] = self.start(
+            "pw.cli.worker",
+            *("--controller", self.address, "--island", island, "--name", name),
+            *("--lease", LEASE_S, "--connect-timeout", 1, "--reconnect", 0, *more),
+            **variables,
+        )
+        return self.workers[name]
+
+    def pair(self, island: str) -> None:
+        """An island of two hosts of one device."""
+        for number in range(2):
+            self.worker(f"{island}-{number}", island, "--island-hosts", 2)
+
+    def session(self) -> Runtime:
+        return Runtime(remote(self.address), 1.0, 0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose island `pair` is ready."""
+    for start in starter(tmp_path_factory.mktemp("cluster")):
+        made = Cluster(start)
+        made.pair("pair")
+        session = made.session()
+        until_ready(session, "pair")
+        session.close()
+        yield made
+
+
+def until_ready(session: Runtime, name: str, epoch: int = 1) -> dict[str, int]:
+    """Wait for an island; returns the process ids of its hosts' runtimes by name."""
+
+    def island() -> Any:
+        for one in session.status().islands:
+            if one.island == name and one.state == "ready" and one.epoch >= epoch:
+                return one
+        return None
+
+    until(island, f"{name} ready under epoch {epoch}")
+    return {host.node: host.process for host in island().hosts}
+
+
+class AllReduce:
+    """A program whose two devices wait for each other."""
+
+    def __init__(self, session: Runtime, slice: SliceHandle) -> None:
+        self._session = session
+        sharding = Sharding(("x",), (2,), (("x",),))
+        self.spec = spec = ArraySpec((2,), "float32", sharding, Placement(slice.slice, (0, 1)))
+        computation, artifact = export(lambda x: (x + jnp.sum(x),), (spec,), (spec,))
+        output = Output(Value(0, 0), spec)
+        node = Node(0, (Value(-1, 0),))
+        graph = Graph("all-reduce", (computation,), (node,), (spec,), (output,))
+        self._number = session.register_program(graph, {computation.artifact: artifact})
+
+    def run(self) -> int:
+        """Start a run on [1, 2]; returns the id of its result."""
+        return self._session.run(self._number, [np.array([1, 2], np.float32).tobytes()], 1)[0]
+
+
+def fails(one: Program, who: str, words: str) -> None:
+    """It ends with exit code 1 and one line that says `words`."""
+    assert one.end() == 1, one.err
+    assert one.err.startswith(f"{who}: error: "), one.err
+    assert one.err.count("\n") == 1, one.err
+    assert re.search(words, one.err), one.err
+    one.until_alone()
+
+
+# --- what they say -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "options"),
+    [
+        ("controller", (), "bind policy lease allow-remote log-level"),
+        ("worker", (), "controller island island-hosts devices platform name bind lease reconnect"),
+        ("main", ("status",), "address json timeout"),
+        ("main", ("run",), "address islands hosts-per-island devices-per-host"),
+    ],
+)
+def test_help_lists_the_options_and_the_exit_codes(
+    module: str, arguments: tuple[str, ...], options: str, start: Start
+) -> None:
+    one = start(f"pw.cli.{module}", *arguments, "--help")
+    assert one.end() == 0
+    for option in options.split():
+        assert f" --{option} " in one.out
+    assert "Exit codes: 0" in one.out.replace("the script's own", "0")
+    assert "-fd" not in one.out
+    assert one.err == ""
+
+
+MISTAKES = {
+    "policy": ("controller", "--policy random", "no policy 'random'; there are fifo, share"),
+    "bind": ("controller", "--bind nonsense", "cannot listen on 'nonsense'; it looks like tcp://"),
+    "address": (
+        "controller",
+        "--bind tcp://192.0.2.1:1 --allow-remote",
+        "cannot listen on tcp://192",
+    ),
+    "everybody": ("controller", "--bind tcp://0.0.0.0:0", "add --allow-remote if"),
+    "prefix": ("controller", "--bind tcp://127.example.com:0", "add --allow-remote if"),
+    "lease": ("controller", "--lease 0.1", "--lease"),
+    "loudness": ("controller", "--log-level loud", "no log level 'loud'"),
+    "platform": ("worker", "--controller tcp://h:1 --island i --platform abacus", "'abacus'"),
+    "controller": ("worker", "--controller nonsense --island i", "looks like tcp://host:port"),
+    "no island": ("worker", "--controller tcp://h:1", "--island"),
+    "worker bind": ("worker", "--controller tcp://h:1 --island i --bind nonsense", "cannot listen"),
+    "worker open": (
+        "worker",
+        "--controller tcp://h:1 --island i --bind tcp://0.0.0.0:0",
+        "add --allow-remote if",
+    ),
+    "no command": ("main", "", "Missing command"),
+    "no cluster": ("main", "status", "Give its --address, or set PW_ADDRESS"),
+    "no controller": (
+        "main",
+        "status --address tcp://127.0.0.1:9 --timeout 0.3",
+        "is pw-controller",
+    ),
+    "no address": ("main", "status --address nonsense", "looks like tcp://host:port"),
+    "no script": ("main", "run missing.py", "there is no script 'missing.py'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_in_one_line(mistake: str, start: Start) -> None:
+    module, arguments, words = MISTAKES[mistake]
+    who = "pw" if module == "main" else f"pw-{module}"
+    fails(start(f"pw.cli.{module}", *arguments.split()), who, words)
+
+
+def test_two_controllers_cannot_share_a_port(cluster: Cluster, start: Start) -> None:
+    taken = start("pw.cli.controller", "--bind", cluster.address)
+    fails(taken, "pw-controller", f"cannot listen on {cluster.address}: Address already in use")
+
+
+REFUSALS = {
+    "is one too many": (("--island-hosts", 2), "already has all its 2 hosts"),
+    "counts the hosts differently": (("--island-hosts", 3), "start it with --island-hosts 2"),
+    "has more devices": (
+        ("--island-hosts", 2, "--devices", 3),
+        "alike|already has all its 2 hosts",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_a_worker_is_refused_that(why: str, cluster: Cluster) -> None:
+    options, words = REFUSALS[why]
+    fails(cluster.worker(why, "pair", *options, "--log-level", "error"), "pw-worker", words)
+
+
+def test_a_worker_whose_devices_are_unlike_those_of_its_island_is_refused(cluster: Cluster) -> None:
+    first = cluster.worker("like", "unlike", "--island-hosts", 2)
+    cluster.controller.until_says("host=like")
+    second = cluster.worker(
+        "other", "unlike", "--island-hosts", 2, "--devices", 2, "--log-level", "error"
+    )
+    fails(second, "pw-worker", "has 2 cpu devices; all hosts of an island must be alike")
+    first.process.terminate()
+    assert first.end() == 0
+
+
+def test_a_worker_without_the_devices_it_promised_says_so(cluster: Cluster) -> None:
+    """There is no GPU here, or not a thousand of them."""
+    worker = cluster.worker(
+        "many", "many", "--platform", "cuda", "--devices", 1000, "--log-level", "error"
+    )
+    assert worker.end() == 1
+    assert re.search(
+        "pw-worker: error: .*(JAX cannot open|could not be opened|start it with --devices)",
+        worker.err,
+    )
+    assert "Traceback" not in worker.err
+    worker.until_alone()
+
+
+@pytest.mark.parametrize("package", ["pw", "jax"])
+def test_another_version_is_refused(package: str, cluster: Cluster, tmp_path: Path) -> None:
+    """The worker believes what is installed, so something else is, earlier on its path."""
+    folder = tmp_path / "other" / f"{package}-0.0.7.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.0.7\n")
+    path = os.pathsep.join([str(folder.parent), str(Path(__file__).parent.parent)])
+    status = cluster.start("pw.cli.main", "status", PYTHONPATH=path, PW_ADDRESS=cluster.address)
+    worker = cluster.worker(f"old-{package}", "old", "--log-level", "error", PYTHONPATH=path)
+    words = f"{package} 0.0.7.*install the same versions"
+    fails(worker, "pw-worker", words)
+    fails(status, "pw", words)
+
+
+def test_a_worker_does_not_wait_for_ever_for_a_controller(start: Start) -> None:
+    worker = start(
+        "pw.cli.worker",
+        *("--controller", "tcp://127.0.0.1:9", "--island", "i", "--connect-timeout", 0.5),
+        *("--log-level", "error"),
+    )
+    fails(worker, "pw-worker", "the controller could not be reached at tcp://127.0.0.1:9")
+
+
+# --- pw status, pw version -----------------------------------------------------------------------------
+
+
+def test_status_is_a_document_or_tables(cluster: Cluster, start: Start) -> None:
+    session = cluster.session()
+    result = AllReduce(session, session.allocate_slice(2, island="pair")).run()
+    session.wait([result]).result(BOUND_S)
+    document = start("pw.cli.main", "status", "--json", PW_ADDRESS=cluster.address)
+    assert document.end() == 0, document.err
+    tables = start("pw.cli.main", "status", "--address", cluster.address)
+    assert tables.end() == 0, tables.err
+    session.close()
+
+    status = json.loads(document.out)
+    assert status["address"] == cluster.address
+    (pair,) = [island for island in status["islands"] if island["island"] == "pair"]
+    assert (pair["state"], pair["platform"], pair["slices"]) == ("ready", "cpu", 1)
+    assert [host["node"] for host in pair["hosts"]] == ["pair-0", "pair-1"]
+    for host in pair["hosts"]:
+        assert host["process"] in cluster.workers[host["node"]].family()
+        assert host["endpoint"].startswith("tcp://127.0.0.1:")
+    (client,) = [client for client in status["clients"] if client["arrays"]]
+    assert (client["name"], client["arrays"], client["programs"]) == (f"pid {os.getpid()}", 1, 1)
+    assert f"pid {document.process.pid}" not in document.out  # nobody asked about the one that asks
+    for word in ("pair", "ready", "pair-0", str(pair["hosts"][0]["process"]), client["name"]):
+        assert word in tables.out
+
+
+def test_looking_at_a_cluster_does_not_load_jax(cluster: Cluster, tmp_path: Path) -> None:
+    body = (
+        "import sys\nfrom pw.cli.main import main\n"
+        f"sys.argv = ['pw', 'status', '--address', {cluster.address!r}]\n"
+        "try:\n    main()\nfinally:\n    print([name for name in sys.modules if 'jax' in name])"
+    )
+    one = Program(tmp_path, ["-c", body])
+    assert one.end() == 0, one.err
+    assert one.out.endswith("\n[]\n")
+
+
+def test_version(start: Start) -> None:
+    one = start("pw.cli.main", "version")
+    assert one.end() == 0
+    assert re.fullmatch(r"pw \S+ with jax \S+ \(protocol \d+\), Python 3\.\S+\n", one.out)
+
+
+# --- pw run --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys
+from pw.client import runtime
+islands = runtime.connect().status().islands
+print(__name__, sys.argv[1:], [(i.island, sum(h.devices for h in i.hosts)) for i in islands], flush=True)
+if "wait" in sys.argv:
+    signal.pause()
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_run_gives_a_script_a_cluster_of_its_own(script: str, start: Start) -> None:
+    one = start(
+        "pw.cli.main",
+        *("run", "--islands", 2, "--devices-per-host", 3, script, "--islands", "mine"),
+        PW_ADDRESS="tcp://127.0.0.1:9",
+    )
+    assert one.end() == 7, one.err
+    assert one.out == "__main__ ['--islands', 'mine'] [('island-0', 3), ('island-1', 3)]\n"
+    assert one.err == ""
+    one.until_alone()
+
+
+def test_run_uses_a_cluster_that_is_there(cluster: Cluster, script: str, start: Start) -> None:
+    one = start("pw.cli.main", "run", "--address", cluster.address, script)
+    both = start("pw.cli.main", "run", "--address", cluster.address, "--islands", 2, script)
+    assert one.end() == 7, one.err
+    assert "('pair', 2)" in one.out
+    fails(both, "pw", "has its own islands")
+
+
+def test_sigterm_to_run_ends_the_script_and_its_cluster(script: str, start: Start) -> None:
+    one = start("pw.cli.main", "run", script, "wait")
+    one.until_says("__main__")
+    one.process.terminate()
+    assert one.end() == 128 + signal.SIGTERM, one.err
+    one.until_alone()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_the_script_ends_with_run(
+    number: signal.Signals, code: int, cluster: Cluster, script: str, start: Start
+) -> None:
+    one = start("pw.cli.main", "run", script, "wait", PW_ADDRESS=cluster.address)
+    one.until_says("__main__")
+    os.killpg(one.process.pid, number)
+    assert one.end() == code, one.err
+    one.until_alone()
+    assert one.err.count("KeyboardInterrupt") == (number == signal.SIGINT)
+
+
+# --- what they survive ---------------------------------------------------------------------------------
+
+
+def test_a_killed_runtime_is_replaced_and_its_island_usable_again(cluster: Cluster) -> None:
+    session = cluster.session()
+    (before,) = [i.epoch for i in session.status().islands if i.island == "pair"]
+    processes = until_ready(session, "pair")
+    send(processes["pair-1"], signal.SIGKILL)
+    again = until_ready(session, "pair", before + 1)
+    assert set(again.values()).isdisjoint(processes.values())
+    program = AllReduce(session, session.allocate_slice(2, island="pair"))
+    summed = session.fetch(program.run(), program.spec).result(BOUND_S)
+    np.testing.assert_array_equal(summed, [4, 5])
+    session.close()
+
+
+def test_sigterm_ends_workers_stuck_in_a_collective_and_the_controller(start: Start) -> None:
+    """One host's peer is stopped in the middle of an all-reduce; then the stopped one is ended too."""
+    cluster = Cluster(start)
+    cluster.pair("stuck")
+    session = cluster.session()
+    processes = until_ready(session, "stuck")
+    program = AllReduce(session, session.allocate_slice(2))
+    session.wait([program.run()]).result(BOUND_S)
+    send(processes["stuck-1"], signal.SIGSTOP)
+    program.run()
+    until(lambda: session.status().islands[0].launched > 0, "the all-reduce is launched")
+    for name in ("stuck-0", "stuck-1"):
+        worker = cluster.workers[name]
+        worker.process.terminate()
+        assert worker.end(5) == 0, worker.err
+        worker.until_alone()
+    session.close()
+    cluster.controller.process.terminate()
+    assert cluster.controller.end(5) == 0, cluster.controller.err
+    cluster.controller.until_alone()
+
+
+def test_workers_end_by_themselves_when_their_controller_is_gone(start: Start) -> None:
+    cluster = Cluster(start)
+    worker = cluster.worker("lonely", "lonely")
+    session = cluster.session()
+    until_ready(session, "lonely")
+    session.close()
+    cluster.controller.process.kill()
+    assert worker.end() == 1
+    assert worker.err.endswith("pw-worker: error: the controller did not come back; giving up\n")
+    worker.until_alone()

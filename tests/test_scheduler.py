@@ -1,0 +1,311 @@
+"""Gangs on a whole fake cluster: one order everywhere, no circle of waiting, nothing left behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import RESOURCES, executor_of, scheduler_of
+from pw.core.messages import (
+    Arguments,
+    Discard,
+    EndEpoch,
+    Finished,
+    IslandFormed,
+    Launch,
+    LaunchGap,
+    Progress,
+    SegmentDone,
+    SegmentLaunched,
+    Submit,
+)
+from pw.core.ids import client_id
+from pw.core.messages import AddClient, InstallProgram, Release, RemoveClient, UninstallProgram
+from pw.core.program import Program
+from pw.sched.policy import POLICIES
+from pw.sched.scheduler import CONTENDED_WINDOW_SEGMENTS, WINDOW_SEGMENTS, IslandScheduler
+from tests.actors import FakeHost, World
+from tests.scripted import LARGE, SMALL, Client, chain, copy, join, split
+
+ISLANDS = ("a", "b")
+
+
+def two_islands(seed: int, policy: str = "fifo") -> tuple[World, list[FakeHost]]:
+    world = World(seed)
+    world.controller(policy)
+    hosts = [world.host(f"{island}{rank}", island, 2) for island in ISLANDS for rank in range(2)]
+    world.settle()
+    return world, hosts
+
+
+def check_order(world: World) -> None:
+    """G1 on what was sent: contiguous numbers, one relative order; G4: producers went first."""
+    numbers: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    order: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for _, to, message in world.sent:
+        if isinstance(message, Launch | Discard):
+            numbers[to.node, message.epoch].append(message.sequence)
+        if isinstance(message, Launch):
+            order[to.node].append((message.run, message.segment))
+    for got in numbers.values():
+        assert got == list(range(len(got)))
+    for one in order.values():
+        for other in order.values():
+            both = set(one) & set(other)
+            assert [x for x in one if x in both] == [x for x in other if x in both]
+
+
+def empty(hosts: list[FakeHost]) -> bool:
+    return all(not any(host.census().values()) for host in hosts)
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_opposite_directions_always_finish(policy: str, elements: int) -> None:
+    """Two clients cross two islands in opposite directions, whatever the order of delivery (G1-G4)."""
+    for seed in range(25):
+        world, hosts = two_islands(seed, policy)
+        clients = [join(world, name) for name in ("c1", "c2")]
+        made: list[tuple[Client, int, Any]] = []
+        for turn, client in enumerate(clients):
+            on = [client.slice(2, island) for island in ISLANDS]
+            world.settle()
+            a, b = (split(number, 2, elements) for number in on)
+            there, back = (a, b) if turn == 0 else (b, a)
+            program = client.program(chain([there, back, there]))
+            moved = client.program(copy(there, back))
+            alone = client.program(chain([back]))
+            world.steps(world.random.randrange(20))
+            x = np.arange(elements) * (turn + 1)
+            for _ in range(4):
+                (y,) = client.run(program, x)
+                (z,) = client.run(moved, y)
+                (u,) = client.run(alone, z)
+                made += [(client, y, x + 3), (client, z, x + 3), (client, u, x + 4)]
+                world.steps(world.random.randrange(30))
+        world.settle()
+        check_order(world)
+        for client, array, expected in made:
+            np.testing.assert_array_equal(client.value(array), expected)
+        launched = set()
+        for sender, to, message in world.sent:
+            if isinstance(message, SegmentLaunched):
+                launched.add((message.run, message.segment))
+        assert world.control._runs == {}
+        for client in clients:
+            assert client.credits == client.sent_runs == 12
+            client.delete(*[array for owner, array, _ in made if owner is client])
+            for program in client.outputs:
+                client.release(program)
+        world.settle()
+        world.wait(60)
+        assert empty(hosts), [host.census() for host in hosts]
+
+
+def test_a_client_may_go_at_any_moment() -> None:
+    """What it launched ends, what it queued does not start, nothing of it stays, others go on."""
+    for seed in range(40):
+        world, hosts = two_islands(seed)
+        gone, other = join(world, "gone"), join(world, "other")
+        results = []
+        for client in (gone, other):
+            a, b = (split(client.slice(2, island), 2, LARGE) for island in ISLANDS)
+            world.settle()
+            program = client.program(chain([a, b, a]))
+            x = np.arange(LARGE)
+            world.steps(world.random.randrange(40))
+            kept = client.upload(x, a, inline=bool(seed % 2))
+            for _ in range(5):
+                results.append((client, client.run(program, kept)[0]))
+        world.steps(world.random.randrange(150))
+        world.kill("gone")
+        world.settle()
+        world.wait(31)
+        for client, array in results:
+            if client is other:
+                np.testing.assert_array_equal(client.value(array), np.arange(LARGE) + 3)
+        other.delete(kept, *[array for client, array in results if client is other])
+        other.release(program)
+        world.settle()
+        check_order(world)
+        assert empty(hosts), [host.census() for host in hosts]
+        assert not world.control._runs
+        for scheduler in world.schedulers.values():
+            assert not scheduler.queued
+            assert not scheduler.launched
+            assert not scheduler._waiting_uploads
+            assert not scheduler._estimates_us
+
+
+# --- one scheduler alone -----------------------------------------------------------------------------
+
+
+class Bench:
+    """One scheduler of island "i", and answers of its hosts when the test gives them."""
+
+    def __init__(self, policy: str = "fifo", hosts: tuple[str, ...] = ("h0", "h1")) -> None:
+        self.world = World()
+        self.address = scheduler_of("i")
+        self.scheduler: IslandScheduler = self.world.add(
+            self.address, lambda env: IslandScheduler(env, "i", POLICIES[policy]())
+        )
+        self.hosts = hosts
+        self.runs = 0
+        self.tell(IslandFormed("i", 1, hosts))
+
+    def tell(self, *messages: object, sender: Any = None) -> None:
+        for message in messages:
+            self.world.mailboxes["controller"].append(
+                (sender or self.address, self.address, message)
+            )
+        self.world.drain("controller")
+
+    def client(self, number: int, share: float = 1.0, priority: int = 0) -> None:
+        self.tell(AddClient(number, share, priority))
+        self.tell(InstallProgram(client_id(number, 1), Program("p", (), (), (), ()), (), ()))
+
+    def submission(self, client: int, depends: tuple[int, ...] = (), **how: Any) -> Submit:
+        self.runs += 1
+        producers = tuple(("j", producer) for producer in depends)
+        return Submit(
+            client_id(client, 1000 + self.runs),
+            client_id(client, 1),
+            (7,),
+            (how.get("hosts", self.hosts),),
+            (producers,),
+            (),
+            (),
+            ((),),
+            how.get("awaits", ()),
+        )
+
+    def launches(self, host: str = "h0") -> list[Launch]:
+        return self.world.to(executor_of(host), Launch)
+
+    def owners(self) -> list[int]:
+        return [launch.run >> 40 for launch in self.launches()]
+
+    def end(self, launch: Launch, device_time_us: int = 100) -> None:
+        finished = (Finished(launch.sequence, device_time_us),)
+        self.tell(Progress(launch.epoch, finished), sender=executor_of("h0"))
+
+
+def test_a_consumer_waits_for_the_launch_of_its_producers_but_not_for_their_end() -> None:
+    bench = Bench()
+    bench.client(1)
+    submit = bench.submission(1, depends=(3, 5))
+    bench.tell(submit)
+    bench.tell(SegmentLaunched(submit.run, 3))
+    assert not bench.launches()
+    bench.tell(SegmentLaunched(submit.run, 5))
+    assert len(bench.launches()) == 1
+
+
+def test_ready_work_of_another_client_goes_before_work_whose_inputs_are_late() -> None:
+    """G3: although it is older."""
+    bench = Bench()
+    bench.client(1)
+    bench.client(2)
+    late = bench.submission(1, depends=(3,))
+    bench.tell(late, SegmentLaunched(late.run, 3), bench.submission(2), bench.submission(2))
+    assert bench.owners() == [2, 2, 1]
+    done = bench.submission(1, depends=(3,))
+    bench.tell(
+        done,
+        SegmentLaunched(done.run, 3),
+        SegmentDone(done.run, 3, 10),
+        bench.submission(2),
+    )
+    assert bench.owners()[3:] == [1, 2]
+
+
+def test_the_window_bounds_what_is_launched() -> None:
+    bench = Bench()
+    bench.client(1)
+    bench.tell(*[bench.submission(1) for _ in range(WINDOW_SEGMENTS + 50)])
+    assert len(bench.launches()) == WINDOW_SEGMENTS
+    contended = Bench()
+    contended.client(1)
+    contended.client(2)
+    contended.tell(*[contended.submission(1 + turn % 2) for turn in range(100)])
+    assert len(contended.launches()) == CONTENDED_WINDOW_SEGMENTS
+    for launch in contended.launches():
+        contended.end(launch, 50_000)
+    assert 2 <= contended.scheduler.launched < CONTENDED_WINDOW_SEGMENTS, "time counts, too"
+
+
+def test_a_gap_ends_the_epoch_and_a_stale_one_does_not() -> None:
+    bench = Bench()
+    bench.tell(LaunchGap(0, 1, 2), sender=executor_of("h1"))
+    assert not bench.world.to(RESOURCES, EndEpoch)
+    bench.tell(LaunchGap(1, 1, 2), sender=executor_of("h1"))
+    (ended,) = bench.world.to(RESOURCES, EndEpoch)
+    assert "h1" in ended.reason
+    assert "expected launch 1 and got 2" in ended.reason
+
+
+def test_deletes_never_overtake_runs() -> None:
+    bench = Bench()
+    bench.client(1)
+    waiting = bench.submission(1, depends=(3,))
+    program = client_id(1, 1)
+    bench.tell(waiting, Release(1, (5,), (("h0",),)), UninstallProgram(program, ("h0", "h1")))
+    assert not bench.world.to(executor_of("h0"), Discard)
+    bench.tell(SegmentLaunched(waiting.run, 3))
+    kinds = [type(m) for m in bench.world.to(executor_of("h0")) if not isinstance(m, Arguments)]
+    assert kinds[-2:] == [Launch, Discard]
+    (discard,) = bench.world.to(executor_of("h0"), Discard)
+    assert (discard.arrays, discard.programs) == ((5,), (program,))
+    assert not bench.scheduler._estimates_us, "what is known of a program goes with it"
+
+
+def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
+    bench = Bench()
+    bench.client(1)
+    bench.tell(bench.submission(1, awaits=(client_id(1, 9),)))
+    bench.end(Launch(1, 0, 0, 0, 0, True, None, True))
+    bench.tell(RemoveClient(1))
+    assert not bench.scheduler._waiting_uploads
+    (discard,) = bench.world.to(executor_of("h1"), Discard)
+    assert discard.clients == (1,)
+
+
+def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
+    """A host whose first part of a run was launched is told that the rest will not come."""
+    for seed in range(20):
+        world, hosts = two_islands(seed)
+        client = join(world, "c")
+        a, b = (split(client.slice(2, island), 2, LARGE) for island in ISLANDS)
+        world.settle()
+        program = client.program(chain([b, a, b, a, b]))
+        alone = client.program(chain([b]))
+        world.settle()
+        made = []
+        for _ in range(4):
+            made += client.run(program, np.arange(LARGE))
+            made += client.run(alone, made[-1])
+        world.steps(world.random.randrange(200))
+        world.kill("a0")
+        world.settle()
+        values = [client.value(array) for array in made]
+        for whole, then in zip(values[::2], values[1::2], strict=True):
+            if isinstance(whole, ErrorReport):
+                assert isinstance(then, ErrorReport)
+                assert then.kind == "HostLost"
+        (after,) = client.run(alone, np.arange(LARGE))
+        np.testing.assert_array_equal(client.value(after), np.arange(LARGE) + 1)
+        client.delete(*made, after)
+        client.release(program)
+        client.release(alone)
+        world.settle()
+        check_order(world)
+        for host in hosts[2:]:
+            census = host.census()
+            census.pop("edges_outgoing"), census.pop("edges_parked"), census.pop("landings")
+            assert not any(census.values()), census
+        assert world.control._clients[client.number].in_flight == 0
+        assert client.credits == client.sent_runs
