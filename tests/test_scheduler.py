@@ -46,11 +46,19 @@ def check_order(world: World) -> None:
     """G1 on what was sent: contiguous numbers, one relative order; G4: producers went first."""
     numbers: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     order: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    needed: dict[tuple[int, int], list[int]] = {}
+    launched: set[tuple[int, int]] = set()
     for _, to, message in world.sent:
+        if isinstance(message, Submit):
+            for segment, producers in zip(message.segments, message.depends, strict=True):
+                needed[message.run, segment] = [producer for _, producer in producers]
         if isinstance(message, Launch | Discard):
             numbers[to.node, message.epoch].append(message.sequence)
         if isinstance(message, Launch):
             order[to.node].append((message.run, message.segment))
+            launched.add((message.run, message.segment))
+            for producer in needed.get((message.run, message.segment), ()):
+                assert (message.run, producer) in launched
     for got in numbers.values():
         assert got == list(range(len(got)))
     for one in order.values():
@@ -91,10 +99,6 @@ def test_opposite_directions_always_finish(policy: str, elements: int) -> None:
         check_order(world)
         for client, array, expected in made:
             np.testing.assert_array_equal(client.value(array), expected)
-        launched = set()
-        for sender, to, message in world.sent:
-            if isinstance(message, SegmentLaunched):
-                launched.add((message.run, message.segment))
         assert world.control._runs == {}
         for client in clients:
             assert client.credits == client.sent_runs == 12
@@ -155,6 +159,8 @@ class Bench:
         )
         self.hosts = hosts
         self.runs = 0
+        self.scanned = 0
+        self.known: list[Launch] = []
         self.tell(IslandFormed("i", 1, hosts))
 
     def tell(self, *messages: object, sender: Any = None) -> None:
@@ -183,8 +189,13 @@ class Bench:
             how.get("awaits", ()),
         )
 
-    def launches(self, host: str = "h0") -> list[Launch]:
-        return self.world.to(executor_of(host), Launch)
+    def launches(self) -> list[Launch]:
+        """All launches so far on host h0, which is in every gang."""
+        new = self.world.sent[self.scanned :]
+        self.scanned = len(self.world.sent)
+        first = executor_of("h0")
+        self.known += [m for _, to, m in new if to == first and isinstance(m, Launch)]
+        return self.known
 
     def owners(self) -> list[int]:
         return [launch.run >> 40 for launch in self.launches()]

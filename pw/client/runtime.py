@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.client.session import (
+from pw.client.notes import (
     Allocate,
     Ask,
     Await,

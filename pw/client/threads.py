@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import uvloop
 
 from pw.client.children import Child
-from pw.client.session import AwaitHosts, ClientSession
+from pw.client.notes import AwaitHosts
+from pw.client.session import ClientSession
 from pw.core.errors import ConnectionFailed
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane

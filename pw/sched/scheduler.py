@@ -101,6 +101,8 @@ class _ClientQueue:
     share: float
     priority: int
     tasks: deque[_SegmentTask | _DiscardTask] = field(default_factory=deque)
+    launched: int = 0
+    """Segments that have been launched and have not ended."""
 
     @property
     def head_arrival(self) -> int:
@@ -168,6 +170,7 @@ class IslandScheduler(Actor):
         self._drops.clear()
         for queue in self._clients.values():
             queue.tasks.clear()
+            queue.launched = 0
 
     @handles(AddClient)
     def _add_client(self, sender: Address, message: AddClient) -> None:
@@ -336,9 +339,9 @@ class IslandScheduler(Actor):
             while queue.tasks and isinstance(queue.tasks[0], _DiscardTask):
                 self._drop(queue.tasks[0])
                 queue.tasks.popleft()
+            wanting += bool(queue.tasks or queue.launched)
             if not queue.tasks:
                 continue
-            wanting += 1
             head = queue.tasks[0]
             assert isinstance(head, _SegmentTask)
             if head.unlaunched or head.awaits:
@@ -353,6 +356,7 @@ class IslandScheduler(Actor):
         known = self._estimates_us.get(task.here.program, {})
         task.estimate_us = known.get(task.segment, UNKNOWN_US)
         self.policy.charge(queue, task.estimate_us)
+        queue.launched += 1
         return task
 
     def _window_open(self, wanting: int) -> bool:
@@ -439,6 +443,7 @@ class IslandScheduler(Actor):
         self._in_flight_us -= task.estimate_us
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
+            queue.launched -= 1
             self.policy.charge(queue, finished.device_time_us - task.estimate_us)
         estimates_us = self._estimates_us.get(task.here.program)
         if estimates_us is not None:

@@ -1,0 +1,118 @@
+"""Who goes next: first come, shares of measured device time, priority (DESIGN G2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from pw.core.messages import UploadEnded
+from pw.sched.scheduler import CONTENDED_WINDOW_SEGMENTS, CONTENDED_WINDOW_US
+from tests.test_scheduler import Bench
+
+
+class Island:
+    """One device that does what is launched, one after the other; client n takes `time_us[n]` a piece."""
+
+    def __init__(self, policy: str, time_us: dict[int, int]) -> None:
+        self.bench = Bench(policy, ("h0",))
+        self.time_us = time_us
+        self.used_us: Counter[int] = Counter()
+        self.done = 0
+        self.worst_ahead_us = 0
+
+    def submit(self, client: int, count: int) -> None:
+        self.bench.tell(*[self.bench.submission(client) for _ in range(count)])
+
+    def work(self, count: int) -> list[int]:
+        """Do so many launches; whose they were."""
+        owners = []
+        for _ in range(count):
+            launches = self.bench.launches()[self.done :]
+            owners.append(launches[0].run >> 40)
+            ahead = sum(self.time_us[launch.run >> 40] for launch in launches)
+            self.worst_ahead_us = max(self.worst_ahead_us, ahead)
+            self.used_us[owners[-1]] += self.time_us[owners[-1]]
+            self.done += 1
+            self.bench.end(launches[0], self.time_us[owners[-1]])
+        return owners
+
+
+@pytest.mark.parametrize("times_us", [(300, 1000, 5000), (5000, 300, 1000), (2000, 2000, 2000)])
+def test_shares_of_device_time_converge(times_us: tuple[int, ...]) -> None:
+    island = Island("share", dict(enumerate(times_us, 1)))
+    for client, share in ((1, 1.0), (2, 2.0), (3, 4.0)):
+        island.bench.client(client, share)
+    for client in (1, 2, 3):
+        island.submit(client, 1500)
+    island.work(200)
+    before = Counter(island.used_us)
+    while sum(island.used_us.values()) - sum(before.values()) < 700_000:
+        island.work(1)
+    used = island.used_us - before
+    print(used)
+    for client, share in ((1, 1), (2, 2), (3, 4)):
+        assert used[client] / used.total() == pytest.approx(share / 7, abs=0.04)
+
+
+def test_who_idled_does_not_claim_the_past() -> None:
+    """Not even when nobody else was there while it idled."""
+    island = Island("share", {1: 1000, 2: 1000})
+    island.bench.client(1)
+    island.bench.client(2)
+    island.submit(1, 500)
+    island.work(400)
+    island.submit(1, 500)
+    island.submit(2, 500)
+    island.work(300)
+    owners = island.work(100)
+    assert 40 <= owners.count(2) <= 60
+
+
+def test_who_could_not_be_served_claims_only_a_little_of_the_past() -> None:
+    island = Island("share", {1: 1000, 2: 1000})
+    island.bench.client(1)
+    island.bench.client(2)
+    late = island.bench.submission(2, awaits=(99,))
+    island.bench.tell(late)
+    island.submit(2, 1000)
+    island.submit(1, 2000)
+    island.work(1000)
+    island.bench.tell(UploadEnded(99))
+    owners = island.work(500)
+    assert 250 <= owners.count(2) <= 250 + 80
+
+
+def test_the_launched_work_of_contenders_is_milliseconds() -> None:
+    """Although they sent all of it before anything was measured."""
+    island = Island("fifo", {1: 4000, 2: 4000})
+    for client in (1, 2):
+        island.bench.client(client)
+    for _ in range(200):
+        island.submit(1, 1)
+        island.submit(2, 1)
+    island.work(CONTENDED_WINDOW_SEGMENTS)  # what was launched on the first guess
+    island.worst_ahead_us = 0
+    island.work(100)
+    assert island.worst_ahead_us <= CONTENDED_WINDOW_US + 2 * 4000
+
+
+def test_first_come_first_served() -> None:
+    island = Island("fifo", {1: 10, 2: 10})
+    island.bench.client(1)
+    island.bench.client(2)
+    order = [1, 2, 2, 1, 1, 1, 2] * 5
+    for client in order:
+        island.submit(client, 1)
+    assert island.work(len(order)) == order
+
+
+def test_the_higher_priority_goes_first() -> None:
+    island = Island("priority", {1: 1000, 2: 1000, 3: 1000})
+    for client, priority in ((1, 0), (2, 5), (3, 5)):
+        island.bench.client(client, priority=priority)
+    island.submit(1, 400)
+    ahead = len(island.bench.launches())
+    island.submit(2, 10)
+    island.submit(3, 10)
+    owners = island.work(ahead + 30)[ahead:]
+    assert owners == [2] * 10 + [3] * 10 + [1] * 10
