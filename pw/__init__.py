@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from pw.client.array import Array
     from pw.client.cluster import LocalCluster
+    from pw.client.host_function import host_function
     from pw.client.jit import jit
     from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
     from pw.client.pmap import pmap
@@ -63,6 +64,7 @@ _LAZY = {
     "jit": "pw.client.jit",
     "pmap": "pw.client.pmap",
     "program": "pw.client.program",
+    "host_function": "pw.client.host_function",
     "Array": "pw.client.array",
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",
@@ -81,6 +83,7 @@ __all__ = [
     "jit",
     "pmap",
     "program",
+    "host_function",
     "Array",
     "put",
     "get",

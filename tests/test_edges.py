@@ -29,3 +29,17 @@ def test_a_value_that_has_not_arrived_yet_can_be_sent_on(meshes: list[pw.Mesh], 
     for hop in range(1, 7):
         x = pw.put(x, sharding=pw.NamedSharding(meshes[hop % 2], P("x") if hop % 3 else P()))
     np.testing.assert_array_equal(np.asarray(x), value)
+
+
+def test_everything_asked_for_is_settled_when_the_session_ends() -> None:
+    from pw.client import runtime
+
+    with InProcessCluster(islands=1, devices_per_island=1):
+        devices = pw.make_virtual_device_set().add_slice(devices=1).devices
+        x = pw.put(np.zeros(4, np.float32), devices)
+        spec = x._type.spec
+        futures = [runtime.current().fetch(x._id, spec) for _ in range(20_000)]
+        pw.disconnect()
+        for future in futures:
+            error = future.exception(timeout=10)
+            assert error is None or isinstance(error, pw.Disconnected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from pw.core.messages import UploadEnded
 from pw.sched.scheduler import CONTENDED_WINDOW_SEGMENTS, CONTENDED_WINDOW_US
 from tests.test_scheduler import Bench
@@ -20,8 +21,9 @@ class Island:
         self.done = 0
         self.worst_ahead_us = 0
 
-    def submit(self, client: int, count: int) -> None:
-        self.bench.tell(*[self.bench.submission(client) for _ in range(count)])
+    def submit(self, *clients: int) -> None:
+        """One run of each of these clients, all in one turn."""
+        self.bench.tell(*[self.bench.submission(client) for client in clients])
 
     def work(self, count: int) -> list[int]:
         """Do so many launches; whose they were."""
@@ -42,14 +44,12 @@ def test_shares_of_device_time_converge(times_us: tuple[int, ...]) -> None:
     island = Island("share", dict(enumerate(times_us, 1)))
     for client, share in ((1, 1.0), (2, 2.0), (3, 4.0)):
         island.bench.client(client, share)
-    for client in (1, 2, 3):
-        island.submit(client, 1500)
+    island.submit(*[1, 2, 3] * 1500)
     island.work(200)
     before = Counter(island.used_us)
     while sum(island.used_us.values()) - sum(before.values()) < 700_000:
         island.work(1)
     used = island.used_us - before
-    print(used)
     for client, share in ((1, 1), (2, 2), (3, 4)):
         assert used[client] / used.total() == pytest.approx(share / 7, abs=0.04)
 
@@ -59,10 +59,9 @@ def test_who_idled_does_not_claim_the_past() -> None:
     island = Island("share", {1: 1000, 2: 1000})
     island.bench.client(1)
     island.bench.client(2)
-    island.submit(1, 500)
+    island.submit(*[1] * 500)
     island.work(400)
-    island.submit(1, 500)
-    island.submit(2, 500)
+    island.submit(*[1] * 500, *[2] * 500)
     island.work(300)
     owners = island.work(100)
     assert 40 <= owners.count(2) <= 60
@@ -74,8 +73,7 @@ def test_who_could_not_be_served_claims_only_a_little_of_the_past() -> None:
     island.bench.client(2)
     late = island.bench.submission(2, awaits=(99,))
     island.bench.tell(late)
-    island.submit(2, 1000)
-    island.submit(1, 2000)
+    island.submit(*[2] * 1000, *[1] * 2000)
     island.work(1000)
     island.bench.tell(UploadEnded(99))
     owners = island.work(500)
@@ -88,8 +86,8 @@ def test_the_launched_work_of_contenders_is_milliseconds() -> None:
     for client in (1, 2):
         island.bench.client(client)
     for _ in range(200):
-        island.submit(1, 1)
-        island.submit(2, 1)
+        island.submit(1)
+        island.submit(2)
     island.work(CONTENDED_WINDOW_SEGMENTS)  # what was launched on the first guess
     island.worst_ahead_us = 0
     island.work(100)
@@ -102,7 +100,7 @@ def test_first_come_first_served() -> None:
     island.bench.client(2)
     order = [1, 2, 2, 1, 1, 1, 2] * 5
     for client in order:
-        island.submit(client, 1)
+        island.submit(client)
     assert island.work(len(order)) == order
 
 
@@ -110,9 +108,8 @@ def test_the_higher_priority_goes_first() -> None:
     island = Island("priority", {1: 1000, 2: 1000, 3: 1000})
     for client, priority in ((1, 0), (2, 5), (3, 5)):
         island.bench.client(client, priority=priority)
-    island.submit(1, 400)
+    island.submit(*[1] * 400)
     ahead = len(island.bench.launches())
-    island.submit(2, 10)
-    island.submit(3, 10)
+    island.submit(*[2] * 10, *[3] * 10)
     owners = island.work(ahead + 30)[ahead:]
     assert owners == [2] * 10 + [3] * 10 + [1] * 10

@@ -9,22 +9,25 @@ import numpy as np
 import pytest
 
 from pw.core.errors import ErrorReport
-from pw.core.ids import RESOURCES, executor_of, scheduler_of
+from pw.core.ids import RESOURCES, client_id, executor_of, scheduler_of
 from pw.core.messages import (
+    AddClient,
     Arguments,
     Discard,
     EndEpoch,
     Finished,
+    InstallProgram,
     IslandFormed,
     Launch,
     LaunchGap,
     Progress,
+    Release,
+    RemoveClient,
     SegmentDone,
     SegmentLaunched,
     Submit,
+    UninstallProgram,
 )
-from pw.core.ids import client_id
-from pw.core.messages import AddClient, InstallProgram, Release, RemoveClient, UninstallProgram
 from pw.core.program import Program
 from pw.sched.policy import POLICIES
 from pw.sched.scheduler import CONTENDED_WINDOW_SEGMENTS, WINDOW_SEGMENTS, IslandScheduler
@@ -143,6 +146,31 @@ def test_a_client_may_go_at_any_moment() -> None:
             assert not scheduler.launched
             assert not scheduler._waiting_uploads
             assert not scheduler._estimates_us
+
+
+def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only() -> None:
+    for seed in range(20):
+        world, hosts = two_islands(seed)
+        client = join(world, "c")
+        a, b = (split(client.slice(2, island), 2) for island in ISLANDS)
+        world.settle()
+        here, there = client.program(chain([a])), client.program(chain([b]))
+        world.settle()
+        made = [client.run(here, np.arange(SMALL))[0] for _ in range(20)]
+        (fine,) = client.run(there, np.arange(SMALL))
+        world.drain("c")
+        while (link := world.links["c", "controller"]) or not world.links["controller", "a1"]:
+            world._deliver("c", "controller") if link else world.step()
+        link = world.links["controller", "a1"]
+        launches = [at for at, (_, _, message) in enumerate(link) if isinstance(message, Launch)]
+        del link[world.random.choice(launches[:-1])]
+        world.settle()
+        (ended,) = world.to(RESOURCES, EndEpoch)
+        assert (ended.island, ended.epoch) == ("a", 1)
+        assert [bool(host.stopped) for host in hosts] == [True, True, False, False]
+        assert "HostLost" in {client.failed[array].kind for array in made if array in client.failed}
+        np.testing.assert_array_equal(client.value(fine), np.arange(SMALL) + 1)
+        assert client.credits == client.sent_runs
 
 
 # --- one scheduler alone -----------------------------------------------------------------------------
@@ -314,9 +342,7 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
         client.release(alone)
         world.settle()
         check_order(world)
-        for host in hosts[2:]:
-            census = host.census()
-            census.pop("edges_outgoing"), census.pop("edges_parked"), census.pop("landings")
-            assert not any(census.values()), census
+        world.wait(31)
+        assert empty(hosts[2:]), [host.census() for host in hosts]
         assert world.control._clients[client.number].in_flight == 0
         assert client.credits == client.sent_runs

@@ -133,6 +133,7 @@ def serve(
     lease: Annotated[float, typer.Option()] = 10.0,
     connect_timeout: Annotated[float, typer.Option()] = 8.0,
     incarnation: Annotated[int, typer.Option()] = 0,
+    allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
@@ -159,7 +160,7 @@ def serve(
     runtime = HostRuntime(name, daemon, loop, platform, devices)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
-    backend = JaxBackend(loop, name, runtime.device)
+    backend = JaxBackend(loop, name, runtime.device, allow_python=allow_python)
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid()
     )

@@ -37,7 +37,7 @@ class InProcessHost:
         self._devices = list(devices)
         self.node = Node(name, loop, hub.network(name))
         self.bulk = BulkPlane(loop)
-        self.backend = JaxBackend(loop, name, self.device)
+        self.backend = JaxBackend(loop, name, self.device, allow_python=True)
         registration = RegisterHost(
             island, 1, len(self._devices), self._devices[0].platform, "", os.getpid()
         )

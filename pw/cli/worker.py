@@ -64,7 +64,7 @@ class Supervisor:
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
 
     def run(self) -> int:
@@ -106,7 +106,7 @@ class Supervisor:
             level = "info" if code == EXIT_AGAIN else "warning"
             fields = {"exit_code": code, "next_in_s": pause_s}
             log(level, "runtime ended", self._name, "", fields)
-            if self._told_to_stop([], pause_s):
+            if self._pause(pause_s):
                 return EXIT_OK
 
     def _start(self) -> None:
@@ -125,23 +125,31 @@ class Supervisor:
     def _wait(self) -> int | None:
         """The child's exit code, or None when this process shall end."""
         assert self._child is not None
-        pidfd = os.pidfd_open(self._child.pid)
-        try:
-            if self._told_to_stop([pidfd], None):
+        while (code := self._child.poll()) is None:
+            if self._told_to_stop(None):
                 return None
-            code = self._child.wait()
-            os.close(self._child_pipe)
-            return code
-        finally:
-            os.close(pidfd)
+        os.close(self._child_pipe)
+        return code
 
-    def _told_to_stop(self, others: list[int], timeout_s: float | None) -> bool:
-        """Wait for a signal or the parent's end (true), one of `others`, or the time (false)."""
-        watched = [self._wake_read, *others]
+    def _pause(self, pause_s: float) -> bool:
+        """Wait; true at once when this process shall end."""
+        end_s = time.monotonic() + pause_s
+        while not self._told_to_stop(max(0.0, end_s - time.monotonic())):
+            if time.monotonic() >= end_s:
+                return False
+        return True
+
+    def _told_to_stop(self, timeout_s: float | None) -> bool:
+        """Wait for a reason to stop (true), for the end of a child, or for the time (false)."""
+        watched = [self._wake_read]
         if self._parent_fd >= 0:
             watched.append(self._parent_fd)
         ready = select.select(watched, [], [], timeout_s)[0]
-        return self._wake_read in ready or self._parent_fd in ready
+        if self._parent_fd in ready:
+            return True
+        # A signal writes its number here.
+        numbers = os.read(self._wake_read, 64) if ready else b""
+        return any(number != signal.SIGCHLD for number in numbers)
 
     def _end_child(self) -> None:
         assert self._child is not None
@@ -183,6 +191,14 @@ def serve(
         float,
         typer.Option(min=0, help="Seconds to look for a controller that was there and has gone."),
     ] = 60.0,
+    allow_python: Annotated[
+        bool,
+        typer.Option(
+            "--allow-python",
+            help="Run Python functions that clients send (pw.host_function): whoever can connect can "
+            "then do here what this process can.",
+        ),
+    ] = False,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
@@ -211,6 +227,7 @@ def serve(
         *("--lease", str(lease)),
         *("--connect-timeout", str(connect_timeout)),
         *("--log-level", log_level),
+        *(["--allow-python"] if allow_python else []),
     ]
     raise SystemExit(Supervisor(name, arguments, reconnect, parent_fd).run())
 

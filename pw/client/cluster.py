@@ -37,6 +37,7 @@ class LocalCluster:
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         lease_s: how long a silent client keeps what it owns, in seconds.
+        allow_python: let the workers run `pw.host_function`s.
         log_level: what the daemons write to standard error.
 
     Raises:
@@ -53,6 +54,7 @@ class LocalCluster:
         policy: str = "fifo",
         connect: bool = True,
         lease_s: float = 10.0,
+        allow_python: bool = False,
         log_level: str = "error",
     ) -> None:
         for name, value in (
@@ -94,6 +96,7 @@ class LocalCluster:
                             *("--platform", platform),
                             *("--lease", str(lease_s)),
                             *("--name", f"island-{island}-host-{host}"),
+                            *(["--allow-python"] if allow_python else []),
                             *common,
                         ]
                     )

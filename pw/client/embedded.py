@@ -71,7 +71,7 @@ def _with_child(runtime: Runtime, devices: int) -> SessionOnNode:
         thread.stop()
         raise
     arguments = ["--controller", endpoint, "--island", ISLAND, "--devices", str(devices)]
-    children.append(Child("pw.cli.host", [*arguments, "--name", "embedded-0"]))
+    children.append(Child("pw.cli.host", [*arguments, "--name", "embedded-0", "--allow-python"]))
     session.expect_hosts(1, children)
     return session
 

@@ -104,6 +104,7 @@ class AwaitHosts:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Fail all that is open; nothing more will be asked."""
+    """Fail all that is open; nothing more will be asked. Settled when that is done."""
 
     error: Error
+    closed: Settle

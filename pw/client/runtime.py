@@ -9,6 +9,7 @@ too far ahead.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -53,6 +54,7 @@ from pw.core.sharding import ArraySpec, box_slices, dtype_of
 __all__ = ["INLINE_BYTES", "Runtime", "SliceHandle", "connect", "current", "disconnect", "use"]
 
 CONNECT_S = 30.0
+CLOSE_S = 5.0
 RELEASES_KEPT = 64
 """Handles that may have died before their arrays are deleted without waiting for the next tick."""
 
@@ -126,7 +128,7 @@ class Runtime:
         priority: int,
         connect_s: float = CONNECT_S,
     ) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._serials = itertools.count(1)
         self._credits = threading.Semaphore(0)
         self._released: deque[int] = deque()
@@ -185,10 +187,22 @@ class Runtime:
         """End the session: everything it owns is released on every host. Idempotent."""
         if self.forked or self._closing is not None:
             return
-        self._closing = error or Disconnected("pw.disconnect() was called")
-        self._thread.post(Close(self._closing))
+        closed: Future[None] = Future()
+        with self._lock:
+            if self._closing is not None:
+                return
+            self._closing = error or Disconnected("pw.disconnect() was called")
+            self._thread.post(Close(self._closing, closed))
+        with contextlib.suppress(TimeoutError):
+            closed.result(CLOSE_S)
         self._thread.close()
         self._credits.release(1)
+
+    def _post(self, note: object) -> None:
+        """Hand a note to the session; what is posted before `close` is settled by it."""
+        with self._lock:
+            self.check_alive()
+            self._thread.post(note)
 
     def grant(self, count: int) -> None:
         """Called by the session: so many more runs may be sent."""
@@ -212,10 +226,9 @@ class Runtime:
         topology: tuple[int, ...] | None = None,
     ) -> SliceHandle:
         """Bind virtual devices. Raises InsufficientDevices with what was asked and what exists."""
-        self.check_alive()
         bound: Future[SliceBound] = Future()
         request = AllocateSlice(self._id(), devices, kind, island, topology)
-        self._thread.post(Allocate(request, bound))
+        self._post(Allocate(request, bound))
         return SliceHandle(bound.result(CONNECT_S))
 
     def release_slice(self, slice: int) -> None:
@@ -226,10 +239,10 @@ class Runtime:
 
     def register_program(self, program: Program, artifacts: Mapping[bytes, bytes]) -> int:
         """Announce a program; hosts compile it while the client goes on. Returns its number."""
-        self.check_alive()
         number = self._id()
         self._outputs[number] = tuple(output.spec for output in program.outputs)
         with self._lock:
+            self.check_alive()
             new = [digest for digest in artifacts if digest not in self._sent]
             self._sent.update(new)
             self._thread.post(
@@ -252,9 +265,9 @@ class Runtime:
         if not self._credits.acquire(blocking=False):
             self.check_alive()
             self._credits.acquire()
-        self.check_alive()
         specs = self._outputs[program]
         with self._lock:
+            self.check_alive()
             made = [self._id() for _ in range(results)]
             for array, spec in zip(made, specs, strict=True):
                 self._specs[array] = spec
@@ -275,23 +288,20 @@ class Runtime:
             value = value.copy()
         array = self._id()
         self._specs[array] = spec
-        with self._lock:
-            self._thread.post(Put(array, spec, value))
+        self._post(Put(array, spec, value))
         return array
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """The whole value, straight from the hosts that hold it."""
-        self.check_alive()
         future = Fetching(spec)
-        self._thread.post(Get(array, spec, future))
+        self._post(Get(array, spec, future))
         return future
 
     def wait(self, arrays: Sequence[int]) -> Future[None]:
         """A future of the moment when all arrays are ready; it fails with the first one's error."""
-        self.check_alive()
         future: Future[None] = Future()
         known = tuple((array, self._specs[array]) for array in arrays if array in self._specs)
-        self._thread.post(Await(known, future))
+        self._post(Await(known, future))
         return future
 
     def release(self, array: int) -> None:
@@ -305,8 +315,8 @@ class Runtime:
         for array in arrays:
             self._specs.pop(array, None)
         if arrays:
-            with self._lock:
-                self._thread.post(Forget(tuple(arrays)))
+            with contextlib.suppress(Disconnected):
+                self._post(Forget(tuple(arrays)))
 
     def _flush_released(self) -> None:
         arrays = []
@@ -321,24 +331,21 @@ class Runtime:
 
     def status(self, timeout_s: float = CONNECT_S) -> Status:
         """The cluster as the controller sees it."""
-        self.check_alive()
         answer: Future[Status] = Future()
-        self._thread.post(Ask(GetStatus, answer))
+        self._post(Ask(GetStatus, answer))
         return answer.result(timeout_s)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of every process: the controller, each host, and this client."""
-        self.check_alive()
         answer: Future[dict[str, dict[str, int]]] = Future()
-        self._thread.post(Ask(GetStats, answer))
+        self._post(Ask(GetStats, answer))
         collected = dict(answer.result(CONNECT_S))
         collected["client"] = self._thread.counters()
         return collected
 
     def _tell(self, message: object) -> None:
-        if self.alive:
-            with self._lock:
-                self._thread.post(Tell(message))
+        with contextlib.suppress(Disconnected):
+            self._post(Tell(message))
 
 
 def _mutable(value: np.ndarray[Any, Any]) -> bool:

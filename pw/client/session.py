@@ -198,6 +198,7 @@ class ClientSession(Actor):
     @handles(Close)
     def _on_close(self, sender: Address, note: Close) -> None:
         self._die(note.error)
+        _resolve(note.closed, None)
 
     def _die(self, error: Error) -> None:
         if self.closed is not None:

@@ -26,6 +26,8 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[ArraySpec, ...]
     outputs: tuple[ArraySpec, ...]
     donated: tuple[int, ...] = ()
+    python: bool = False
+    """The artifact is a pickled Python function instead; hosts run it only if they allow it."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):

@@ -28,7 +28,7 @@ from pw.core.landing import Landing
 from pw.core.messages import INLINE_BYTES, EdgeCredit, EdgeData, EdgeFailed, PeerLost
 from pw.core.plan import Receive, Route, Send
 from pw.core.reshard import route_layout
-from pw.core.sharding import ArraySpec, Box, DeviceAddress
+from pw.core.sharding import Box, DeviceAddress
 from pw.devices.backend import Backend, Build, Op, Part, Read, Value
 from pw.devices.store import Bulk, Bytes, pack, unpack
 
@@ -72,9 +72,14 @@ class _Incoming:
 
 @dataclass(frozen=True, slots=True)
 class _DropOrphans:
-    """Note to oneself: the edges of this client that found no receiver are void now."""
+    """Note to oneself: the edges of this client, or run, that found no other end are void now."""
 
     client: int
+    run: int = 0
+
+    def concerns(self, run: int) -> bool:
+        """Whether an edge of `run` is meant."""
+        return run == self.run or client_of(run) == self.client
 
 
 class ShardCoordinator(Actor):
@@ -233,9 +238,7 @@ class ShardCoordinator(Actor):
 
     # --- sending -------------------------------------------------------------------------------------
 
-    def send_op(
-        self, run: int, send: Send, value: Value, devices: tuple[DeviceAddress, ...]
-    ) -> Op:
+    def send_op(self, run: int, send: Send, value: Value, devices: tuple[DeviceAddress, ...]) -> Op:
         """The op that reads the pieces of one route, to be submitted in its turn."""
         offsets, total = route_layout(send.route, send.spec)
         outgoing = _Outgoing(run, send, total, offsets)
@@ -337,9 +340,7 @@ class ShardCoordinator(Actor):
         self._parked[key] = message
         self._parked_bytes += size_bytes
 
-    def _unpark(
-        self, key: tuple[int, int, str]
-    ) -> EdgeCredit | EdgeData | EdgeFailed | None:
+    def _unpark(self, key: tuple[int, int, str]) -> EdgeCredit | EdgeData | EdgeFailed | None:
         message = self._parked.pop(key, None)
         if isinstance(message, EdgeData):
             self._parked_bytes -= len(message.data)
@@ -354,14 +355,19 @@ class ShardCoordinator(Actor):
         self._gone_clients.add(client)
         self.env.call_later(ORPHAN_S, _DropOrphans(client))
 
+    def drop_run(self, run: int) -> None:
+        """The rest of a run will not come: edges from what was launched to what was not are void soon."""
+        self.env.call_later(ORPHAN_S, _DropOrphans(0, run))
+
     @handles(_DropOrphans)
     def _drop_orphans(self, sender: Address, message: _DropOrphans) -> None:
-        self._void_clients.add(message.client)
-        for key in [key for key in self._parked if client_of(key[0]) == message.client]:
+        if message.client:
+            self._void_clients.add(message.client)
+        for key in [key for key in self._parked if message.concerns(key[0])]:
             if isinstance(self._unpark(key), EdgeCredit):
                 self._refuse(key)
         for key, outgoing in list(self._outgoing.items()):
-            if client_of(key[0]) == message.client and outgoing.landing is None:
+            if message.concerns(key[0]) and outgoing.landing is None:
                 del self._outgoing[key]
 
     @handles(PeerLost)

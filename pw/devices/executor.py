@@ -50,7 +50,6 @@ from pw.devices.backend import Backend, Op, Part, Value
 from pw.devices.coordinator import ShardCoordinator, is_local
 from pw.devices.store import ObjectStore, relative
 
-
 CANCELLED = -1
 """The segment of a launch that only says that no other segment of its run follows."""
 
@@ -292,6 +291,10 @@ class HostExecutor(Actor):
         if message.arguments is not None and message.program in self._programs:
             self._begin(message, self._programs[message.program])
         run = self._runs.get(message.run)
+        if message.segment == CANCELLED:
+            self._coordinator.drop_run(message.run)
+            if run is None:
+                return
         if run is None:
             self._broken = True
             self.env.log("error", "launch of an unknown run", program=message.program)

@@ -41,6 +41,7 @@ from pw.core.errors import (
 )
 from pw.core.program import Computation
 from pw.core.sharding import Box, DeviceAddress, box_shape, box_slices
+from pw.devices import python_functions
 from pw.devices.backend import Build, Call, Done, Execute, Move, Op, Read, Value, Watch
 from pw.devices.jax_compile import Compiler, Executable
 from pw.devices.jax_layouts import (
@@ -52,6 +53,7 @@ from pw.devices.jax_layouts import (
     whole,
 )
 from pw.devices.jax_threads import Completions, QueueThread, join_all
+from pw.devices.python_functions import PythonFunction
 
 _INLINE_BYTES = 64 * 1024
 """Builds that copy less than this cost less than a change of threads."""
@@ -66,10 +68,16 @@ class JaxBackend:
         loop: where every `done` is called; methods are called there too.
         host: this host's name in device addresses.
         device: the JAX device at an address, for the whole island; called from several threads.
+        allow_python: run clients' Python functions (`pw.devices.python_functions`).
     """
 
     def __init__(
-        self, loop: AbstractEventLoop, host: str, device: Callable[[DeviceAddress], jax.Device]
+        self,
+        loop: AbstractEventLoop,
+        host: str,
+        device: Callable[[DeviceAddress], jax.Device],
+        *,
+        allow_python: bool = False,
     ) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         self._host = host
@@ -78,6 +86,8 @@ class JaxBackend:
         )
         self._layouts = Layouts(host, device)
         self._completions = Completions(loop)
+        self._allow_python = allow_python
+        self._python_keys: set[bytes] = set()
         self._executables: dict[bytes, Executable] = {}
         self._executed = 0
         self._copied = 0
@@ -96,6 +106,9 @@ class JaxBackend:
         self._compiler = Compiler(host, self._layouts, self._completions, self._publish)
         self._copying: QueueThread[Build] = QueueThread("pw-copy", self._finish_build, fail)
         self._watching: QueueThread[Watch | Read] = QueueThread("pw-watch", self._wait, fail)
+        self._calling: QueueThread[tuple[PythonFunction, Execute]] = QueueThread(
+            "pw-python", self._call_python, fail
+        )
         self._compiling: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), fail
         )
@@ -110,6 +123,11 @@ class JaxBackend:
         done: Done,
     ) -> None:
         """Compile `artifact` on the compile thread; equal computations share one executable."""
+        if computation.python:
+            self._compiling.put(
+                partial(self._load_python, key, computation, artifact, devices, done)
+            )
+            return
         self._compiling.put(
             partial(self._compiler.install, key, computation, artifact, devices, done)
         )
@@ -117,6 +135,7 @@ class JaxBackend:
     def forget(self, key: bytes) -> None:
         """Drop the computation installed as `key`."""
         self._compiling.put(partial(self._compiler.forget, key))
+        self._compiling.put(partial(self._forget_python, key))
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Hand `ops` to the execute thread."""
@@ -138,11 +157,34 @@ class JaxBackend:
         self._closed = True
         self._completions.close()
         join_all(
-            [self._executing, self._compiling, self._watching, self._copying], _CLOSE_TIMEOUT_S
+            [self._executing, self._compiling, self._watching, self._copying, self._calling],
+            _CLOSE_TIMEOUT_S,
         )
         self._executables.clear()
 
     # On the compile thread.
+
+    def _load_python(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: Done,
+    ) -> None:
+        try:
+            function = python_functions.load(computation, artifact, devices, self._allow_python)
+        except Exception as error:  # noqa: BLE001 - the asker is to know
+            self._completions.post(done, self._report(error))
+            return
+        self._python_keys.add(key)
+        self._publish(key, (function, ()))
+        self._completions.post(done, None)
+
+    def _forget_python(self, key: bytes) -> None:
+        if key in self._python_keys:
+            self._python_keys.discard(key)
+            self._publish(key, None)
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         def change() -> None:
@@ -169,6 +211,9 @@ class JaxBackend:
         """The hot path: every line here is paid once for each computation on each host."""
         try:
             executable, donated = self._executables[op.key]
+            if type(executable) is PythonFunction:
+                python_functions.expect(op)
+                return self._calling.put((executable, op))
             arrays = []
             for value in op.args:
                 array = value.payload
@@ -299,6 +344,23 @@ class JaxBackend:
         value.shared = True  # until the views exist, nobody may be given the buffers
         self._waits_begun += 1
         self._watching.put(op)
+
+    # On the thread of Python functions.
+
+    def _call_python(self, item: tuple[PythonFunction, Execute]) -> None:
+        function, op = item
+        try:
+            errors = [error for value in op.args if (error := self._settled(value)) is not None]
+            if errors:
+                _fail(op.results, errors[0])
+            else:
+                arguments = [value.payload for value in op.args]
+                python_functions.call(function, arguments, op.results, self._layouts)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            _fail(op.results, self._report(error))
+        finally:
+            for value in op.results:
+                value.building.set()
 
     # On the watcher (or the execute thread, when nothing is to be waited for).
 

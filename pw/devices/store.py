@@ -365,9 +365,7 @@ class ObjectStore(Actor):
         boxes = [(position, relative(spec.box(position))) for position in fetch.positions]
         self._backend.submit([Read(entry.value, boxes, spec, fetch.devices, read)])
 
-    def _deliver(
-        self, request: _Request, fetch: Fetch, views: list[np.ndarray[Any, Any]]
-    ) -> None:
+    def _deliver(self, request: _Request, fetch: Fetch, views: list[np.ndarray[Any, Any]]) -> None:
         if fetch.landing is None:
             self._requests.pop((request.client.node, request.number), None)
             self.env.send(request.client, Fetched(request.number, pack(views)))
@@ -396,4 +394,3 @@ class ObjectStore(Actor):
             return
         counters = self._backend.counters() | self.census() | self._counters()
         self.env.send(sender, Stats(message.request, self.env.address.node, counters))
-

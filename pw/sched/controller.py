@@ -28,7 +28,7 @@ from pw.core.errors import (
     NotOwner,
     ProtocolError,
 )
-from pw.core.ids import CONTROLLER, RESOURCES, Address, client_id, client_of, scheduler_of
+from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, scheduler_of
 from pw.core.messages import (
     AddClient,
     AllocateSlice,
@@ -186,9 +186,7 @@ class Controller(Actor):
         self._clients[number] = self._nodes[sender.node] = client
         self._shares[number] = (message.share, message.priority)
         for island in self._schedulers:
-            self.env.send(
-                scheduler_of(island), AddClient(number, message.share, message.priority)
-            )
+            self.env.send(scheduler_of(island), AddClient(number, message.share, message.priority))
         self.env.log("info", "client attached", client=number, node=sender.node, name=message.name)
         self.env.send(sender, self._directory)
         self.env.send(
@@ -677,12 +675,14 @@ class Controller(Actor):
         error = ErrorReport.of(
             ArrayLost(f"its buffers were on island {message.island}: {message.error.message}")
         )
+        untold = tuple(number for number in lost if client.arrays[number].error is None)
         for number in lost:
             array = client.arrays[number]
             array.error = array.error or error
             array.hosts = ()
             array.uploading.clear()
-        self.env.send(client.address, RunFailed(0, tuple(lost), error))
+        if untold:
+            self.env.send(client.address, RunFailed(0, untold, error))
 
     # --- reports -------------------------------------------------------------------------------------
 

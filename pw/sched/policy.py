@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-
 CLAIM_US = 100_000
 """Device time that a client may have in advance of others because it could not be served before."""
 

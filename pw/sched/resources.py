@@ -339,9 +339,7 @@ class ResourceManager(Actor):
         width = island.local_devices
         blocks = [
             tuple(
-                devices[(row + r) * width + column + c]
-                for r in range(rows)
-                for c in range(columns)
+                devices[(row + r) * width + column + c] for r in range(rows) for c in range(columns)
             )
             for row in range(island.expected_hosts - rows + 1)
             for column in range(width - columns + 1)

@@ -282,14 +282,13 @@ class IslandScheduler(Actor):
 
     @handles(CancelRun)
     def _cancel(self, sender: Address, message: CancelRun) -> None:
-        """Forget what is queued; hosts that wait for more of the run are told that none will come."""
+        """Forget what is queued, and tell the hosts that wait for it that it will not come."""
         dropped = self._runs.pop(message.run, ())
         if not dropped:
             return
         here = dropped[0].here
         for host in dict.fromkeys(host for task in dropped for host in task.hosts):
-            if host in here.introduced:
-                self._send_launch(host, here, CANCELLED, None, last=True, report=False)
+            self._send_launch(host, here, CANCELLED, None, last=True, report=False)
         for task in dropped:
             for array in task.awaits:
                 waiting = self._waiting_uploads.get(array, [])
@@ -459,7 +458,5 @@ class IslandScheduler(Actor):
         """A host missed a launch: the order of its gang can no longer be kept, the epoch must end."""
         self.env.count("launch_gaps")
         if message.epoch == self.epoch:
-            reason = (
-                f"host {sender.node} expected launch {message.expected} and got {message.got}"
-            )
+            reason = f"host {sender.node} expected launch {message.expected} and got {message.got}"
             self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 logger = logging.getLogger("pw")
+logger.addHandler(logging.NullHandler())  # a library says nothing unless its user wants to hear it
 
 LEVELS = {
     "debug": logging.DEBUG,

@@ -1,0 +1,247 @@
+"""Edges between hosts: before and after the launch, failed, too many, and without a receiver."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import Address, client_id, coordinator_of
+from pw.core.landing import Landing
+from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, PeerLost
+from pw.core.plan import Receive, Send
+from pw.core.reshard import plan_routes
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
+from pw.devices import coordinator as under_test
+from pw.devices.backend import Value
+from pw.devices.coordinator import ShardCoordinator
+from pw.devices.store import pack
+from tests.actors import World
+from tests.fake_devices import FakeBackend, FakeBulk
+from tests.scripted import LARGE, SMALL
+
+RUN = client_id(1, 7)
+POISON = ErrorReport("ComputationFailed", "there")
+
+
+def vector(elements: int, devices: int) -> ArraySpec:
+    spec: tuple[tuple[str, ...], ...] = (("x",),)
+    return ArraySpec(
+        (elements,),
+        "int64",
+        Sharding(("x",), (devices,), spec),
+        Placement(1, tuple(range(devices))),
+    )
+
+
+class End:
+    """One host's coordinator."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.backend = world.backends[name] = FakeBackend(world, name)
+        self.bulk = FakeBulk(world, name)
+        self.actor: ShardCoordinator = world.add(
+            coordinator_of(name), lambda env: ShardCoordinator(env, self.backend, self.bulk)
+        )
+
+
+class Edge:
+    """An array halved over b0 and b1 that a0 wants whole; every end acts when the test says so."""
+
+    def __init__(self, elements: int, seed: int = 0) -> None:
+        self.world = World(seed)
+        self.ends = {name: End(self.world, name) for name in ("a0", "b0", "b1")}
+        self.source, self.wanted = vector(elements, 2), vector(elements, 1)
+        self.givers = (DeviceAddress("b0", 0), DeviceAddress("b1", 0))
+        self.taker = (DeviceAddress("a0", 0),)
+        self.routes = plan_routes(self.source, self.wanted, self.givers, self.taker)
+        self.whole = np.arange(elements)
+        self.value = Value()
+        self.arrived = 0
+
+    def expect(self, run: int = RUN) -> None:
+        receive = Receive(0, 9, self.wanted, self.routes, 1, self.source)
+
+        def arrived() -> None:
+            self.arrived += 1
+
+        a = self.ends["a0"].actor
+        a.expect(run, receive, self.value, self.taker, arrived)
+
+    def send(self, rank: int, error: ErrorReport | None = None, run: int = RUN) -> None:
+        value = Value(error)
+        if error is None:
+            half = len(self.whole) // 2
+            value.payload = {rank: self.whole[rank * half : (rank + 1) * half]}
+        end = self.ends[f"b{rank}"]
+        send = Send(0, 1, self.source, self.routes[rank])
+        end.backend.submit([end.actor.send_op(run, send, value, self.givers)])
+
+    def census(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for end in self.ends.values():
+            for name, count in end.actor.census().items():
+                total[name] = total.get(name, 0) + count
+            total["landings"] = total.get("landings", 0) + len(end.bulk.landings)
+        return total
+
+    def tell(self, name: str, message: object, sender: str) -> None:
+        to = coordinator_of(name)
+        self.world.mailboxes[name].append((coordinator_of(sender), to, message))
+        self.world.drain(name)
+
+
+ORDERS = list(itertools.permutations(("launch", "first", "second")))
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("failing", [(), (0,), (0, 1)])
+def test_either_side_may_be_first(
+    order: tuple[str, ...], elements: int, failing: tuple[int, ...]
+) -> None:
+    """The value arrives once, or the producer's error does, and nothing stays behind."""
+    for seed in range(6):
+        edge = Edge(elements, seed)
+        for act in order:
+            if act == "launch":
+                edge.expect()
+            else:
+                rank = ("first", "second").index(act)
+                edge.send(rank, POISON if rank in failing else None)
+            edge.world.steps(edge.world.random.choice((0, 1, 3, 1000)))
+        edge.world.settle()
+        assert edge.arrived == 1
+        if failing:
+            assert edge.value.error == POISON
+        else:
+            np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
+        assert not any(edge.census().values()), edge.census()
+
+
+def test_a_host_is_lost_while_it_sends() -> None:
+    for elements, seed in itertools.product((SMALL, LARGE), range(20)):
+        edge = Edge(elements, seed)
+        edge.expect()
+        edge.send(0)
+        edge.send(1)
+        edge.world.steps(edge.world.random.randrange(12))
+        edge.world.kill("b1")
+        del edge.ends["b1"]
+        edge.world.settle()
+        assert edge.arrived == 1
+        if edge.value.error is not None:
+            assert edge.value.error.kind == "HostLost"
+            assert "b1" in edge.value.error.message
+        assert not any(edge.census().values()), edge.census()
+
+
+def test_the_receiver_is_lost() -> None:
+    for elements, seed in itertools.product((SMALL, LARGE), range(20)):
+        edge = Edge(elements, seed)
+        edge.expect()
+        edge.world.steps(edge.world.random.randrange(6))
+        edge.send(0)
+        edge.world.steps(edge.world.random.randrange(6))
+        edge.world.kill("a0")
+        del edge.ends["a0"]
+        edge.world.settle()
+        edge.send(1)
+        edge.world.settle()
+        # A send to a host that is known to have gone ends with its client.
+        edge.ends["b1"].actor.drop_client(1)
+        edge.ends["b0"].actor.drop_client(1)
+        edge.world.wait(under_test.ORPHAN_S + 1)
+        assert not any(edge.census().values()), edge.census()
+
+
+def test_bytes_that_do_not_fit_the_edge_fail_it() -> None:
+    edge = Edge(SMALL)
+    edge.expect()
+    edge.tell("a0", EdgeData(RUN, 0, b"short"), "b0")
+    assert edge.value.error is not None
+    assert "5 bytes instead of 32" in edge.value.error.message
+    edge.tell("a0", EdgeData(RUN, 0, pack([edge.whole[4:]])), "b1")
+    assert edge.arrived == 1
+    assert not any(edge.census().values())
+
+
+def test_a_stranger_cannot_answer_for_a_source() -> None:
+    edge = Edge(SMALL)
+    edge.expect()
+    edge.tell("a0", EdgeFailed(RUN, 0, POISON), "mallory")
+    edge.tell("a0", EdgeData(RUN, 0, pack([edge.whole[:4]])), "mallory")
+    edge.send(0)
+    edge.send(1)
+    edge.world.settle()
+    np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
+
+
+def test_what_is_kept_for_later_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edge that was not kept fails its launch; it is not waited for."""
+    monkeypatch.setattr(under_test, "PARKED_BYTES", 100)
+    edge = Edge(SMALL)
+    for serial in range(20):
+        for rank in (0, 1):
+            edge.send(rank, run=client_id(1, serial))
+    edge.world.settle()
+    assert edge.world.counters["edges_dropped"] == 37
+    assert edge.ends["a0"].actor._parked_bytes == 96
+    kinds: list[Any] = []
+    for serial in range(20):
+        edge.value = Value()
+        edge.expect(client_id(1, serial))
+        edge.world.settle()
+        kinds.append(edge.value.error and edge.value.error.kind)
+    assert edge.arrived == 20
+    assert set(kinds) <= {None, "TransferFailed"}
+    assert kinds.count("TransferFailed") >= 18
+    assert not any(edge.census().values())
+    assert edge.ends["a0"].actor._parked_bytes == 0
+
+
+def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
+    edge = Edge(LARGE)
+    edge.send(0)
+    edge.tell("b1", EdgeCredit(RUN, 0, edge.ends["a0"].bulk.land(LARGE * 4, print)), "a0")
+    edge.tell("a0", EdgeFailed(RUN, 5, POISON), "b0")
+    edge.world.settle()
+    for end in edge.ends.values():
+        end.actor.drop_client(1)
+    edge.tell("a0", EdgeData(RUN, 6, b"late"), "b0")
+    assert edge.world.counters["edges_stale"] == 1
+    edge.world.wait(under_test.ORPHAN_S - 1)
+    assert edge.census()["edges_outgoing"] == edge.census()["edges_parked"] - 1 == 1
+    edge.world.wait(2)
+    assert edge.census()["edges_outgoing"] == edge.census()["edges_parked"] == 0
+    (refused,) = edge.world.to(coordinator_of("a0"), EdgeFailed)
+    assert refused.error.kind == "Disconnected", "whoever gave the credit does not wait for ever"
+    edge.send(1)
+    edge.world.settle()
+    assert edge.census()["edges_outgoing"] == 0, "nor is kept what nobody will fetch"
+
+
+def test_a_landing_that_is_too_small_fails_the_edge() -> None:
+    edge = Edge(LARGE)
+    edge.send(0)
+    small = Landing(77, 8, 0, "a0", "", "")
+    edge.tell("b0", EdgeCredit(RUN, 0, small), "a0")
+    edge.world.settle()
+    (failed,) = [m for m in edge.world.to(coordinator_of("a0")) if isinstance(m, EdgeFailed)]
+    assert "too small" in failed.error.message
+
+
+def test_a_loss_frees_what_was_kept() -> None:
+    edge = Edge(SMALL)
+    edge.send(0)
+    edge.world.settle()
+    assert edge.census()["edges_parked"] == 1
+    to = coordinator_of("a0")
+    edge.world.mailboxes["a0"].append((Address("a0", "net"), to, PeerLost("b0", "silent")))
+    edge.world.drain("a0")
+    assert not any(edge.census().values())
+    assert edge.ends["a0"].actor._parked_bytes == 0

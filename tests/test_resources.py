@@ -1,0 +1,262 @@
+"""Hosts, islands, epochs and slices, as the resource manager keeps them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of
+from pw.core.messages import (
+    AllocateSlice,
+    Directory,
+    EndEpoch,
+    FormIsland,
+    HostRejected,
+    IslandFormed,
+    IslandJoined,
+    IslandJoinFailed,
+    IslandLost,
+    LeaveIsland,
+    PeerLost,
+    RegisterHost,
+    ReleaseSlice,
+    SliceBound,
+    SliceRefused,
+    StopCoordination,
+)
+from pw.sched.resources import ResourceManager
+from tests.actors import SECRET, Services, World
+
+
+class Bench:
+    """A resource manager, and words put into the mouths of hosts and of the controller."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.manager: ResourceManager = self.world.add(
+            RESOURCES, lambda env: ResourceManager(env, SECRET)
+        )
+        self.world.add(SERVICES, Services)
+
+    def say(self, sender: Address, message: object) -> None:
+        self.world.mailboxes["controller"].append((sender, RESOURCES, message))
+        self.world.drain("controller")
+
+    def host(
+        self, node: str, island: str = "i", hosts: int = 1, devices: int = 1, platform: str = "cpu"
+    ) -> None:
+        self.say(executor_of(node), RegisterHost(island, hosts, devices, platform, f"at {node}", 7))
+
+    def joined(self, node: str, epoch: int = 1, devices: int = 1, island: str = "i") -> None:
+        self.say(executor_of(node), IslandJoined(island, epoch, "kind", devices, None))
+
+    def island(self, name: str, hosts: int, devices: int, epoch: int = 1) -> None:
+        for rank in range(hosts):
+            self.host(f"{name}{rank}", name, hosts, devices)
+        for rank in range(hosts):
+            self.joined(f"{name}{rank}", epoch, devices, name)
+
+    def lose(self, node: str) -> None:
+        self.say(RESOURCES, PeerLost(node, "silent"))
+
+    def ask(self, number: int, devices: int, **how: Any) -> Any:
+        """What the controller is told of a new slice."""
+        wanted = [how.get(name) for name in ("kind", "island", "topology")]
+        self.say(CONTROL, AllocateSlice(number, devices, *wanted))
+        return self.world.to(CONTROL)[-1]
+
+    def told(self, node: str, kind: type) -> list[Any]:
+        return self.world.to(executor_of(node), kind)
+
+    def news(self, kind: type) -> list[Any]:
+        return self.world.to(CONTROL, kind)
+
+
+def test_an_island_is_formed_when_all_its_hosts_have_come() -> None:
+    bench = Bench()
+    bench.host("y", hosts=2)
+    assert not bench.told("y", FormIsland)
+    bench.host("x", hosts=2)
+    (form,) = bench.told("x", FormIsland)
+    assert (form.epoch, form.hosts, form.rank, form.secret) == (1, ("x", "y"), 0, SECRET)
+    assert bench.told("y", FormIsland)[0].rank == 1
+    bench.joined("y")
+    assert not bench.news(IslandFormed)
+    bench.joined("x")
+    assert bench.news(IslandFormed) == [IslandFormed("i", 1, ("x", "y"))]
+    assert {peer.node for peer in bench.news(Directory)[-1].peers} == {"x", "y"}
+    bench.joined("x")
+    assert len(bench.news(IslandFormed)) == 1, "a second answer forms nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ({"hosts": 3}, "IslandFull", "--island-hosts 2"),
+        ({"hosts": 2, "devices": 4}, "PlacementError", "this worker has 4 cpu devices"),
+        ({"hosts": 2, "platform": "cuda"}, "PlacementError", "this worker has 1 cuda devices"),
+    ],
+)
+def test_a_host_that_does_not_fit_is_told_why(how: Any, kind: str, words: str) -> None:
+    bench = Bench()
+    bench.host("x", hosts=2)
+    bench.host("odd", **how)
+    (rejected,) = bench.told("odd", HostRejected)
+    assert rejected.error.kind == kind
+    assert words in rejected.error.message
+    bench.host("y", hosts=2)
+    assert bench.told("y", FormIsland), "the others do not suffer from it"
+
+
+def test_a_full_island_takes_nobody() -> None:
+    bench = Bench()
+    bench.island("i", 2, 1)
+    bench.host("late", hosts=2)
+    (rejected,) = bench.told("late", HostRejected)
+    assert "i0, i1" in rejected.error.message
+    assert not bench.news(IslandLost)
+
+
+def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -> None:
+    bench = Bench()
+    bench.island("i", 2, 1)
+    for epoch in (1, 2, 3):
+        bench.lose("i0")
+        assert bench.told("i1", LeaveIsland)[-1].epoch == epoch
+        assert not bench.told("i0", LeaveIsland)
+        assert bench.news(IslandLost)[-1].error.kind == "HostLost"
+        assert bench.news(Directory)[-1].peers == ()
+        assert bench.world.to(SERVICES, StopCoordination)[-1].epoch == epoch
+        bench.lose("i1")
+        bench.island("i", 2, 1, epoch + 1)
+        assert bench.news(IslandFormed)[-1].epoch == epoch + 1
+    assert len(bench.news(IslandLost)) == 3
+
+
+def test_what_comes_from_an_old_epoch_changes_nothing() -> None:
+    bench = Bench()
+    bench.host("x", hosts=2)
+    bench.host("y", hosts=2)
+    bench.lose("x")
+    bench.host("y", hosts=2)
+    bench.joined("y", epoch=1)
+    assert not bench.news(IslandFormed), "one host of two, with an answer from before"
+    bench.host("x", hosts=2)
+    bench.joined("x", epoch=1)
+    bench.say(executor_of("y"), IslandJoinFailed("i", 1, ErrorReport("Error", "late")))
+    bench.joined("x", epoch=2)
+    bench.joined("y", epoch=2)
+    assert [formed.epoch for formed in bench.news(IslandFormed)] == [2]
+    bench.say(Address("controller", "scheduler/i"), EndEpoch("i", 1, "old"))
+    assert not bench.news(IslandLost)
+    bench.say(Address("controller", "scheduler/i"), EndEpoch("i", 2, "a gap"))
+    assert len(bench.news(IslandLost)) == 1
+    assert all(bench.told(node, LeaveIsland)[-1].reason == "a gap" for node in ("x", "y"))
+
+
+def test_a_host_that_comes_again_begins_a_new_epoch_and_may_have_changed() -> None:
+    bench = Bench()
+    bench.island("i", 1, 1)
+    bench.host("i0", devices=8)
+    assert not bench.told("i0", HostRejected)
+    bench.joined("i0", epoch=2, devices=8)
+    assert [formed.epoch for formed in bench.news(IslandFormed)] == [1, 2]
+    assert len(bench.news(IslandLost)) == 1
+
+
+def test_a_host_that_has_not_what_it_announced_ends_the_epoch() -> None:
+    bench = Bench()
+    bench.host("x", devices=4)
+    bench.joined("x", devices=2)
+    assert not bench.news(IslandFormed)
+    bench.host("x", devices=2)
+    bench.joined("x", epoch=2, devices=2)
+    assert bench.news(IslandFormed)
+
+
+def test_slices_are_spread_over_islands_and_devices() -> None:
+    bench = Bench()
+    bench.island("a", 2, 2)
+    bench.island("b", 1, 4)
+    load: Counter[Any] = Counter()
+    for number in range(1, 9):
+        bound = bench.ask(number, 2)
+        assert len(set(bound.devices)) == 2
+        load.update(bound.devices)
+    assert set(load.values()) == {2}
+    assert len(load) == 8
+    for number in (1, 2, 3):
+        bench.say(CONTROL, ReleaseSlice(number))
+    freed = Counter(d for m in bench.news(SliceBound)[:3] for d in m.devices)
+    again = Counter(d for n in (11, 12, 13) for d in bench.ask(n, 2).devices)
+    assert freed == again, "released devices are the least loaded"
+
+
+def test_three_slices_of_two_on_two_devices() -> None:
+    bench = Bench()
+    bench.island("a", 1, 2)
+    bound = [bench.ask(number, 2) for number in (1, 2, 3)]
+    assert all(one.devices == bound[0].devices for one in bound)
+    assert len(set(bound[0].devices)) == 2
+
+
+def test_a_topology_is_a_block_of_hosts_and_devices() -> None:
+    bench = Bench()
+    bench.island("a", 4, 4)
+    first = bench.ask(1, 4, topology=(2, 2)).devices
+    hosts = sorted({device.host for device in first})
+    ordinals = sorted({device.ordinal for device in first})
+    assert len(set(first)) == 4
+    assert (len(hosts), len(ordinals)) == (2, 2)
+    assert ordinals[1] == ordinals[0] + 1
+    assert not set(first) & set(bench.ask(2, 8, topology=(2, 4)).devices), "the least loaded block"
+    for number, (devices, topology) in enumerate(
+        [(5, (2, 2)), (10, (5, 2)), (5, (1, 5)), (4, (-2, -2)), (0, ())], 10
+    ):
+        assert isinstance(bench.ask(number, devices, topology=topology), SliceRefused)
+
+
+def test_a_refusal_names_what_was_asked_and_what_there_is() -> None:
+    bench = Bench()
+    refused = bench.ask(1, 3)
+    assert "3 devices" in refused.error.message
+    assert "no islands yet" in refused.error.message
+    bench.island("a", 1, 2)
+    bench.host("b0", "b", hosts=2)
+    refused = bench.ask(2, 3, kind="TPU", island="a")
+    assert refused.error.kind == "InsufficientDevices"
+    for words in ("3 devices", "kind='TPU'", "island='a'", "a (cpu, 2 devices on 1 hosts)"):
+        assert words in refused.error.message
+    assert "b (cpu, 2 devices on 2 hosts, waiting: 1 of 2 hosts are here)" in refused.error.message
+
+
+def test_slices_are_bound_again_when_their_island_is_back() -> None:
+    bench = Bench()
+    bench.island("a", 1, 4)
+    numbers = (1, 2, 3)
+    for number in numbers:
+        bench.ask(number, 2)
+    bench.lose("a0")
+    bench.say(CONTROL, ReleaseSlice(2))
+    bench.island("a", 1, 4, epoch=2)
+    after = bench.news(SliceBound)[3:]
+    assert [bound.slice for bound in after] == [1, 3]
+    assert len({device for bound in after for device in bound.devices}) == 4, "evenly again"
+
+
+def test_a_slice_that_does_not_fit_any_more_is_refused_not_shrunk() -> None:
+    bench = Bench()
+    bench.island("a", 1, 4)
+    bench.ask(1, 4)
+    bench.ask(2, 2)
+    bench.lose("a0")
+    bench.island("a", 1, 2, epoch=2)
+    assert [bound.slice for bound in bench.news(SliceBound)[2:]] == [2]
+    (refused,) = bench.news(SliceRefused)
+    assert refused.slice == 1
+    bench.say(CONTROL, ReleaseSlice(1))
+    bench.say(CONTROL, ReleaseSlice(2))
+    assert len(bench.ask(3, 2).devices) == 2
