@@ -330,6 +330,9 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
         world.steps(world.random.randrange(200))
         world.kill("a0")
         world.settle()
+        assert hosts[1].stopped
+        world.kill("a1")
+        world.settle()
         values = [client.value(array) for array in made]
         for whole, then in zip(values[::2], values[1::2], strict=True):
             if isinstance(whole, ErrorReport):

@@ -243,7 +243,7 @@ class ShardCoordinator(Actor):
         offsets, total = route_layout(send.route, send.spec)
         outgoing = _Outgoing(run, send, total, offsets)
         key = (run, send.edge, send.route.destination_host)
-        if client_of(run) not in self._void_clients:
+        if client_of(run) not in self._void_clients and key[2] not in self._absent:
             self._outgoing[key] = outgoing
         early = self._unpark(key)
         if isinstance(early, EdgeCredit):
