@@ -203,6 +203,6 @@ def test_values_of_the_paper(address: str) -> None:
     body = f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'quickstart.py')!r})"
     output = finish(start_client(address, body)).strip()
     namespace = {"array": np.array, "float32": np.float32}
-    y, z = eval(output, namespace)  # noqa: S307
+    y, z = eval(output, namespace)
     np.testing.assert_array_equal(y, [3, 5])
     np.testing.assert_array_equal(z, [2, 4])

@@ -89,7 +89,7 @@ def test_bad_promises_and_calls_from_traced_functions(mesh: pw.Mesh) -> None:
         pw.host_function(lambda: 1, (1, 2), devices=mesh.devices)
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     on_host = pw.host_function(lambda x: x, shape, devices=mesh.devices)
-    with pytest.raises(pw.TracingError, match="pw.program"):
+    with pytest.raises(pw.TracingError, match=r"pw\.program"):
         pw.jit(lambda x: on_host(x) + 1, mesh=mesh)(np.ones(2, np.float32))
 
 

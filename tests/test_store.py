@@ -22,6 +22,7 @@ from pw.core.messages import (
     Stats,
     Upload,
     Uploaded,
+    UploadAborted,
     UploadLanding,
     Wait,
 )
@@ -264,6 +265,17 @@ def test_an_upload_through_a_landing() -> None:
     bench.their_bulk.push(told.landing, [(0, X)], lambda error: None)
     assert bench.answers()[1:] == [Ready(1)]
     assert bench.uploaded() == [None]
+
+
+def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
+    bench = Bench()
+    bench.say(Wait(1, (ARRAY,)))
+    bench.upload(None)
+    bench.say(UploadAborted(ARRAY, ErrorReport("TransferFailed", "lost the receiver")))
+    (error,) = bench.uploaded()
+    assert error is not None
+    assert error.kind == "TransferFailed"
+    assert bench.failed() == {1: "TransferFailed"}
 
 
 @pytest.mark.parametrize("removed", [False, True])

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import jax.extend
-import numpy as np
 
 from pw.client.array import Array
+from pw.client.captured import lift
 from pw.client.mesh import Mesh, NamedSharding
 from pw.client.signature import ArrayType, host_value, is_key
 from pw.core.errors import TracingError
@@ -74,7 +74,7 @@ def trace(
     with jax.sharding.use_abstract_mesh(mesh.abstract):
         closed = jax.make_jaxpr(flat)(*(type_.aval for type_ in inputs))
     tree = trees[-1]
-    jaxpr, constants, lifted = _lift(closed)
+    jaxpr, constants, lifted = lift(closed, _must_lift)
     captured = tuple(_on_mesh(value, mesh) for value in lifted)
     types = (*inputs, *(_captured_type(array, mesh) for array in captured))
     outputs = tuple(
@@ -134,74 +134,6 @@ def _exported(
             "pure_callback, io_callback) and jax.pmap cannot travel: return such values and print them "
             "here, and use pw.pmap or jax.shard_map"
         ) from error
-
-
-def _lift(closed: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Turn captured arrays and large constants of `closed`, jits inside it included, into arguments.
-
-    A jit inside the function keeps the constants it closes over in its own jaxpr, so they are passed
-    down to it. Returns the jaxpr, the constants that remain, and the values of the new last arguments.
-    """
-    jaxpr = closed.jaxpr
-    lifted: dict[int, tuple[Any, Any]] = {}  # identity of a value -> its variable, and the value
-    renamed: dict[Any, Any] = {}
-    kept: list[tuple[Any, Any]] = []
-    for variable, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        if _must_lift(value):
-            renamed[variable] = lifted.setdefault(id(value), (variable, value))[0]
-        else:
-            kept.append((variable, np.asarray(value) if isinstance(value, jax.Array) else value))
-    equations = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "jit":
-            equation = _with_operands(equation, lifted)
-        atoms = [atom if _literal(atom) else renamed.get(atom, atom) for atom in equation.invars]
-        equations.append(equation.replace(invars=atoms))
-    opened = jaxpr.replace(
-        constvars=[variable for variable, _ in kept],
-        invars=[*jaxpr.invars, *(variable for variable, _ in lifted.values())],
-        eqns=equations,
-        outvars=[atom if _literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars],
-        debug_info=_with_arguments(jaxpr.debug_info, len(lifted)),
-    )
-    return opened, [value for _, value in kept], [value for _, value in lifted.values()]
-
-
-def _with_operands(equation: Any, lifted: dict[int, tuple[Any, Any]]) -> Any:
-    """The jit equation with what it captures as further operands."""
-    opened, kept, values = _lift(equation.params["jaxpr"])
-    if not values:
-        return equation
-    operands = []
-    for value, inside in zip(values, opened.invars[-len(values) :], strict=True):
-        made = lifted.get(id(value))
-        if made is None:
-            made = lifted[id(value)] = (jax.extend.core.Var(inside.aval), value)
-        operands.append(made[0])
-    params = dict(equation.params, jaxpr=jax.extend.core.ClosedJaxpr(opened, kept))
-    for field, default in (
-        ("in_shardings", _UNSPECIFIED),
-        ("in_layouts", None),
-        ("donated_invars", False),
-    ):
-        params[field] = (*params[field], *([default] * len(operands)))
-    return equation.replace(invars=[*equation.invars, *operands], params=params)
-
-
-def _literal(atom: Any) -> bool:
-    return isinstance(atom, jax.extend.core.Literal)
-
-
-def _with_arguments(described: Any, count: int) -> Any:
-    names = described.arg_names
-    return (
-        described
-        if names is None
-        else described._replace(arg_names=(*names, *(["captured"] * count)))
-    )
-
-
-_UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params["in_shardings"][0]
 
 
 def _must_lift(value: Any) -> bool:

@@ -185,7 +185,7 @@ class Runtime:
 
     def close(self, error: Error | None = None) -> None:
         """End the session: everything it owns is released on every host. Idempotent."""
-        if self.forked or self._closing is not None:
+        if self.forked:
             return
         closed: Future[None] = Future()
         with self._lock:

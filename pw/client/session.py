@@ -57,6 +57,7 @@ from pw.core.messages import (
     Stats,
     Status,
     Upload,
+    UploadAborted,
     UploadLanding,
     Wait,
 )
@@ -257,7 +258,6 @@ class ClientSession(Actor):
     def _on_forget(self, sender: Address, note: Forget) -> None:
         for array in note.arrays:
             self._failed.pop(array, None)
-            self._uploads.pop(array, None)
         if self.closed is None:
             self.env.send(CONTROL, Delete(note.arrays))
 
@@ -318,8 +318,7 @@ class ClientSession(Actor):
         def pushed(error: Exception | None) -> None:
             self._pushed(message.array, sender.node)
             if error is not None:
-                report = ErrorReport.of(error)
-                self._on_run_failed(sender, RunFailed(0, (message.array,), report))
+                self._to_host(sender.node, UploadAborted(message.array, ErrorReport.of(error)))
 
         self._bulk.push(message.landing, parts, pushed)
 

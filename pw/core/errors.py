@@ -112,7 +112,9 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, where: str = "", kind: type[Error] | None = None) -> ErrorReport:
+    def of(
+        cls, error: BaseException, where: str = "", kind: type[Error] | None = None
+    ) -> ErrorReport:
         """Describe `error`; an exception that is not pw's own becomes `kind` (or InternalError)."""
         if isinstance(error, Error):
             remote = error.__notes__[0] if getattr(error, "__notes__", None) else ""

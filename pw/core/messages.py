@@ -506,6 +506,10 @@ class Arguments(msgspec.Struct, frozen=True, array_like=True):
     results: tuple[int, ...]
 
 
+CANCELLED = -1
+"""Segment number of a launch that ends a run on a host: what has not been launched never will be."""
+
+
 class Launch(_Message, frozen=True, tag=73):
     """IslandScheduler to every HostExecutor of a gang: your next piece of work, number `sequence`."""
 
@@ -641,6 +645,13 @@ class RequestFailed(_Message, frozen=True, tag=100):
     error: ErrorReport
 
 
+class UploadAborted(_Message, frozen=True, tag=102):
+    """ClientSession to ObjectStore: the bytes of this upload will not come."""
+
+    array: int
+    error: ErrorReport
+
+
 class CancelRequest(_Message, frozen=True, tag=101):
     """ClientSession to ObjectStore: I no longer wait for this fetch or wait."""
 
@@ -654,6 +665,6 @@ Message = (
     | ReleaseProgram | Run | RunFailed | RunsSettled | CreateArray | Delete | GetStatus | Status
     | GetStats | Stats | Install | Installed | Launch | Discard | Progress | LaunchGap | EdgeCredit
     | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
-    | RequestFailed | CancelRequest
+    | RequestFailed | CancelRequest | UploadAborted
 )  # fmt: skip
 """Everything that may arrive from another process (local notes are not among them)."""

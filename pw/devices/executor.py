@@ -24,6 +24,7 @@ from pw.core.actor import Actor, Env, handles
 from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, ErrorReport, HostLost
 from pw.core.ids import RESOURCES, Address, client_of
 from pw.core.messages import (
+    CANCELLED,
     Directory,
     Discard,
     Finished,
@@ -49,9 +50,6 @@ from pw.devices import backend as ops
 from pw.devices.backend import Backend, Op, Part, Value
 from pw.devices.coordinator import ShardCoordinator, is_local
 from pw.devices.store import ObjectStore, relative
-
-CANCELLED = -1
-"""The segment of a launch that only says that no other segment of its run follows."""
 
 
 class HostProcess(Protocol):

@@ -36,6 +36,7 @@ from pw.core.messages import (
     RequestFailed,
     Stats,
     Upload,
+    UploadAborted,
     Uploaded,
     UploadLanding,
     Wait,
@@ -267,6 +268,18 @@ class ObjectStore(Actor):
             landing = self._bulk.land(total, deliver)
             self._landings[message.array] = landing.transfer
             self.env.send(sender, UploadLanding(message.array, landing))
+
+    @handles(UploadAborted)
+    def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
+        entry = self._entries.get(message.array)
+        if entry is None or not self._allowed(sender, message.array):
+            return
+        transfer = self._landings.pop(message.array, None)
+        if transfer is not None:
+            self._bulk.cancel(transfer)
+            entry.value.error = message.error
+            self.env.send(CONTROL, Uploaded(message.array, message.error))
+            self.submitted(message.array)
 
     # --- requests ------------------------------------------------------------------------------------
 

@@ -65,7 +65,11 @@ class RegisteredProgram:
         ]
 
     def submissions(
-        self, run: int, args: tuple[int | bytes, ...], results: tuple[int, ...], awaits: tuple[int, ...]
+        self,
+        run: int,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+        awaits: tuple[int, ...],
     ) -> list[tuple[str, Submit]]:
         """The message for each island's scheduler that queues one run."""
         return [

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
 from pw.core.messages import (
+    CANCELLED,
     AddClient,
     Arguments,
     CancelRun,
@@ -47,13 +48,13 @@ from pw.sched.policy import Policy
 
 WINDOW_SEGMENTS = 256
 """Launched segments that have not ended, when one client has the island to itself."""
-CONTENDED_WINDOW_US = 20_000
-"""Estimated device time of the same, when several clients want it."""
+WINDOW_US = 250_000.0
+"""Their estimated device time: how long a second client may have to wait."""
+CONTENDED_WINDOW_US = 20_000.0
+"""The same, when several clients want the island."""
 CONTENDED_WINDOW_SEGMENTS = 32
 UNKNOWN_US = 100.0
 """Device time of a segment that has never run."""
-CANCELLED = -1
-"""The segment of a launch that only says that no other segment of its run follows."""
 
 
 @dataclass(slots=True)
@@ -359,12 +360,11 @@ class IslandScheduler(Actor):
         return task
 
     def _window_open(self, wanting: int) -> bool:
-        if wanting < 2:
-            return len(self._in_flight) < WINDOW_SEGMENTS
-        return len(self._in_flight) < 2 or (
-            len(self._in_flight) < CONTENDED_WINDOW_SEGMENTS
-            and self._in_flight_us < CONTENDED_WINDOW_US
-        )
+        segments, device_time_us = WINDOW_SEGMENTS, WINDOW_US
+        if wanting > 1:
+            segments, device_time_us = CONTENDED_WINDOW_SEGMENTS, CONTENDED_WINDOW_US
+        launched = len(self._in_flight)
+        return launched < 2 or (launched < segments and self._in_flight_us < device_time_us)
 
     def _launch(self, task: _SegmentTask) -> None:
         here = task.here
