@@ -72,3 +72,17 @@ def test_connecting_elsewhere_while_connected_says_what_to_do(unconnected: None)
     with InProcessCluster(islands=1, devices_per_island=1):
         with pytest.raises(pw.Error, match="disconnect"):
             pw.connect("tcp://127.0.0.1:1")
+
+
+@pytest.mark.processes
+def test_a_local_cluster_sets_the_session_before_it_aside(unconnected: None) -> None:
+    from pw.testing import InProcessCluster
+
+    with InProcessCluster(islands=1, devices_per_island=2):
+        before = runtime.current()
+        kept = pw.put(np.arange(3), pw.make_virtual_device_set().add_slice(devices=1).devices)
+        with pw.LocalCluster() as cluster:
+            assert runtime.current().address == cluster.address
+            np.testing.assert_array_equal(np.asarray(kept), np.arange(3))
+        assert runtime.current() is before
+        np.testing.assert_array_equal(np.asarray(kept), np.arange(3))

@@ -228,7 +228,7 @@ def test_a_refusal_names_what_was_asked_and_what_there_is() -> None:
     bench.host("b0", "b", hosts=2)
     refused = bench.ask(2, 3, kind="TPU", island="a")
     assert refused.error.kind == "InsufficientDevices"
-    for words in ("3 devices", "kind='TPU'", "island='a'", "a (cpu, 2 devices on 1 hosts)"):
+    for words in ("3 devices", "kind='TPU'", "island='a'", "a (cpu, 2 devices on 1 host)"):
         assert words in refused.error.message
     assert "b (cpu, 2 devices on 2 hosts, waiting: 1 of 2 hosts are here)" in refused.error.message
 

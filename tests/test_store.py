@@ -21,8 +21,8 @@ from pw.core.messages import (
     RequestFailed,
     Stats,
     Upload,
-    Uploaded,
     UploadAborted,
+    Uploaded,
     UploadLanding,
     Wait,
 )

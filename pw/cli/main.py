@@ -66,7 +66,7 @@ def run(
         int | None, typer.Option(min=1, help="Hosts of each island. By default 1.")
     ] = None,
     devices_per_host: Annotated[
-        int | None, typer.Option(min=1, help="CPU devices of each host. By default 1.")
+        int | None, typer.Option(min=1, help="CPU devices of each host. By default 8.")
     ] = None,
 ) -> None:
     """Run a script on a cluster: the one at --address, else a local one that ends with the script.
@@ -93,9 +93,15 @@ def run(
         )
     from pw.client.cluster import LocalCluster
 
-    with LocalCluster(*(size or 1 for size in shape), connect=False) as cluster:
+    with LocalCluster(
+        islands or 1, hosts_per_island or 1, devices_per_host or DEVICES, connect=False
+    ) as cluster:
         code = run_script(command, cluster.address)
     raise SystemExit(code)
+
+
+DEVICES = 8
+"""As many as an embedded cluster has, so that a script finds the same either way."""
 
 
 @app.command()

@@ -79,6 +79,18 @@ def check_bind(bind: str, allow_remote: bool) -> None:
         )
 
 
+def check_reachable(controller: str, bind: str) -> None:
+    """Raise Error if a host of a cluster on several machines would listen only to its own."""
+    if controller.startswith("tcp://") and bind.startswith("tcp://"):
+        there, here = (endpoint[6:].rpartition(":")[0] for endpoint in (controller, bind))
+        if _is_loopback(here) and not _is_loopback(there):
+            raise Error(
+                f"the controller at {controller} is on another machine, but {bind} can be reached from "
+                "this one only; give --bind tcp://ADDRESS:0 with an address of this machine, and "
+                "--allow-remote"
+            )
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

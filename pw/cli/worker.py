@@ -37,6 +37,7 @@ from pw.cli.process import (
     LOG_LEVELS,
     check_bind,
     check_log_level,
+    check_reachable,
     command,
     configure_logging,
     fail,
@@ -214,6 +215,7 @@ def serve(
     if not controller.startswith(("tcp://", "ipc://")):
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
     check_bind(bind, allow_remote)
+    check_reachable(controller, bind)
     configure_logging(log_level)
     name = name or f"{island}-{socket.gethostname()}-{os.getpid()}"
     arguments = [

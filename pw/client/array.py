@@ -18,7 +18,7 @@ import numpy as np
 
 from pw.client import jaxtype
 from pw.client.mesh import NamedSharding
-from pw.client.operators import Operators, apply
+from pw.client.operators import Operators, apply, no_attribute
 from pw.client.signature import ArrayType, outside_traces
 from pw.core.errors import ArgumentError, ArrayDeleted, Disconnected, NotOwner
 
@@ -238,6 +238,12 @@ class Array(Operators):
     def tolist(self) -> Any:
         """The value as nested lists of Python numbers."""
         return self._value().tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of JAX's arrays, for functions that close over this one."""
+        if not name.startswith("_") and hasattr(jax.Array, name) and not outside_traces():
+            return getattr(self.__jax_array__(), name)
+        raise AttributeError(no_attribute(self, name))
 
     @property
     def format(self) -> Any:

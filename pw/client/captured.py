@@ -87,9 +87,7 @@ class _Opened(NamedTuple):
         return [value for _, value in self.kept]
 
 
-def lift(
-    closed: Any, must_lift: Callable[[Any], bool]
-) -> tuple[Any, list[Any], list[Any]]:
+def lift(closed: Any, must_lift: Callable[[Any], bool]) -> tuple[Any, list[Any], list[Any]]:
     """Turn the constants of `closed` that `must_lift` chooses into arguments.
 
     Returns:

@@ -67,6 +67,7 @@ class LocalCluster:
         self.address = ""
         self._children: list[Child] = []
         self._runtime: Runtime | None = None
+        self._previous: Runtime | None = None
         self._closed = False
         self._sigterm = False
         self._owner = os.getpid()
@@ -129,8 +130,7 @@ class LocalCluster:
 
         session = Runtime(start, 1.0, 0)
         if connect:
-            runtime_module.disconnect()
-            runtime_module.use(session)
+            self._previous = runtime_module.use(session)
             self._runtime = session
         else:
             session.close()
@@ -151,6 +151,7 @@ class LocalCluster:
         atexit.unregister(self.close)
         if self._runtime is not None and runtime_module.is_current(self._runtime):
             runtime_module.disconnect()
+            runtime_module.use(self._previous)
         elif self._runtime is not None:
             self._runtime.close()
         workers, controller = self._children[1:], self._children[:1]

@@ -23,7 +23,7 @@ from pw.client import jaxtype, runtime
 from pw.client.array import Array, giving_up
 from pw.client.export import Traced
 from pw.client.mesh import Mesh, NamedSharding
-from pw.client.operators import Operators
+from pw.client.operators import Operators, no_attribute
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.program import Computation, Node, Output, Program, Value
@@ -222,6 +222,10 @@ class ProgramTracer(Operators):
     def format(self) -> Any:
         """What JAX reads before it computes on this machine; raises."""
         return self.__jax_array__()
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises, and says where JAX's methods can be called."""
+        raise AttributeError(no_attribute(self, name))
 
     def item(self) -> Any:
         """Raises: values do not exist while a program is traced."""

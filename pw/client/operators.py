@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 _table: dict[str, Callable[..., Any]] = {}
 
 
@@ -43,6 +45,17 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
         return apply(name, other, self) if _operand(other) else NotImplemented
 
     return method
+
+
+def no_attribute(handle: Any, name: str) -> str:
+    """Why `handle` has no attribute `name`, and what to do if an array has one."""
+    said = f"{type(handle).__name__!r} object has no attribute {name!r}"
+    if name.startswith("_") or not hasattr(jax.Array, name):
+        return said
+    return (
+        f"{said}: it has Python's operators only. Compute where it lies, as in pw.jit(lambda x: "
+        f"x.{name}())(x), or on the value, pw.get(x)"
+    )
 
 
 def _operand(other: Any) -> bool:

@@ -411,11 +411,12 @@ def connect(address: str | None = None, *, share: float = 1.0, priority: int = 0
         return runtime
 
 
-def use(runtime: Any) -> None:
-    """Make `runtime` the one that this process's calls go to."""
+def use(runtime: Any) -> Any:
+    """Make `runtime` the one that this process's calls go to; returns the one before."""
     global _current
     with _guard:
-        _current = runtime
+        previous, _current = _current, runtime
+        return previous
 
 
 def is_current(runtime: Any) -> bool:

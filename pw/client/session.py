@@ -29,7 +29,7 @@ from pw.client.notes import (
     Tell,
 )
 from pw.core.actor import Actor, Env, handles
-from pw.core.errors import ArrayLost, ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
+from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, CONTROLLER, Address, store_of
 from pw.core.landing import Landing
 from pw.core.messages import (
@@ -188,7 +188,10 @@ class ClientSession(Actor):
     @handles(PeerLost)
     def _on_peer_lost(self, sender: Address, message: PeerLost) -> None:
         if message.node == CONTROLLER:
-            self._die(ConnectionFailed(f"the controller was lost: {message.reason}"))
+            words = f"the controller was lost: {message.reason}"
+            if self._attached is None:
+                words = f"no controller answers: {message.reason}; is pw-controller running there?"
+            self._die(ConnectionFailed(words))
             return
         self._identified.discard(message.node)
         error = ErrorReport.of(HostLost(f"host {message.node} was lost: {message.reason}"))
@@ -418,7 +421,13 @@ class ClientSession(Actor):
                 return None
             devices = self._devices(spec)
             if devices is None:
-                _reject(future, ArrayLost("the array's slice is not bound to an island any more"))
+                _reject(
+                    future,
+                    HostLost(
+                        "the array's slice has no island at the moment: a host was lost. Its arrays are "
+                        "lost as well; the slice can be used again when the island has all its hosts"
+                    ),
+                )
                 return None
             located.append(devices)
         return located

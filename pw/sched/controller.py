@@ -24,6 +24,7 @@ from pw.core.errors import (
     ArrayLost,
     Error,
     ErrorReport,
+    HostLost,
     InsufficientDevices,
     NotOwner,
     ProtocolError,
@@ -482,7 +483,10 @@ class Controller(Actor):
                 raise ProtocolError("a result has a number that is taken or is another client's")
         for output in program.body.outputs:
             if holders(output.spec, self._bindings) is None:
-                raise ArrayLost(f"a slice of program {program.body.name!r} is not bound")
+                raise HostLost(
+                    f"a slice of {program.body.name!r} has no island at the moment: a host was lost. Call "
+                    "again when the island has all its hosts (see pw status)"
+                )
 
     def _fail_run(self, client: _Client, message: Run, error: ErrorReport) -> None:
         for array in message.results:

@@ -75,8 +75,9 @@ class _Island:
 
     def describe(self) -> str:
         """One line for error messages."""
-        size = self.expected_hosts * self.local_devices
-        text = f"{self.name} ({self.platform}, {size} devices on {self.expected_hosts} hosts"
+        hosts = _counted(self.expected_hosts, "host")
+        devices = _counted(self.expected_hosts * self.local_devices, "device")
+        text = f"{self.name} ({self.platform}, {devices} on {hosts}"
         if self.state == "ready":
             return text + ")"
         return text + f", {self.state}: {len(self.hosts)} of {self.expected_hosts} hosts are here)"
@@ -347,7 +348,7 @@ class ResourceManager(Actor):
         return min(blocks, key=lambda block: sum(island.load[device] for device in block))
 
     def _insufficient(self, request: AllocateSlice) -> InsufficientDevices:
-        asked = f"{request.devices} devices"
+        asked = _counted(request.devices, "device")
         for name in ("kind", "island", "topology"):
             value = getattr(request, name)
             if value is not None:
@@ -398,3 +399,7 @@ def _block(topology: tuple[int, ...]) -> tuple[int, int]:
     if len(topology) < 2:
         return 1, 1
     return topology[0], math.prod(topology[1:])
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,66 @@
+"""What tests of the public API share: slices on named islands, a host that is held up, counters."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import pw
+from pw.devices.backend import Call
+from pw.testing import InProcessCluster
+from tests.daemons import until
+
+BOUND_S = 30.0
+
+
+def mesh_on(island: int, devices: int = 2, axis: str = "x") -> pw.Mesh:
+    """A one-axis mesh over a new slice of an island."""
+    part = pw.make_virtual_device_set().add_slice(devices=devices, island=f"island-{island}")
+    return pw.Mesh(part.devices, (axis,))
+
+
+def split(mesh: pw.Mesh) -> pw.NamedSharding:
+    """The first dimension over the mesh's axis."""
+    return pw.NamedSharding(mesh, pw.PartitionSpec(mesh.axis_names[0]))
+
+
+@contextlib.contextmanager
+def held(cluster: InProcessCluster, host: int = 0) -> Iterator[None]:
+    """Inside the block, the host enqueues nothing: what is launched there stays undone."""
+    reached, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        gate.wait(BOUND_S)
+
+    cluster.hosts[host].backend.submit((Call(wait),))
+    assert reached.wait(BOUND_S)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def live() -> dict[str, int]:
+    """Arrays that the controller and every host hold."""
+    gc.collect()
+    return {
+        node: counters["live_arrays"]
+        for node, counters in pw.stats().items()
+        if "live_arrays" in counters
+    }
+
+
+def until_live(expected: dict[str, int]) -> None:
+    """Wait until exactly so many arrays are held everywhere."""
+    until(lambda: live() == expected, f"live arrays {expected}; there are {live()}")
+
+
+def numbers(size: int, start: int = 0) -> Any:
+    """`size` float32 numbers that float32 holds exactly."""
+    return np.arange(start, start + size, dtype=np.float32)
