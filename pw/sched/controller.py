@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
-    ArgumentError,
-    ArrayDeleted,
     ArrayLost,
     Error,
     ErrorReport,
-    HostLost,
     InsufficientDevices,
     NotOwner,
     ProtocolError,
@@ -67,7 +63,8 @@ from pw.core.messages import (
     Uploaded,
     UploadEnded,
 )
-from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
+from pw.core.sharding import Binding
+from pw.sched.clients import NOWHERE, Array, Client, Held, Poisoned, RunState
 from pw.sched.programs import RegisteredProgram, check_program, holders
 
 RUN_CREDITS = 512
@@ -77,59 +74,6 @@ RUN_CREDITS = 512
 def ticket_for(secret: bytes, client: int) -> bytes:
     """What proves to a host that the controller let this client in."""
     return hashlib.blake2b(client.to_bytes(8, "big"), key=secret, digest_size=16).digest()
-
-
-@dataclass(slots=True)
-class _Array:
-    spec: ArraySpec
-    island: str
-    hosts: tuple[str, ...]
-    uploading: set[str] = field(default_factory=set)
-    error: ErrorReport | None = None
-
-
-@dataclass(slots=True)
-class _RunState:
-    client: int
-    results: tuple[int, ...]
-    islands: tuple[str, ...]
-    segments_left: int
-    args: tuple[int | bytes, ...]
-    donated: list[tuple[int, _Array]]
-    """What the run takes away, and has not taken if it is cancelled."""
-
-
-class _Poisoned(Exception):
-    """A run cannot be, for a reason that is known already and goes on as it is."""
-
-    def __init__(self, report: ErrorReport) -> None:
-        super().__init__(report.message)
-        self.report = report
-
-
-_NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
-"""The spec of an array whose run was refused: it never lies anywhere."""
-
-_Held = Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice
-"""What keeps its place in a client's order."""
-
-
-@dataclass(slots=True)
-class _Client:
-    address: Address
-    number: int
-    name: str
-    slices: set[int] = field(default_factory=set)
-    programs: dict[int, RegisteredProgram] = field(default_factory=dict)
-    arrays: dict[int, _Array] = field(default_factory=dict)
-    doomed: dict[int, _Array] = field(default_factory=dict)
-    """Deleted while their upload was under way: dropped on their hosts when it has ended there."""
-    early_uploads: dict[int, dict[str, ErrorReport | None]] = field(default_factory=dict)
-    """Uploads that ended before their announcement came, or left the backlog."""
-    backlog: deque[_Held] = field(default_factory=deque)
-    last_run: int = 0
-    in_flight: int = 0
-    settled: int = 0
 
 
 @dataclass(slots=True)
@@ -160,11 +104,11 @@ class Controller(Actor):
         self._spawn_scheduler = spawn_scheduler
         self._island_status = island_status
         self._counters = counters
-        self._clients: dict[int, _Client] = {}
-        self._nodes: dict[str, _Client] = {}
+        self._clients: dict[int, Client] = {}
+        self._nodes: dict[str, Client] = {}
         self._next_client = 1
         self._bindings: dict[int, Binding] = {}
-        self._runs: dict[int, _RunState] = {}
+        self._runs: dict[int, RunState] = {}
         self._artifacts: dict[bytes, bytes] = {}
         self._islands: set[str] = set()
         self._schedulers: set[str] = set()
@@ -183,7 +127,7 @@ class Controller(Actor):
             self._remove(self._nodes[sender.node], "attached again")
         number = self._next_client
         self._next_client += 1
-        client = _Client(sender, number, message.name)
+        client = Client(sender, number, message.name)
         self._clients[number] = self._nodes[sender.node] = client
         self._shares[number] = (message.share, message.priority)
         for island in self._schedulers:
@@ -206,7 +150,7 @@ class Controller(Actor):
         if client is not None:
             self._remove(client, message.reason)
 
-    def _remove(self, client: _Client, reason: str) -> None:
+    def _remove(self, client: Client, reason: str) -> None:
         """Release all that the client owned, on every host."""
         self.env.log(
             "info",
@@ -229,7 +173,7 @@ class Controller(Actor):
         if not self._clients:
             self._artifacts.clear()
 
-    def _client(self, sender: Address) -> _Client | None:
+    def _client(self, sender: Address) -> Client | None:
         client = self._nodes.get(sender.node)
         if client is None:
             self.env.count("messages_from_strangers")
@@ -261,7 +205,7 @@ class Controller(Actor):
             client.slices.add(message.slice)
             self.env.send(RESOURCES, message)
 
-    def _refuse_slice(self, client: _Client, number: int, error: Error) -> None:
+    def _refuse_slice(self, client: Client, number: int, error: Error) -> None:
         self.env.send(client.address, SliceRefused(number, ErrorReport.of(error)))
 
     @handles(SliceBound)
@@ -313,7 +257,7 @@ class Controller(Actor):
         else:
             self._lower(client, program)
 
-    def _lower(self, client: _Client, program: RegisteredProgram) -> None:
+    def _lower(self, client: Client, program: RegisteredProgram) -> None:
         try:
             foreign = program.body.slices() - client.slices
             if foreign:
@@ -331,7 +275,7 @@ class Controller(Actor):
         for island, install in installs:
             self.env.send(scheduler_of(island), install)
 
-    def _lower_again(self, client: _Client, number: int) -> None:
+    def _lower_again(self, client: Client, number: int) -> None:
         for program in client.programs.values():
             if number in program.body.slices():
                 self._lower(client, program)
@@ -351,7 +295,7 @@ class Controller(Actor):
     # --- the client's stream -------------------------------------------------------------------------
 
     @handles(Run, Delete, CreateArray, ReleaseProgram, ReleaseSlice)
-    def _in_order(self, sender: Address, message: _Held) -> None:
+    def _in_order(self, sender: Address, message: Held) -> None:
         client = self._client(sender)
         if client is None:
             return
@@ -360,17 +304,17 @@ class Controller(Actor):
         else:
             self._handle(client, message)
 
-    def _must_wait(self, client: _Client, message: _Held) -> bool:
+    def _must_wait(self, client: Client, message: Held) -> bool:
         if not isinstance(message, Run):
             return False
         program = client.programs.get(message.program)
         return program is not None and bool(program.installing)
 
-    def _drain(self, client: _Client) -> None:
+    def _drain(self, client: Client) -> None:
         while client.backlog and not self._must_wait(client, client.backlog[0]):
             self._handle(client, client.backlog.popleft())
 
-    def _handle(self, client: _Client, message: _Held) -> None:
+    def _handle(self, client: Client, message: Held) -> None:
         if isinstance(message, Run):
             self._run(client, message)
         elif isinstance(message, Delete):
@@ -382,16 +326,16 @@ class Controller(Actor):
         else:
             self._release_slice(client, message.slice)
 
-    def _run(self, client: _Client, message: Run) -> None:
+    def _run(self, client: Client, message: Run) -> None:
         if client_of(message.run) != client.number or message.run <= client.last_run:
             self.env.count("messages_duplicate")
             return
         client.last_run = message.run
         try:
-            program = self._program(client, message)
-            awaits = self._check_arguments(client, program, message.args)
-            self._check_results(client, program, message.results)
-        except _Poisoned as poisoned:
+            program = client.program_of(message)
+            awaits = client.check_arguments(program, message.args)
+            client.check_results(program, message.results, self._bindings)
+        except Poisoned as poisoned:
             self._fail_run(client, message, poisoned.report)
             return
         except Error as error:
@@ -407,7 +351,7 @@ class Controller(Actor):
         for array, output in zip(message.results, program.body.outputs, strict=True):
             held = holders(output.spec, self._bindings)
             assert held is not None
-            client.arrays[array] = _Array(output.spec, *held)
+            client.arrays[array] = Array(output.spec, *held)
         client.in_flight += 1
         self.env.count("runs")
         islands = tuple(program.parts)
@@ -415,7 +359,7 @@ class Controller(Actor):
             client.in_flight -= 1
             self._settle(client)
             return
-        self._runs[message.run] = _RunState(
+        self._runs[message.run] = RunState(
             client.number, message.results, islands, program.segment_count, message.args, donated
         )
         for island, submit in program.submissions(
@@ -423,80 +367,15 @@ class Controller(Actor):
         ):
             self.env.send(scheduler_of(island), submit)
 
-    def _program(self, client: _Client, message: Run) -> RegisteredProgram:
-        program = client.programs.get(message.program)
-        if program is None:
-            raise NotOwner("the run names a program that this client has not registered")
-        if program.error is not None:
-            raise _Poisoned(program.error)
-        if len(message.args) != len(program.body.inputs):
-            raise ArgumentError(
-                f"program {program.body.name!r} takes {len(program.body.inputs)} arrays, the run has "
-                f"{len(message.args)}"
-            )
-        if len(message.results) != len(program.body.outputs):
-            raise ArgumentError(
-                f"program {program.body.name!r} makes {len(program.body.outputs)} arrays, the run "
-                f"names {len(message.results)}"
-            )
-        return program
-
-    def _check_arguments(
-        self, client: _Client, program: RegisteredProgram, args: tuple[int | bytes, ...]
-    ) -> tuple[int, ...]:
-        """Raise if an argument cannot be used; otherwise those whose upload has not ended."""
-        awaits = []
-        for position, (arg, spec) in enumerate(zip(args, program.body.inputs, strict=True)):
-            if isinstance(arg, bytes):
-                if len(arg) != spec.size_bytes:
-                    raise ArgumentError(
-                        f"argument {position} of program {program.body.name!r} has {len(arg)} bytes, "
-                        f"{spec.dtype}{list(spec.shape)} takes {spec.size_bytes}"
-                    )
-                continue
-            if client_of(arg) != client.number:
-                raise NotOwner(
-                    f"argument {position} of program {program.body.name!r} belongs to another client"
-                )
-            array = client.arrays.get(arg)
-            if array is None:
-                raise ArrayDeleted(
-                    f"argument {position} of program {program.body.name!r} was deleted or donated "
-                    "before this run"
-                )
-            if array.error is not None:
-                raise _Poisoned(array.error)
-            if array.spec is not spec and array.spec != spec:
-                raise ArgumentError(
-                    f"argument {position} of program {program.body.name!r} lies differently from what "
-                    f"the program was traced for: {array.spec} instead of {spec}"
-                )
-            if array.uploading:
-                awaits.append(arg)
-        return tuple(awaits)
-
-    def _check_results(
-        self, client: _Client, program: RegisteredProgram, results: tuple[int, ...]
-    ) -> None:
-        for array in results:
-            if client_of(array) != client.number or array in client.arrays:
-                raise ProtocolError("a result has a number that is taken or is another client's")
-        for output in program.body.outputs:
-            if holders(output.spec, self._bindings) is None:
-                raise HostLost(
-                    f"a slice of {program.body.name!r} has no island at the moment: a host was lost. Call "
-                    "again when the island has all its hosts (see pw status)"
-                )
-
-    def _fail_run(self, client: _Client, message: Run, error: ErrorReport) -> None:
+    def _fail_run(self, client: Client, message: Run, error: ErrorReport) -> None:
         for array in message.results:
             if client_of(array) == client.number and array not in client.arrays:
-                client.arrays[array] = _Array(_NOWHERE, "", (), error=error)
+                client.arrays[array] = Array(NOWHERE, "", (), error=error)
         self.env.count("runs_failed")
         self.env.send(client.address, RunFailed(message.run, message.results, error))
         self._settle(client)
 
-    def _settle(self, client: _Client) -> None:
+    def _settle(self, client: Client) -> None:
         client.settled += 1
         self._settled.add(client.number)
 
@@ -523,7 +402,7 @@ class Controller(Actor):
 
     # --- arrays --------------------------------------------------------------------------------------
 
-    def _create(self, client: _Client, message: CreateArray) -> None:
+    def _create(self, client: Client, message: CreateArray) -> None:
         held = holders(message.spec, self._bindings)
         early = client.early_uploads.pop(message.array, {})
         if (
@@ -538,11 +417,11 @@ class Controller(Actor):
                 error = ArrayLost("the slice of an upload is not bound to an island at the moment")
             report = ErrorReport.of(error)
             if client_of(message.array) == client.number and message.array not in client.arrays:
-                client.arrays[message.array] = _Array(_NOWHERE, "", (), error=report)
+                client.arrays[message.array] = Array(NOWHERE, "", (), error=report)
             self.env.send(client.address, RunFailed(0, (message.array,), report))
             return
         island, hosts = held
-        array = _Array(message.spec, island, hosts, set(hosts))
+        array = Array(message.spec, island, hosts, set(hosts))
         client.arrays[message.array] = array
         for host, error_report in early.items():
             self._upload_ended(client, message.array, array, host, error_report)
@@ -560,7 +439,7 @@ class Controller(Actor):
         self._upload_ended(client, message.array, array, sender.node, message.error)
 
     def _upload_ended(
-        self, client: _Client, number: int, array: _Array, host: str, error: ErrorReport | None
+        self, client: Client, number: int, array: Array, host: str, error: ErrorReport | None
     ) -> None:
         if host not in array.uploading:
             self.env.count("messages_stale")
@@ -576,7 +455,7 @@ class Controller(Actor):
         if client.doomed.pop(number, None) is not None:
             self._drop(client, [(number, array)])
 
-    def _delete(self, client: _Client, arrays: tuple[int, ...]) -> None:
+    def _delete(self, client: Client, arrays: tuple[int, ...]) -> None:
         dropped = []
         for number in arrays:
             array = client.arrays.pop(number, None)
@@ -588,7 +467,7 @@ class Controller(Actor):
                 dropped.append((number, array))
         self._drop(client, dropped)
 
-    def _drop(self, client: _Client, arrays: list[tuple[int, _Array]]) -> None:
+    def _drop(self, client: Client, arrays: list[tuple[int, Array]]) -> None:
         """Have the hosts that hold these arrays forget them, after the client's earlier work."""
         by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
         for number, array in arrays:
@@ -601,13 +480,13 @@ class Controller(Actor):
                 scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts))
             )
 
-    def _release_program(self, client: _Client, number: int) -> None:
+    def _release_program(self, client: Client, number: int) -> None:
         program = client.programs.pop(number, None)
         if program is not None:
             for island, hosts in program.hosts.items():
                 self.env.send(scheduler_of(island), UninstallProgram(number, hosts))
 
-    def _release_slice(self, client: _Client, number: int) -> None:
+    def _release_slice(self, client: Client, number: int) -> None:
         if number in client.slices:
             client.slices.discard(number)
             self._bindings.pop(number, None)
@@ -667,7 +546,7 @@ class Controller(Actor):
                     self.env.send(scheduler_of(touched), CancelRun(run))
             self._drop(client, [(n, array) for n, array in state.donated if not array.uploading])
 
-    def _lose_arrays(self, client: _Client, message: IslandLost) -> None:
+    def _lose_arrays(self, client: Client, message: IslandLost) -> None:
         client.doomed = {
             number: array
             for number, array in client.doomed.items()

@@ -1,0 +1,152 @@
+"""What the controller remembers of a client, and whether a run of its can be.
+
+Everything a client owns hangs on one `Client`, so that forgetting it is dropping it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pw.core.errors import (
+    ArgumentError,
+    ArrayDeleted,
+    ErrorReport,
+    HostLost,
+    NotOwner,
+    ProtocolError,
+)
+from pw.core.ids import Address, client_of
+from pw.core.messages import CreateArray, Delete, ReleaseProgram, ReleaseSlice, Run
+from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
+from pw.sched.programs import RegisteredProgram, holders
+
+
+@dataclass(slots=True)
+class Array:
+    """A logical array: one entry, whatever the number of its shards."""
+
+    spec: ArraySpec
+    island: str
+    hosts: tuple[str, ...]
+    uploading: set[str] = field(default_factory=set)
+    error: ErrorReport | None = None
+
+
+@dataclass(slots=True)
+class RunState:
+    """A run whose segments have not all ended."""
+
+    client: int
+    results: tuple[int, ...]
+    islands: tuple[str, ...]
+    segments_left: int
+    args: tuple[int | bytes, ...]
+    donated: list[tuple[int, Array]]
+    """What the run takes away, and has not taken if it is cancelled."""
+
+
+class Poisoned(Exception):
+    """A run cannot be, for a reason that is known already and goes on as it is."""
+
+    def __init__(self, report: ErrorReport) -> None:
+        super().__init__(report.message)
+        self.report = report
+
+
+NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
+"""The spec of an array whose run was refused: it never lies anywhere."""
+
+Held = Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice
+"""What keeps its place in a client's order."""
+
+
+@dataclass(slots=True)
+class Client:
+    """A client and all it owns."""
+
+    address: Address
+    number: int
+    name: str
+    slices: set[int] = field(default_factory=set)
+    programs: dict[int, RegisteredProgram] = field(default_factory=dict)
+    arrays: dict[int, Array] = field(default_factory=dict)
+    doomed: dict[int, Array] = field(default_factory=dict)
+    """Deleted while their upload was under way: dropped on their hosts when it has ended there."""
+    early_uploads: dict[int, dict[str, ErrorReport | None]] = field(default_factory=dict)
+    """Uploads that ended before their announcement came, or left the backlog."""
+    backlog: deque[Held] = field(default_factory=deque)
+    last_run: int = 0
+    in_flight: int = 0
+    settled: int = 0
+
+    def program_of(self, message: Run) -> RegisteredProgram:
+        """The program of a run. Raises if it is not known, failed, or takes and makes other arrays."""
+        program = self.programs.get(message.program)
+        if program is None:
+            raise NotOwner("the run names a program that this client has not registered")
+        if program.error is not None:
+            raise Poisoned(program.error)
+        if len(message.args) != len(program.body.inputs):
+            raise ArgumentError(
+                f"program {program.body.name!r} takes {len(program.body.inputs)} arrays, the run has "
+                f"{len(message.args)}"
+            )
+        if len(message.results) != len(program.body.outputs):
+            raise ArgumentError(
+                f"program {program.body.name!r} makes {len(program.body.outputs)} arrays, the run "
+                f"names {len(message.results)}"
+            )
+        return program
+
+    def check_arguments(
+        self, program: RegisteredProgram, args: tuple[int | bytes, ...]
+    ) -> tuple[int, ...]:
+        """Raise if an argument cannot be used; otherwise those whose upload has not ended."""
+        awaits = []
+        for position, (arg, spec) in enumerate(zip(args, program.body.inputs, strict=True)):
+            if isinstance(arg, bytes):
+                if len(arg) != spec.size_bytes:
+                    raise ArgumentError(
+                        f"argument {position} of program {program.body.name!r} has {len(arg)} bytes, "
+                        f"{spec.dtype}{list(spec.shape)} takes {spec.size_bytes}"
+                    )
+                continue
+            if client_of(arg) != self.number:
+                raise NotOwner(
+                    f"argument {position} of program {program.body.name!r} belongs to another client"
+                )
+            array = self.arrays.get(arg)
+            if array is None:
+                raise ArrayDeleted(
+                    f"argument {position} of program {program.body.name!r} was deleted or donated "
+                    "before this run"
+                )
+            if array.error is not None:
+                raise Poisoned(array.error)
+            if array.spec is not spec and array.spec != spec:
+                raise ArgumentError(
+                    f"argument {position} of program {program.body.name!r} lies differently from what "
+                    f"the program was traced for: {array.spec} instead of {spec}"
+                )
+            if array.uploading:
+                awaits.append(arg)
+        return tuple(awaits)
+
+    def check_results(
+        self,
+        program: RegisteredProgram,
+        results: tuple[int, ...],
+        bindings: Mapping[int, Binding],
+    ) -> None:
+        """Raise unless the results can be named so and have somewhere to lie."""
+        for array in results:
+            if client_of(array) != self.number or array in self.arrays:
+                raise ProtocolError("a result has a number that is taken or is another client's")
+        for output in program.body.outputs:
+            if holders(output.spec, bindings) is None:
+                raise HostLost(
+                    f"a slice of {program.body.name!r} has no island at the moment: a host was lost. Call "
+                    "again when the island has all its hosts (see pw status)"
+                )
