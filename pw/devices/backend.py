@@ -37,12 +37,14 @@ class Value:
     but for `error`, which actors may read once a `done` has told them that the value is settled.
     """
 
-    __slots__ = ("building", "error", "heir", "payload", "shared")
+    __slots__ = ("building", "error", "heir", "maker", "payload", "shared")
 
     def __init__(self, error: ErrorReport | None = None) -> None:
         self.payload: Any = None
         """The backend's own idea of the array; None until it is made, and when it failed."""
         self.error = error
+        self.maker = ""
+        """Name of the computation that makes it, for the error if it fails."""
         self.shared = False
         """Another value, or a read under way, may alias the buffers: copied before a donation."""
         self.building: Any = None

@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from pw.core.errors import (
@@ -178,7 +179,7 @@ class JaxBackend:
             self._completions.post(done, self._report(error))
             return
         self._python_keys.add(key)
-        self._publish(key, (function, ()))
+        self._publish(key, (function, (), computation.name))
         self._completions.post(done, None)
 
     def _forget_python(self, key: bytes) -> None:
@@ -210,7 +211,7 @@ class JaxBackend:
     def _execute(self, op: Execute) -> None:
         """The hot path: every line here is paid once for each computation on each host."""
         try:
-            executable, donated = self._executables[op.key]
+            executable, donated, name = self._executables[op.key]
             if type(executable) is PythonFunction:
                 python_functions.expect(op)
                 return self._calling.put((executable, op))
@@ -228,7 +229,7 @@ class JaxBackend:
         except Exception as error:  # noqa: BLE001 - it belongs to the results
             return _fail(op.results, self._failure(op, error))
         for value, array in zip(op.results, outputs, strict=True):
-            value.payload = array
+            value.payload, value.maker = array, name
         for position in donated:
             value = op.args[position]
             value.payload, value.error = None, self._deleted
@@ -357,7 +358,7 @@ class JaxBackend:
                 arguments = [value.payload for value in op.args]
                 python_functions.call(function, arguments, op.results, self._layouts)
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-            _fail(op.results, self._report(error))
+            _fail(op.results, self._report(error, function.name))
         finally:
             for value in op.results:
                 value.building.set()
@@ -407,7 +408,7 @@ class JaxBackend:
         except Exception as error:  # noqa: BLE001 - a computation may fail with anything
             if array.is_deleted():
                 return self._deleted
-            value.error, value.payload = self._report(error), None
+            value.error, value.payload = self._report(error, value.maker), None
             return value.error
         return None
 
@@ -429,16 +430,20 @@ class JaxBackend:
 
     # Errors.
 
-    def _report(self, error: Exception) -> ErrorReport:
+    def _report(self, error: Exception, computation: str = "") -> ErrorReport:
         exhausted = "RESOURCE_EXHAUSTED" in str(error)
-        return ErrorReport.of(
-            error, self._host, OutOfDeviceMemory if exhausted else ComputationFailed
-        )
+        kind = OutOfDeviceMemory if exhausted else ComputationFailed
+        report = ErrorReport.of(error, self._host, kind)
+        if not computation:
+            return report
+        words = f"the computation {computation!r} failed: {report.message}"
+        return msgspec.structs.replace(report, message=words)
 
     def _failure(self, op: Execute, error: Exception) -> ErrorReport:
         if op.key not in self._executables:
             error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
-        return self._report(error)
+        _, _, name = self._executables.get(op.key, (None, (), ""))
+        return self._report(error, name)
 
     def _unmade(self) -> ErrorReport:
         return ErrorReport(

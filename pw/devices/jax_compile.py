@@ -38,8 +38,8 @@ _SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float
 """A compiled function refuses its own results of such dtypes for their layout; a jitted one takes
 them, but compiles again when it is first called."""
 
-Executable = tuple[Any, tuple[int, ...]]
-"""The compiled function, called with one `jax.Array` an argument, and its donated positions."""
+Executable = tuple[Any, tuple[int, ...], str]
+"""The compiled function, called with one `jax.Array` an argument, its donated positions, its name."""
 
 Publish = Callable[[bytes, Executable | None], None]
 
@@ -170,7 +170,7 @@ class Compiler:
             self.compilations += 1
             if any(spec.dtype in _SUB_BYTE for spec in computation.inputs):
                 compiled = jitted
-            self._made[wish] = ((compiled, computation.donated), set())
+            self._made[wish] = ((compiled, computation.donated, computation.name), set())
         executable, keys = self._made[wish]
         keys.add(key)
         self._wish_of[key] = wish
