@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.testing import InProcessCluster
 from tests.daemons import until
-from tests.stage import held, live, mesh_on, numbers, split, until_live
+from tests.stage import held, mesh_on, numbers, split
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +299,7 @@ def test_calls_return_and_chains_go_on_while_a_host_is_busy(
     for f in (here, there, both):
         f(here(1.0)).block_until_ready()  # compiled
     with held(cluster):
+        assert float(there(np.float32(2))) == 4  # the other island is free
         x = here(here(1.0))
         chain = x
         for _ in range(50):
@@ -307,8 +307,6 @@ def test_calls_return_and_chains_go_on_while_a_host_is_busy(
         assert (chain.shape, chain.dtype) == ((), np.float32)
         assert chain.sharding.mesh == west
         assert not x.is_ready()
-        assert not chain.is_ready()
-        assert float(there(np.float32(2))) == 4  # the other island is free
         assert not chain.is_ready()
     value = np.float32(3)
     for _ in range(50):
@@ -389,73 +387,6 @@ def test_what_is_put_is_a_copy(east: pw.Mesh) -> None:
         value[:] = -1
         np.testing.assert_array_equal(x, numbers(size))
         np.testing.assert_array_equal(y, numbers(size))
-
-
-# --- what is held --------------------------------------------------------------------------------------
-
-
-def test_dropped_handles_free_their_arrays(east: pw.Mesh, west: pw.Mesh) -> None:
-    base = live()
-    x = pw.put(numbers(100_000), sharding=split(east))
-    y = pw.jit(lambda v: (v + 1, v * 2), mesh=west)(x)
-    p = pw.program(lambda v: (v, pw.put(v, sharding=split(west))))(x)
-    pw.block_until_ready((x, y, p))
-    assert live() != base
-    cycle: list[Any] = [x, y]
-    cycle.append(cycle)
-    del x, y, p, cycle
-    until_live(base)
-
-
-def test_caches_do_not_hold_arguments_and_results(east: pw.Mesh, west: pw.Mesh) -> None:
-    f = pw.jit(lambda v, k: v + k, mesh=east, donate_argnums=0)
-    g = pw.program(lambda v: f(pw.put(v, sharding=split(west)), 1))
-    base = live()
-    for large in (8, 100_000):
-        x = pw.put(numbers(large), sharding=split(east))
-        pw.get((f(x, x[:1]), g(numbers(large)), -pw.put(numbers(large), sharding=split(west))))
-        with pytest.raises(TypeError):
-            pw.jit(lambda v: jnp.dot(v, np.ones(3)), mesh=east)(
-                pw.put(numbers(large), sharding=split(west))
-            )
-        del x
-    until_live(base)
-
-
-def test_functions_that_die_release_what_they_closed_over(east: pw.Mesh) -> None:
-    base = live()
-
-    def make() -> Any:
-        w = pw.put(numbers(5000), sharding=split(east))
-        table = jnp.asarray(numbers(5000))
-        inner = jax.jit(lambda x: x * w + table)
-        f = pw.jit(lambda x: inner(x), mesh=east)
-        g = pw.program(lambda x: f(x) + w + numbers(5000))
-        return f, g
-
-    f, g = make()
-    np.testing.assert_array_equal(f(2.0), numbers(5000) * 3)
-    np.testing.assert_array_equal(g(2.0), numbers(5000) * 5)
-    assert live() != base
-    del f, g
-    until_live(base)
-
-
-def test_slices_are_given_back(cluster: InProcessCluster) -> None:
-    runtime = pw.connect()
-
-    def slices() -> int:
-        gc.collect()
-        return sum(client.slices for client in runtime.status().clients)
-
-    base = slices()
-    mesh = mesh_on(0)
-    x = pw.put(pw.put(numbers(8), sharding=split(mesh)), sharding=pw.NamedSharding(mesh, P()))
-    np.testing.assert_array_equal((x + 1)[:2], [1, 2])
-    np.testing.assert_array_equal(pw.pmap(lambda v: v)(x[:2].reshape(2, 1)[:1]), [[0.0]])
-    assert slices() > base
-    del x, mesh
-    until(lambda: slices() <= base + 1, "slices given back")  # one is the default slice
 
 
 # --- several threads -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ __all__ = [
 class Slice:
     """Virtual devices that one island lends to this client; given back when nothing refers to them."""
 
-    __slots__ = ("__weakref__", "id", "island", "kind", "platform", "runtime", "size")
+    __slots__ = ("__weakref__", "compiled", "id", "island", "kind", "platform", "runtime", "size", "types")
 
     def __init__(self, session: Any, handle: Any) -> None:
         self.runtime = session
@@ -48,6 +49,10 @@ class Slice:
         self.platform: str = handle.platform
         self.kind: str | None = handle.kind
         self.size: int = handle.size
+        self.compiled: dict[str, Any] = {}
+        """Operators and moves for these devices, by name: what pw compiles unasked is forgotten with them."""
+        self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        """The types of arrays that lie here, interned (see `pw.client.signature`)."""
 
     @property
     def devices(self) -> tuple[VirtualDevice, ...]:
@@ -194,22 +199,32 @@ class Mesh:
                 "slice of one island. Make one mesh for each slice and a separate computation for each "
                 "mesh: values move between computations by themselves"
             )
-        grid.flags.writeable = False
-        self.devices = grid
+        self._devices = tuple(flat)
+        self._extent: tuple[int, ...] = grid.shape
         self.axis_names = names
         self.slice: Slice = flat[0].slice
         self.placement = Placement(self.slice.id, tuple(device.index for device in flat))
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
 
     @property
+    def devices(self) -> np.ndarray[Any, Any]:
+        """The virtual devices, in the shape of the mesh; read-only."""
+        # Not kept: the collector does not see through numpy, and meshes and slices are in cycles.
+        grid = np.empty(len(self._devices), dtype=object)
+        grid[:] = self._devices
+        grid = grid.reshape(self._extent)
+        grid.flags.writeable = False
+        return grid
+
+    @property
     def shape(self) -> collections.OrderedDict[str, int]:
         """Size of every axis by its name."""
-        return collections.OrderedDict(zip(self.axis_names, self.devices.shape, strict=True))
+        return collections.OrderedDict(zip(self.axis_names, self._extent, strict=True))
 
     @property
     def size(self) -> int:
         """Number of devices."""
-        return math.prod(self.devices.shape)
+        return math.prod(self._extent)
 
     @property
     def runtime(self) -> Any:
@@ -219,7 +234,7 @@ class Mesh:
     @property
     def abstract(self) -> jax.sharding.AbstractMesh:
         """The mesh as functions see it while they are traced."""
-        return jax.sharding.AbstractMesh(self.devices.shape, self.axis_names)
+        return jax.sharding.AbstractMesh(self._extent, self.axis_names)
 
     def check_alive(self) -> None:
         """Raise Disconnected if the session that lent the devices is over."""
@@ -236,7 +251,7 @@ class Mesh:
             self.slice is other.slice
             and self.placement == other.placement
             and self.axis_names == other.axis_names
-            and self.devices.shape == other.devices.shape
+            and self._extent == other._extent
         )
 
     def __hash__(self) -> int:
@@ -262,8 +277,8 @@ class NamedSharding:
         if not isinstance(mesh, Mesh):
             raise ShardingError(f"a sharding needs a pw.Mesh of virtual devices, not {mesh!r}")
         self.mesh = mesh
-        self.core = Sharding(mesh.axis_names, mesh.devices.shape, _axes_of(spec))
-        self.core.check((math.prod(mesh.devices.shape),) * len(self.core.spec))
+        self.core = Sharding(mesh.axis_names, mesh._extent, _axes_of(spec))
+        self.core.check((math.prod(mesh._extent),) * len(self.core.spec))
         self._hash = hash((mesh, self.core))
 
     @classmethod

@@ -11,18 +11,22 @@ from typing import Any
 
 import jax
 
-_table: dict[str, Callable[..., Any]] = {}
+_of_host_values: dict[str, Callable[..., Any]] = {}
 
 
 def apply(name: str, *operands: Any) -> Any:
     """Run or record the operator called `name` (a function of jax.numpy)."""
-    function = _table.get(name)
+    table = _of_host_values
+    for operand in operands:
+        if isinstance(operand, Operators) and operand.sharding is not None:
+            table = operand.sharding.mesh.slice.compiled
+            break
+    function = table.get(name)
     if function is None:
-        from pw.client.jit import (
-            operator,
-        )  # operators are computations, whose results have operators
+        # Imported late: operators are computations, whose results have operators.
+        from pw.client.jit import operator
 
-        function = _table.setdefault(name, operator(name))
+        function = table.setdefault(name, operator(name))
     return function(*operands)
 
 
@@ -66,6 +70,7 @@ class Operators:
     """The operators that JAX arrays have."""
 
     __slots__ = ()
+    sharding: Any
     __array_priority__ = 200  # numpy leaves its operators to us
     __hash__ = None  # type: ignore[assignment]
 

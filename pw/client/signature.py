@@ -8,7 +8,6 @@ own configuration belongs to the key as well: it decides the dtypes and the prog
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -51,10 +50,11 @@ class ArrayType:
     def of(aval: Any, sharding: NamedSharding) -> ArrayType:
         """The type of arrays of `aval` that lie as `sharding`. Raises ShardingError if they cannot."""
         key = (tuple(aval.shape), aval.dtype, bool(aval.weak_type), sharding)
+        types = sharding.mesh.slice.types
         with _interning:
-            known = _interned.get(key)
+            known: ArrayType | None = types.get(key)
             if known is None:
-                known = _interned[key] = _new_type(aval, sharding)
+                known = types[key] = _new_type(aval, sharding)
             return known
 
     def with_sharding(self, sharding: NamedSharding) -> ArrayType:
@@ -65,7 +65,6 @@ class ArrayType:
         return f"{self.aval.str_short()} on {self.sharding}"
 
 
-_interned: weakref.WeakValueDictionary[Any, ArrayType] = weakref.WeakValueDictionary()
 _interning = threading.RLock()
 
 

@@ -21,8 +21,6 @@ from pw.core.errors import ShardingError, TracerError
 
 __all__ = ["block_until_ready", "get", "put"]
 
-_moves = Launches()
-
 
 def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
     """Put host values, or arrays that lie elsewhere, on virtual devices; returns futures at once.
@@ -87,14 +85,17 @@ def _put(leaf: Any, target: NamedSharding | None) -> Any:
         value = host_value(leaf, type_)
         if value.nbytes > runtime.INLINE_BYTES:
             return Array(session, session.upload(value, type_.spec), type_)
+    moves: Launches | None = target.mesh.slice.compiled.get("put")
+    if moves is None:
+        moves = target.mesh.slice.compiled.setdefault("put", Launches())
     key = (source, type_)
-    launch = _moves.get(key)
+    launch = moves.get(key)
     if launch is None:
-        with _moves.lock:
-            launch = _moves.get(key)
+        with moves.lock:
+            launch = moves.get(key)
             if launch is None:
                 move = Recorder("put")
-                launch = _moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
+                launch = moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
     return launch([leaf])[0]
 
 
