@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pw.client.pmap import pmap
     from pw.client.program import program
     from pw.client.runtime import connect, disconnect, stats
-    from pw.client.transfer import block_until_ready, get, put
+    from pw.client.transfer import block_until_ready, get, put, ready
 
 __version__ = metadata.version("pw")
 
@@ -69,6 +69,7 @@ _LAZY = {
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",
     "block_until_ready": "pw.client.transfer",
+    "ready": "pw.client.transfer",
     "stats": "pw.client.runtime",
 }
 
@@ -88,6 +89,7 @@ __all__ = [
     "put",
     "get",
     "block_until_ready",
+    "ready",
     "stats",
     "Error",
     "ArgumentError",

@@ -166,33 +166,43 @@ def inverted(function: Callable[[Any], Any]) -> Any:
 CAPTURING: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "jit": lambda w: jax.jit(lambda x: x * w),
     "jit in jit": lambda w: jax.jit(lambda x: jax.jit(lambda y: y * w)(x) + w),
-    "jit in scan": lambda w: lambda x: jax.lax.scan(
-        lambda c, a: (jax.jit(lambda y: y * w)(c) * a, None), x, jnp.arange(1.0, 3.0)
-    )[0],
-    "jits in both parts of while": lambda w: lambda x: jax.lax.while_loop(
-        lambda c: jax.jit(lambda y: jnp.sum(y * w))(c) < 1e5,
-        lambda c: jax.jit(lambda y: y * w + 1)(c),
-        x,
+    "jit in scan": lambda w: (
+        lambda x: jax.lax.scan(
+            lambda c, a: (jax.jit(lambda y: y * w)(c) * a, None), x, jnp.arange(1.0, 3.0)
+        )[0]
     ),
-    "jits in some branches": lambda w: lambda x: sum(
-        jax.lax.switch(i, [jax.jit(lambda y: y * w), lambda y: y, jax.jit(lambda y: y + w)], x)
-        for i in (np.int32(0), jnp.argmax(x) % 3)
+    "jits in both parts of while": lambda w: (
+        lambda x: jax.lax.while_loop(
+            lambda c: jax.jit(lambda y: jnp.sum(y * w))(c) < 1e5,
+            lambda c: jax.jit(lambda y: y * w + 1)(c),
+            x,
+        )
+    ),
+    "jits in some branches": lambda w: (
+        lambda x: sum(
+            jax.lax.switch(i, [jax.jit(lambda y: y * w), lambda y: y, jax.jit(lambda y: y + w)], x)
+            for i in (np.int32(0), jnp.argmax(x) % 3)
+        )
     ),
     "jit in checkpoint, differentiated": lambda w: jax.grad(
         jax.checkpoint(lambda x: jnp.sum(jax.jit(lambda y: jnp.sin(y) * w)(x)))
     ),
     "jit in custom_vjp": lambda w: inverted(lambda x: jax.jit(lambda y: y * w)(x)),
-    "jit in shard_map": lambda w: lambda x: jax.shard_map(
-        lambda v: jax.jit(lambda y: y * w)(v), in_specs=P(), out_specs=P(), check_vma=False
-    )(x),
-    "all at once": lambda w: lambda x: jax.lax.scan(
-        lambda c, a: (
-            jax.lax.cond(a > 0, jax.checkpoint(jax.jit(lambda y: y * w)), lambda y: y + w, c),
-            jnp.sum(c),
-        ),
-        x,
-        jnp.arange(3.0),
-    )[0],
+    "jit in shard_map": lambda w: (
+        lambda x: jax.shard_map(
+            lambda v: jax.jit(lambda y: y * w)(v), in_specs=P(), out_specs=P(), check_vma=False
+        )(x)
+    ),
+    "all at once": lambda w: (
+        lambda x: jax.lax.scan(
+            lambda c, a: (
+                jax.lax.cond(a > 0, jax.checkpoint(jax.jit(lambda y: y * w)), lambda y: y + w, c),
+                jnp.sum(c),
+            ),
+            x,
+            jnp.arange(3.0),
+        )[0]
+    ),
 }
 
 
@@ -207,9 +217,7 @@ def test_what_is_closed_over_is_an_argument_at_any_depth(
     f = pw.jit(build(w), mesh=east)
     x = numbers(1024) / 1024
     with jax.sharding.use_abstract_mesh(east.abstract):
-        expected = (
-            build(jnp.asarray(host))(x) if how != "jit in shard_map" else x * host
-        )
+        expected = build(jnp.asarray(host))(x) if how != "jit in shard_map" else x * host
     np.testing.assert_allclose(f(x), expected, rtol=1e-5)
     (traced,) = f._by_types.values()
     assert len(traced.captured) == 1
@@ -221,16 +229,16 @@ def test_a_captured_array_has_the_methods_of_jax_where_it_is_traced(east: pw.Mes
     w = pw.put(numbers(6).reshape(2, 3))
     f = pw.jit(lambda x: w.T.sum() + w.astype(jnp.int32).reshape(-1)[4] + w.at[0].set(0).max() * x)
     assert float(f(2.0)) == 15 + 4 + 10
-    with pytest.raises(AttributeError, match=r"pw\.jit\(lambda x: x\.sum\(\)\)"):
-        w.sum()
+    with pytest.raises(AttributeError, match=r"pw\.jit\(lambda x: x\.at\)"):
+        _ = w.at
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = w.nonsense
     traced: list[str] = []
 
     @pw.program
     def p(v: Any) -> Any:
-        with pytest.raises(AttributeError, match=r"pw\.jit\(lambda x: x\.mean\(\)\)"):
-            v.mean()
+        with pytest.raises(AttributeError, match=r"pw\.jit\(lambda x: x\.at\)"):
+            _ = v.at
         traced.append("once")
         return v
 
@@ -273,7 +281,9 @@ def test_three_slices_of_two_devices_on_two_physical_ones(cluster: InProcessClus
     meshes = [mesh_on(1) for _ in range(3)]
     assert len({mesh.slice.id for mesh in meshes}) == 3
     stages = [
-        pw.pmap(lambda x, k=k: jax.lax.psum(x, "i") + k, axis_name="i", devices=list(m.devices.flat))
+        pw.pmap(
+            lambda x, k=k: jax.lax.psum(x, "i") + k, axis_name="i", devices=list(m.devices.flat)
+        )
         for k, m in enumerate(meshes)
     ]
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from pw.client import jaxtype
 from pw.client.mesh import NamedSharding
-from pw.client.operators import Operators, apply, no_attribute
+from pw.client.methods import attribute, elements, item_at
+from pw.client.operators import Operators, apply
 from pw.client.signature import ArrayType, outside_traces
 from pw.core.errors import ArgumentError, ArrayDeleted, Disconnected, NotOwner
 
@@ -209,12 +210,10 @@ class Array(Operators):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        return self._value()[index] if outside_traces() else self.__jax_array__()[index]
+        return item_at(self, index) if outside_traces() else self.__jax_array__()[index]
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.shape:
-            raise TypeError("iteration over a 0-d array")
-        return iter(self._value() if outside_traces() else self.__jax_array__())
+        return elements(self) if outside_traces() else iter(self.__jax_array__())
 
     def __bool__(self) -> bool:
         return bool(self._value())
@@ -240,10 +239,10 @@ class Array(Operators):
         return self._value().tolist()
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of JAX's arrays, for functions that close over this one."""
+        """The common methods of JAX's arrays; all of them in functions that close over this one."""
         if not name.startswith("_") and hasattr(jax.Array, name) and not outside_traces():
             return getattr(self.__jax_array__(), name)
-        raise AttributeError(no_attribute(self, name))
+        return attribute(self, name)
 
     @property
     def format(self) -> Any:

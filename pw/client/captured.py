@@ -26,7 +26,7 @@ class _Rule(NamedTuple):
     """How a primitive calls a jaxpr."""
 
     body: str
-    count: str = ""
+    counter: str = ""
     """The parameter that says how many operands are constants of the body."""
     offset: Callable[[dict[str, Any]], int] = lambda params: 0
     """Where among the operands the body's first one is."""
@@ -142,8 +142,8 @@ def _handed_down(
     params[rule.body] = made if several else made[0]
     for field, entry in rule.for_each.items():
         params[field] = (*([entry] * len(values)), *params[field])
-    if rule.count:
-        params[rule.count] += len(values)
+    if rule.counter:
+        params[rule.counter] += len(values)
     at = rule.offset(params)
     operands = [_variable(value, lifted) for value in values]
     invars = [*equation.invars[:at], *operands, *equation.invars[at:]]

@@ -23,7 +23,8 @@ from pw.client import jaxtype, runtime
 from pw.client.array import Array, giving_up
 from pw.client.export import Traced
 from pw.client.mesh import Mesh, NamedSharding
-from pw.client.operators import Operators, no_attribute
+from pw.client.methods import attribute, elements, item_at
+from pw.client.operators import Operators
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.program import Computation, Node, Output, Program, Value
@@ -187,8 +188,8 @@ class ProgramTracer(Operators):
         raise TracerError(
             f"{why} needs the value {self.aval.str_short()} of the program {self.recorder.name!r}, in "
             f"{_user_line()}, but while a program is traced its values do not exist yet. Move this into "
-            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if, jnp.take instead of "
-            "indexing), make it a static argument of the program, or return the value and use it outside"
+            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+            "make it a static argument of the program, or return the value and use it outside"
         )
 
     def __bool__(self) -> bool:
@@ -207,10 +208,10 @@ class ProgramTracer(Operators):
         self._needed("using it as an index or a count")
 
     def __iter__(self) -> Any:
-        self._needed("iteration")
+        return elements(self)
 
     def __getitem__(self, index: Any) -> Any:
-        self._needed("indexing")
+        return item_at(self, index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._needed("conversion to numpy")
@@ -224,8 +225,8 @@ class ProgramTracer(Operators):
         return self.__jax_array__()
 
     def __getattr__(self, name: str) -> Any:
-        """Raises, and says where JAX's methods can be called."""
-        raise AttributeError(no_attribute(self, name))
+        """The common methods of JAX's arrays, as nodes of the program."""
+        return attribute(self, name)
 
     def item(self) -> Any:
         """Raises: values do not exist while a program is traced."""

@@ -389,6 +389,8 @@ class _Operator(JitFunction):
     def _output_shardings(
         self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
     ) -> list[NamedSharding]:
+        if len(avals) != 1:
+            return [NamedSharding.replicated(mesh) for _ in avals]
         (aval,) = avals
         for type_ in inputs:
             axes = type_.sharding.core.spec
@@ -401,8 +403,11 @@ class _Operator(JitFunction):
         return [NamedSharding.replicated(mesh)]
 
 
-def operator(name: str) -> JitFunction:
-    """The operator that `jax.numpy` calls `name`."""
+def operator(named: str | Callable[..., Any]) -> JitFunction:
+    """A function as an operator: the one that `jax.numpy` calls so, or the one given."""
+    if not isinstance(named, str):
+        return _Operator(named, None)
+    name = named
     function: Any = getattr(jnp, name)
 
     def apply(*operands: Any) -> Any:

@@ -40,7 +40,17 @@ __all__ = [
 class Slice:
     """Virtual devices that one island lends to this client; given back when nothing refers to them."""
 
-    __slots__ = ("__weakref__", "compiled", "id", "island", "kind", "platform", "runtime", "size", "types")
+    __slots__ = (
+        "__weakref__",
+        "compiled",
+        "id",
+        "island",
+        "kind",
+        "platform",
+        "runtime",
+        "size",
+        "types",
+    )
 
     def __init__(self, session: Any, handle: Any) -> None:
         self.runtime = session
@@ -298,6 +308,11 @@ class NamedSharding:
     def placement(self) -> Placement:
         """The devices at the positions of the mesh."""
         return self.mesh.placement
+
+    @property
+    def _is_concrete(self) -> bool:
+        """JAX asks before it makes an array like another (`jnp.zeros_like`): one of its own, here."""
+        return False
 
     def abstract(self) -> jax.sharding.NamedSharding:
         """The same for tracing: over the abstract mesh."""

@@ -11,22 +11,30 @@ from typing import Any
 
 import jax
 
-_of_host_values: dict[str, Callable[..., Any]] = {}
+_of_host_values: dict[Any, Callable[..., Any]] = {}
 
 
 def apply(name: str, *operands: Any) -> Any:
     """Run or record the operator called `name` (a function of jax.numpy)."""
+    return apply_built(name, None, *operands)
+
+
+def apply_built(key: Any, build: Callable[[], Callable[..., Any]] | None, *operands: Any) -> Any:
+    """Run or record a small function on the mesh of its first array operand.
+
+    `build` makes the function when `key` is seen first; without it, `key` names one of jax.numpy.
+    """
     table = _of_host_values
     for operand in operands:
         if isinstance(operand, Operators) and operand.sharding is not None:
             table = operand.sharding.mesh.slice.compiled
             break
-    function = table.get(name)
+    function = table.get(key)
     if function is None:
         # Imported late: operators are computations, whose results have operators.
         from pw.client.jit import operator
 
-        function = table.setdefault(name, operator(name))
+        function = table.setdefault(key, operator(key if build is None else build()))
     return function(*operands)
 
 
@@ -57,8 +65,8 @@ def no_attribute(handle: Any, name: str) -> str:
     if name.startswith("_") or not hasattr(jax.Array, name):
         return said
     return (
-        f"{said}: it has Python's operators only. Compute where it lies, as in pw.jit(lambda x: "
-        f"x.{name}())(x), or on the value, pw.get(x)"
+        f"{said}: only the common methods work outside of pw.jit. Compute where it lies, as in "
+        f"pw.jit(lambda x: x.{name})(x), or on the value, pw.get(x)"
     )
 
 

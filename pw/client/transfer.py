@@ -118,6 +118,20 @@ def get(tree: Any) -> Any:
     )
 
 
+async def ready(tree: Any) -> Any:
+    """`block_until_ready` for asyncio: `await pw.ready(tree)`, `asyncio.gather(pw.ready(x), ...)`.
+
+    Raises:
+        Error: what the first of them failed with.
+    """
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, ProgramTracer):
+            leaf._needed("pw.ready()")
+        if isinstance(leaf, Array):
+            await leaf
+    return tree
+
+
 def block_until_ready(tree: Any) -> Any:
     """Wait until all arrays of a tree exist on their devices; returns the tree.
 

@@ -1,0 +1,186 @@
+"""Methods and indexing of arrays and tracers: computed where the array lies, as JAX's are.
+
+Each is a compiled function of one node, like an operator. What is an array among the arguments is an
+operand; everything else is part of the function, so that equal calls share one compilation. Integers in
+an index are operands as well: reading element after element compiles once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw.client.operators import Operators, apply_built, no_attribute
+from pw.core.errors import ArgumentError
+
+METHODS = frozenset(
+    (
+        "all",
+        "any",
+        "argmax",
+        "argmin",
+        "argsort",
+        "astype",
+        "clip",
+        "conj",
+        "copy",
+        "cumprod",
+        "cumsum",
+        "diagonal",
+        "dot",
+        "flatten",
+        "max",
+        "mean",
+        "min",
+        "prod",
+        "ravel",
+        "repeat",
+        "reshape",
+        "round",
+        "searchsorted",
+        "sort",
+        "squeeze",
+        "std",
+        "sum",
+        "swapaxes",
+        "take",
+        "trace",
+        "transpose",
+        "var",
+    )
+)
+PROPERTIES = frozenset({"T", "mT", "real", "imag"})
+
+UNSTACKED_AT_ONCE = 256
+"""Arrays with more elements along the first axis are iterated over element by element."""
+
+
+class _Operand:
+    """Marks the place of an array in a call."""
+
+    def __repr__(self) -> str:
+        return "<operand>"
+
+
+_OPERAND = _Operand()
+
+
+def attribute(handle: Operators, name: str) -> Any:
+    """The method or property `name` of the array behind `handle`.
+
+    Raises:
+        AttributeError: it has none, or it has to be called in a pw.jit function.
+    """
+    if name in METHODS:
+        return partial(_call, handle, name)
+    if name in PROPERTIES:
+        return apply_built(name, partial(_property, name), handle)
+    raise AttributeError(no_attribute(handle, name))
+
+
+def _property(name: str) -> Callable[..., Any]:
+    return lambda x: getattr(x, name)
+
+
+def _call(handle: Operators, name: str, *args: Any, **kwargs: Any) -> Any:
+    operands: list[Any] = []
+    given = tuple(_template(arg, operands) for arg in args)
+    named = tuple((key, _template(value, operands)) for key, value in sorted(kwargs.items()))
+    key = (name, given, named)
+    try:
+        hash(key)
+    except TypeError:
+        raise ArgumentError(
+            f"an argument of {name}() is neither an array nor can be hashed"
+        ) from None
+    return apply_built(key, partial(_method, name, given, named), handle, *operands)
+
+
+def _template(arg: Any, operands: list[Any]) -> Any:
+    """`arg` with a mark where it is an array, which goes to `operands`."""
+    if isinstance(arg, (Operators, jax.Array, np.ndarray)):
+        operands.append(arg)
+        return _OPERAND
+    return tuple(arg) if isinstance(arg, list) else arg
+
+
+def _method(name: str, given: tuple[Any, ...], named: tuple[Any, ...]) -> Callable[..., Any]:
+    def method(x: Any, *operands: Any) -> Any:
+        rest = iter(operands)
+        args = [next(rest) if arg is _OPERAND else arg for arg in given]
+        kwargs = {key: next(rest) if arg is _OPERAND else arg for key, arg in named}
+        return getattr(x, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+# --- indexing ----------------------------------------------------------------------------------------
+
+
+def item_at(handle: Any, index: Any) -> Any:
+    """`handle[index]`, computed where the array lies.
+
+    Raises:
+        IndexError: the index is out of bounds or has too many dimensions.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, (Operators, jax.Array, np.ndarray, list)) for part in parts):
+        # Numpy's own bounds and words, on an array without memory.
+        np.broadcast_to(np.empty((), bool), handle.shape)[index]
+    operands: list[Any] = []
+    template = tuple(_index_template(part, operands) for part in parts)
+    key = ("__getitem__", template)
+    return apply_built(key, partial(_indexing, template), handle, *operands)
+
+
+def _index_template(part: Any, operands: list[Any]) -> Any:
+    if isinstance(part, slice):
+        return ("slice", part.start, part.stop, part.step)
+    if isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_)):
+        operands.append(np.int32(part))
+        return _OPERAND
+    if isinstance(part, (list, bool, np.bool_)):
+        part = np.asarray(part)
+    if isinstance(part, (Operators, jax.Array, np.ndarray)):
+        operands.append(part)
+        return _OPERAND
+    return part
+
+
+def _indexing(template: tuple[Any, ...]) -> Callable[..., Any]:
+    def getitem(x: Any, *operands: Any) -> Any:
+        rest = iter(operands)
+        index = tuple(
+            next(rest)
+            if part is _OPERAND
+            else slice(*part[1:])
+            if isinstance(part, tuple)
+            else part
+            for part in template
+        )
+        return x[index]
+
+    return getitem
+
+
+def elements(handle: Any) -> Iterator[Any]:
+    """The elements along the first axis, as arrays; one computation for all where they are few."""
+    if not handle.shape:
+        raise TypeError("iteration over a 0-d array")
+    length = handle.shape[0]
+    if not 0 < length <= UNSTACKED_AT_ONCE:
+        return (item_at(handle, index) for index in range(length))
+    unstack = partial(_unstacking, length)
+    return iter(apply_built(("unstack", length), unstack, handle))
+
+
+def _unstacking(length: int) -> Callable[..., Any]:
+    def unstack(x: Any) -> Any:
+        return tuple(x[index] for index in range(length))
+
+    return unstack
