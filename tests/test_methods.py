@@ -117,3 +117,19 @@ def test_many_arrays_can_be_awaited_together(x: pw.Array) -> None:
     assert plus.is_ready()
     assert float(double["a"][0, 1]) == 2
     assert float(total) == VALUE.sum()
+
+
+def test_pmap_without_devices_takes_as_many_as_it_needs(mesh: pw.Mesh) -> None:
+    total = pw.pmap(lambda x: x + jax.lax.psum(x, "i"), axis_name="i")
+    np.testing.assert_array_equal(np.asarray(total(np.arange(3.0))), [3, 4, 5])
+    np.testing.assert_array_equal(np.asarray(total(total(np.arange(2.0)))), [4, 5])
+    with pytest.raises(pw.InsufficientDevices, match="5 devices"):
+        total(np.arange(5.0))
+
+
+def test_a_failed_array_can_be_shown_by_a_debugger(mesh: pw.Mesh) -> None:
+    far_too_big = pw.jit(lambda x: jnp.ones((1 << 42,)) * x, mesh=mesh)(1.0)
+    failed = far_too_big.sum()
+    assert repr(failed).startswith("array(OutOfDeviceMemory: ")
+    with pytest.raises(pw.OutOfDeviceMemory):
+        str(failed)

@@ -21,7 +21,7 @@ from pw.client.mesh import NamedSharding
 from pw.client.methods import attribute, elements, item_at
 from pw.client.operators import Operators, apply
 from pw.client.signature import ArrayType, outside_traces
-from pw.core.errors import ArgumentError, ArrayDeleted, Disconnected, NotOwner
+from pw.core.errors import ArgumentError, ArrayDeleted, Disconnected, Error, NotOwner
 
 __all__ = ["Array"]
 
@@ -190,6 +190,12 @@ class Array(Operators):
     def __repr__(self) -> str:
         if self._gone is not None:
             return f"array(deleted, shape={self.shape}, dtype={self.dtype})"
+        try:
+            return self._described()
+        except Error as error:  # a debugger that shows variables must not raise
+            return f"array({type(error).__name__}: {error}, shape={self.shape}, dtype={self.dtype})"
+
+    def _described(self) -> str:
         if self._type.key_impl is not None:
             return f"array({self.shape}, dtype={self.dtype}) overlaying:\n{wait_for(self.start_fetch())}"
         if self.size == 0:

@@ -112,7 +112,7 @@ class JitFunction:
             signature = signature_of_call(leaves)
         except ArgumentError:
             raise self._bad_argument((given, named), leaves) from None
-        mesh = self._mesh or self._mesh_of_call(signature)
+        mesh = self._mesh or self._mesh_of_call(tree, signature)
         key = (tree, signature, statics, mesh, tracing_configuration())
         recorder = recording()
         if recorder is not None:
@@ -142,7 +142,7 @@ class JitFunction:
         traced = self._trace(key)
         return recorder.finish(recorder.call(traced, leaves), traced.tree)
 
-    def _mesh_of_call(self, signature: Sequence[Any]) -> Mesh:
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
         found: Mesh | None = None
         for leaf in signature:
             if isinstance(leaf, ArrayType):
@@ -380,7 +380,7 @@ def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:
 class _Operator(JitFunction):
     """One of Python's operators on arrays."""
 
-    def _mesh_of_call(self, signature: Sequence[Any]) -> Mesh:
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
         for leaf in signature:
             if isinstance(leaf, ArrayType):
                 return leaf.sharding.mesh

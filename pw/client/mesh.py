@@ -354,18 +354,18 @@ def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(axes)
 
 
-_defaults: dict[Any, Mesh] = {}
+_defaults: dict[tuple[Any, int], Mesh] = {}
 
 
-def default_mesh() -> Mesh:
-    """One device of the current session, allocated once: where a call runs that names no devices."""
+def default_mesh(size: int = 1) -> Mesh:
+    """So many devices of the current session, allocated once: where calls run that name none."""
     session = runtime.current()
-    mesh = _defaults.get(session)
+    mesh = _defaults.get((session, size))
     if mesh is None:
-        for other in [known for known in list(_defaults) if not known.alive]:
+        for other in [known for known in list(_defaults) if not known[0].alive]:
             _defaults.pop(other, None)
-        fresh = Mesh(VirtualDeviceSet(session).add_slice(devices=1).devices, ("devices",))
-        mesh = _defaults.setdefault(session, fresh)
+        fresh = Mesh(VirtualDeviceSet(session).add_slice(devices=size).devices, ("devices",))
+        mesh = _defaults.setdefault((session, size), fresh)
     return mesh
 
 

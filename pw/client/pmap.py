@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pw.client.jit import JitFunction, parameters_of, spread, tree_flatten, tree_unflatten
-from pw.client.mesh import Mesh, NamedSharding, mesh_of
-from pw.client.signature import ArrayType, Statics, both_ways, describe_leaf
+from pw.client.mesh import Mesh, NamedSharding, default_mesh, mesh_of
+from pw.client.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
 from pw.core.errors import ArgumentError
 
 __all__ = ["pmap"]
@@ -43,8 +43,19 @@ class _PmapFunction(JitFunction):
     def __repr__(self) -> str:
         return f"<pw.pmap function {self._name}>"
 
-    def _mesh_of_call(self, signature: Sequence[Any]) -> Mesh:
-        found = super()._mesh_of_call(signature)
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
+        """Where the arguments lie; for host values as many devices as they have slices, as in JAX."""
+        if any(isinstance(leaf, ArrayType) for leaf in signature):
+            found = super()._mesh_of_call(tree, signature)
+        else:
+            axes = self._axes_in(tree, len(signature))
+            avals = [aval_of(leaf) for leaf in signature]
+            sizes = [
+                aval.shape[axis]
+                for axis, aval in zip(axes, avals, strict=True)
+                if axis is not None and -aval.ndim <= axis < aval.ndim
+            ]
+            found = default_mesh(max(sizes, default=1) or 1)
         return Mesh(found.devices.reshape(-1), (self._axis_name,))
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +158,7 @@ def pmap(
         fun: a function that JAX can trace; it sees one slice, without the mapped axis.
         axis_name: name for collectives such as `jax.lax.psum`.
         devices: where to run: a slice, or virtual devices of one slice. None stands for the devices
-            of the array arguments, or for a default slice of one device.
+            of the array arguments; for host values as many devices as they have slices.
         in_axes: tree prefix of the positional arguments: the axis to split, of the size of the number
             of devices, or None for a value that every device gets whole.
         out_axes: tree prefix of the result: the axis along which the devices' results are put

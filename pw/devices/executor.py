@@ -178,6 +178,9 @@ class HostExecutor(Actor):
         self._store.admit_tickets_of(message.secret)
 
         def joined(answer: IslandJoined | IslandJoinFailed) -> None:
+            told = "could not join" if isinstance(answer, IslandJoinFailed) else "joined"
+            place = f"{message.rank + 1}/{len(message.hosts)}"
+            self.env.log("info", told, island=message.island, epoch=message.epoch, host=place)
             self.env.send(RESOURCES, answer)
 
         self._process.join(message, joined)
