@@ -12,6 +12,7 @@ from typing import Protocol
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import RESOURCES, Address
+from pw.core.landing import Bulk
 from pw.core.messages import (
     CoordinationStarted,
     IslandStatus,
@@ -23,7 +24,7 @@ from pw.devices.backend import Backend
 from pw.devices.coordination_service import CoordinationServices
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor, HostProcess
-from pw.devices.store import Bulk, ObjectStore
+from pw.devices.store import ObjectStore
 from pw.sched.controller import Controller, ControllerVersions
 from pw.sched.policy import POLICIES
 from pw.sched.resources import ResourceManager

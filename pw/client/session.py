@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from pw.client.notes import (
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, CONTROLLER, Address, store_of
-from pw.core.landing import Landing
+from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
     INLINE_BYTES,
     Attach,
@@ -72,26 +72,6 @@ from pw.core.sharding import (
     host_boxes,
     packed_offsets,
 )
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-class Bulk(Protocol):
-    """The bulk plane as the session sees it (see `pw.transport.bulk.BulkPlane`)."""
-
-    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
-        """Reserve a buffer for bytes to come."""
-
-    def cancel(self, transfer: int) -> None:
-        """Give up a landing."""
-
-    def push(
-        self,
-        landing: Landing,
-        parts: list[tuple[int, np.ndarray[Any, Any]]],
-        done: Callable[[Exception | None], None],
-    ) -> None:
-        """Copy arrays to a landing."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,13 @@ was not handed the landing cannot guess its way into somebody's buffer.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
 import msgspec
+import numpy as np
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
@@ -25,3 +31,21 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
     """The receiver's abstract unix socket, without the leading NUL; empty if it has none."""
     endpoint: str
     """The receiver's `tcp://ip:port`; empty if it has none."""
+
+
+class Bulk(Protocol):
+    """The bulk plane as actors see it (see `pw.transport.bulk.BulkPlane`)."""
+
+    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
+        """Reserve a buffer; `deliver` is called once, when all bytes are in."""
+
+    def cancel(self, transfer: int) -> None:
+        """Give up a landing."""
+
+    def push(
+        self,
+        landing: Landing,
+        parts: Sequence[tuple[int, np.ndarray[Any, Any]]],
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        """Copy arrays to offsets of a landing; `done` when they are no longer needed."""

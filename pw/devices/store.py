@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from pw.core.errors import (
     ProtocolError,
 )
 from pw.core.ids import CONTROL, Address, client_of
-from pw.core.landing import Landing
+from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
     CancelRequest,
     Fetch,
@@ -51,32 +51,12 @@ from pw.core.sharding import (
 )
 from pw.devices.backend import Backend, Build, Part, Read, Value, Watch
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
 PARKED_REQUESTS = 100_000
 """Requests for arrays not known yet that one host keeps; beyond that it refuses."""
 
 
 DROPPED_KEPT = 65_536
 """Arrays dropped last that are remembered, so that a request that comes too late is told."""
-
-
-class Bulk(Protocol):
-    """The bulk plane as actors see it (see `pw.transport.bulk.BulkPlane`)."""
-
-    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
-        """Reserve a buffer; `deliver` is called once, when all bytes are in."""
-
-    def cancel(self, transfer: int) -> None:
-        """Give up a landing."""
-
-    def push(
-        self,
-        landing: Landing,
-        parts: Sequence[tuple[int, np.ndarray[Any, Any]]],
-        done: Callable[[Exception | None], None],
-    ) -> None:
-        """Copy arrays to offsets of a landing; `done` when they are no longer needed."""
 
 
 def pack(arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
