@@ -245,3 +245,36 @@ def test_a_loss_frees_what_was_kept() -> None:
     edge.world.drain("a0")
     assert not any(edge.census().values())
     assert edge.ends["a0"].actor._parked_bytes == 0
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_an_edge_that_goes_both_ways_between_two_hosts(elements: int) -> None:
+    """Each host sends the other its half; one hears of the run long before the other."""
+    spec = vector(elements, 2)
+    before = (DeviceAddress("a0", 0), DeviceAddress("b0", 0))
+    after = before[::-1]
+    routes = {route.source_host: route for route in plan_routes(spec, spec, before, after)}
+    whole = np.arange(elements)
+    half = elements // 2
+    for seed in range(20):
+        world = World(seed)
+        ends = {name: End(world, name) for name in ("a0", "b0")}
+        values = {name: Value() for name in ends}
+        arrived: list[str] = []
+        for rank, name in enumerate(ends):
+            other = "b0" if name == "a0" else "a0"
+            value = Value()
+            value.payload = {rank: whole[rank * half : (rank + 1) * half]}
+            actor = ends[name].actor
+            receive = Receive(0, 9, spec, (routes[other],), 1, spec)
+            done = lambda name=name: arrived.append(name)  # noqa: E731
+            actor.expect(RUN, receive, values[name], after, done)
+            op = actor.send_op(RUN, Send(0, 1, spec, routes[name]), value, before)
+            ends[name].backend.submit([op])
+            world.steps(1000)
+        world.settle()
+        assert sorted(arrived) == ["a0", "b0"]
+        np.testing.assert_array_equal(values["a0"].payload[1], whole[half:])
+        np.testing.assert_array_equal(values["b0"].payload[0], whole[:half])
+        for end in ends.values():
+            assert not any(end.actor.census().values())

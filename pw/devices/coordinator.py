@@ -38,6 +38,7 @@ PARKED_BYTES = 256 << 20
 ORPHAN_S = 30.0
 """How long the edges of a client that has left may stay without a receiver."""
 
+_Early = EdgeCredit | EdgeData | EdgeFailed
 Arrived = Callable[[], None]
 
 
@@ -92,7 +93,8 @@ class ShardCoordinator(Actor):
         self._host = env.address.node
         self._outgoing: dict[tuple[int, int, str], _Outgoing] = {}
         self._incoming: dict[tuple[int, int], _Incoming] = {}
-        self._parked: dict[tuple[int, int, str], EdgeCredit | EdgeData | EdgeFailed] = {}
+        self._parked: dict[tuple[int, int, str, bool], _Early] = {}
+        """By run, edge and peer, and whether it is a credit: one edge may go both ways between two hosts."""
         self._parked_bytes = 0
         self._gone_clients: set[int] = set()
         self._void_clients: set[int] = set()
@@ -124,7 +126,7 @@ class ShardCoordinator(Actor):
                 landing = self._bulk.land(total, self._landed(incoming, route))
                 incoming.transfers[source] = landing.transfer
                 self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, landing))
-            early = self._unpark((run, receive.edge, source))
+            early = self._unpark((run, receive.edge, source, False))
             if isinstance(early, EdgeData):
                 self._take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
@@ -245,7 +247,7 @@ class ShardCoordinator(Actor):
         key = (run, send.edge, send.route.destination_host)
         if client_of(run) not in self._void_clients and key[2] not in self._absent:
             self._outgoing[key] = outgoing
-        early = self._unpark(key)
+        early = self._unpark((*key, True))
         if isinstance(early, EdgeCredit):
             outgoing.landing = early.landing
 
@@ -321,7 +323,7 @@ class ShardCoordinator(Actor):
     def _park(
         self,
         key: tuple[int, int, str],
-        message: EdgeCredit | EdgeData | EdgeFailed,
+        message: _Early,
         size_bytes: int,
     ) -> None:
         if client_of(key[0]) in self._gone_clients:
@@ -337,10 +339,10 @@ class ShardCoordinator(Actor):
             message = EdgeFailed(key[0], key[1], ErrorReport.of(error, self._host))
             size_bytes = 0
         self.env.count("edges_early")
-        self._parked[key] = message
+        self._parked[(*key, isinstance(message, EdgeCredit))] = message
         self._parked_bytes += size_bytes
 
-    def _unpark(self, key: tuple[int, int, str]) -> EdgeCredit | EdgeData | EdgeFailed | None:
+    def _unpark(self, key: tuple[int, int, str, bool]) -> _Early | None:
         message = self._parked.pop(key, None)
         if isinstance(message, EdgeData):
             self._parked_bytes -= len(message.data)
@@ -363,9 +365,9 @@ class ShardCoordinator(Actor):
     def _drop_orphans(self, sender: Address, message: _DropOrphans) -> None:
         if message.client:
             self._void_clients.add(message.client)
-        for key in [key for key in self._parked if message.concerns(key[0])]:
-            if isinstance(self._unpark(key), EdgeCredit):
-                self._refuse(key)
+        for early in [early for early in self._parked if message.concerns(early[0])]:
+            if isinstance(self._unpark(early), EdgeCredit):
+                self._refuse(early[:3])
         for key, outgoing in list(self._outgoing.items()):
             if message.concerns(key[0]) and outgoing.landing is None:
                 del self._outgoing[key]
@@ -393,8 +395,8 @@ class ShardCoordinator(Actor):
                 self._fail(incoming, node, error)
         for key in [key for key in self._outgoing if key[2] == node]:
             del self._outgoing[key]
-        for key in [key for key in self._parked if key[2] == node]:
-            self._unpark(key)
+        for early in [early for early in self._parked if early[2] == node]:
+            self._unpark(early)
 
     def _lost(self, node: str, reason: str) -> ErrorReport:
         return ErrorReport.of(
