@@ -35,8 +35,11 @@ class FakeBulk:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.landings: dict[int, tuple[int, Callable[[Any], None]]] = {}
+        self.full = False
 
     def land(self, size_bytes: int, deliver: Callable[[Any], None]) -> Landing:
+        if self.full:
+            raise TransferFailed("no room")
         transfer = len(self.world.bulk) + 1
         self.landings[transfer] = (size_bytes, deliver)
         self.world.bulk[transfer] = self

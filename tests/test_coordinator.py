@@ -278,3 +278,23 @@ def test_an_edge_that_goes_both_ways_between_two_hosts(elements: int) -> None:
         np.testing.assert_array_equal(values["b0"].payload[0], whole[:half])
         for end in ends.values():
             assert not any(end.actor.census().values())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_receiver_without_room_fails_the_edge_and_frees_the_senders(
+    order: tuple[str, ...],
+) -> None:
+    for seed in range(6):
+        edge = Edge(LARGE, seed)
+        edge.ends["a0"].bulk.full = True
+        for act in order:
+            if act == "launch":
+                edge.expect()
+            else:
+                edge.send(("first", "second").index(act))
+            edge.world.steps(edge.world.random.choice((0, 1, 3, 1000)))
+        edge.world.settle()
+        assert edge.arrived == 1
+        assert edge.value.error is not None
+        assert edge.value.error.kind == "TransferFailed"
+        assert not any(edge.census().values()), edge.census()

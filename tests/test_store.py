@@ -278,6 +278,15 @@ def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
     assert bench.failed() == {1: "TransferFailed"}
 
 
+def test_an_upload_that_there_is_no_room_for_fails_the_array() -> None:
+    bench = Bench()
+    bench.bulk.full = True
+    bench.upload(None)
+    (error,) = bench.uploaded()
+    assert error is not None
+    assert error.kind == "TransferFailed"
+
+
 @pytest.mark.parametrize("removed", [False, True])
 def test_an_upload_half_way_when_its_array_or_client_goes(removed: bool) -> None:
     bench = Bench()

@@ -326,7 +326,11 @@ class ClientSession(Actor):
             number = self._request(_Request(opened, host, boxes, note.spec))
             landing = None
             if total > INLINE_BYTES:
-                landing = self._bulk.land(total, self._landed(number))
+                try:
+                    landing = self._bulk.land(total, self._landed(number))
+                except Error as error:
+                    self._fail(opened, ErrorReport.of(error))
+                    return
                 self._requests[number].transfer = landing.transfer
             self._to_host(
                 host,

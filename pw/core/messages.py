@@ -561,11 +561,14 @@ class LaunchGap(_Message, frozen=True, tag=76):
 
 
 class EdgeCredit(_Message, frozen=True, tag=90):
-    """Receiving ShardCoordinator to the sending one: put the bytes of this edge here."""
+    """Receiving ShardCoordinator to the sending one: put the bytes of this edge here.
+
+    Without a landing: I have no room for them, do not send.
+    """
 
     run: int
     edge: int
-    landing: Landing
+    landing: Landing | None
 
 
 class EdgeData(_Message, frozen=True, tag=91):

@@ -18,6 +18,7 @@ import numpy as np
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
     Disconnected,
+    Error,
     ErrorReport,
     HostLost,
     ProtocolError,
@@ -122,10 +123,8 @@ class ShardCoordinator(Actor):
                 self._fail(incoming, source, self._lost(source, "it left its island"))
                 continue
             total = route_layout(route, receive.source)[1]
-            if total > INLINE_BYTES:
-                landing = self._bulk.land(total, self._landed(incoming, route))
-                incoming.transfers[source] = landing.transfer
-                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, landing))
+            if total > INLINE_BYTES and not self._grant(incoming, route, total):
+                continue
             early = self._unpark((run, receive.edge, source, False))
             if isinstance(early, EdgeData):
                 self._take(incoming, route, early.data)
@@ -133,6 +132,20 @@ class ShardCoordinator(Actor):
                 self._fail(incoming, source, early.error)
         if not routes:
             self._build(incoming)
+
+    def _grant(self, incoming: _Incoming, route: Route, total_bytes: int) -> bool:
+        """Tell a sender where its bytes go; False if there is no room, which fails the edge."""
+        run, edge, source = incoming.run, incoming.receive.edge, route.source_host
+        try:
+            landing = self._bulk.land(total_bytes, self._landed(incoming, route))
+        except Error as error:
+            self.env.send(coordinator_of(source), EdgeCredit(run, edge, None))
+            self._unpark((run, edge, source, False))
+            self._fail(incoming, source, ErrorReport.of(error, self._host))
+            return False
+        incoming.transfers[source] = landing.transfer
+        self.env.send(coordinator_of(source), EdgeCredit(run, edge, landing))
+        return True
 
     def _landed(self, incoming: _Incoming, route: Route) -> Callable[[Bytes], None]:
         return lambda buffer: self._take(incoming, route, buffer)
@@ -250,6 +263,8 @@ class ShardCoordinator(Actor):
         early = self._unpark((*key, True))
         if isinstance(early, EdgeCredit):
             outgoing.landing = early.landing
+            if early.landing is None:
+                self._outgoing.pop(key, None)
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if self._outgoing.get(key) is not outgoing:
@@ -282,7 +297,7 @@ class ShardCoordinator(Actor):
             self._refuse(key)
         elif outgoing is None:
             self._park(key, message, 0)
-        elif outgoing.failed:
+        elif outgoing.failed or message.landing is None:
             del self._outgoing[key]
         else:
             outgoing.landing = message.landing

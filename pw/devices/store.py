@@ -19,6 +19,7 @@ from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
     Disconnected,
+    Error,
     ErrorReport,
     NotOwner,
     ProtocolError,
@@ -245,7 +246,13 @@ class ObjectStore(Actor):
                 return
             deliver(message.data)
         else:
-            landing = self._bulk.land(total, deliver)
+            try:
+                landing = self._bulk.land(total, deliver)
+            except Error as refused:
+                value.error = ErrorReport.of(refused, self.env.address.node)
+                self.env.send(CONTROL, Uploaded(message.array, value.error))
+                self.submitted(message.array)
+                return
             self._landings[message.array] = landing.transfer
             self.env.send(sender, UploadLanding(message.array, landing))
 
