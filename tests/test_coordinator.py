@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -267,8 +268,7 @@ def test_an_edge_that_goes_both_ways_between_two_hosts(elements: int) -> None:
             value.payload = {rank: whole[rank * half : (rank + 1) * half]}
             actor = ends[name].actor
             receive = Receive(0, 9, spec, (routes[other],), 1, spec)
-            done = lambda name=name: arrived.append(name)  # noqa: E731
-            actor.expect(RUN, receive, values[name], after, done)
+            actor.expect(RUN, receive, values[name], after, partial(arrived.append, name))
             op = actor.send_op(RUN, Send(0, 1, spec, routes[name]), value, before)
             ends[name].backend.submit([op])
             world.steps(1000)
