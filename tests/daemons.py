@@ -61,13 +61,18 @@ class Program:
         return (self.folder / "err").read_text()
 
     def until_says(self, text: str, bound_s: float = BOUND_S) -> None:
-        """Wait until the program has written `text`."""
+        """Wait until the program has written a whole line with `text` in it."""
+
+        def said() -> bool:
+            lines = [*self.out.splitlines(True), *self.err.splitlines(True)]
+            return any(text in line and line.endswith("\n") for line in lines)
+
         until(
-            lambda: text in self.out + self.err or self.process.poll() is not None,
+            lambda: said() or self.process.poll() is not None,
             f"{text!r} in {self.out!r} and {self.err!r}",
             bound_s,
         )
-        assert text in self.out + self.err, f"ended ({self.process.returncode}): {self.err}"
+        assert said(), f"ended ({self.process.returncode}): {self.err}"
 
     def end(self, bound_s: float = BOUND_S) -> int:
         """Its exit code; negative if a signal ended it."""
