@@ -118,10 +118,6 @@ class InProcessCluster:
         self._clients.append(runtime)
         return runtime
 
-    def cut_client(self, index: int) -> None:
-        """Take a client away as if its process had been killed."""
-        self._thread.call(lambda: self.hub.cut(f"client-{index}"))
-
     def close(self) -> None:
         """End everything. Raises AssertionError if an actor had crashed. Idempotent."""
         if self._closed:

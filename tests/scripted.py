@@ -29,6 +29,7 @@ from pw.core.messages import (
     Upload,
     UploadLanding,
 )
+from pw.core.packing import pack
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import (
     ArraySpec,
@@ -41,7 +42,6 @@ from pw.core.sharding import (
     host_boxes,
     packed_offsets,
 )
-from pw.devices.store import pack
 from tests.actors import Recorder, World
 from tests.fake_devices import FakeBulk
 

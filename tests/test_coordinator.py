@@ -13,13 +13,13 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import Address, client_id, coordinator_of
 from pw.core.landing import Landing
 from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, PeerLost
+from pw.core.packing import pack
 from pw.core.plan import Receive, Send
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices import coordinator as under_test
 from pw.devices.backend import Value
 from pw.devices.coordinator import ShardCoordinator
-from pw.devices.store import pack
 from tests.actors import World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import LARGE, SMALL

@@ -27,10 +27,10 @@ from pw.core.messages import (
     Progress,
     RegisterHost,
 )
+from pw.core.packing import pack
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress
 from pw.devices import backend as ops
-from pw.devices.store import pack
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 

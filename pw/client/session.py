@@ -61,14 +61,13 @@ from pw.core.messages import (
     UploadLanding,
     Wait,
 )
+from pw.core.packing import pack, unpack
 from pw.core.sharding import (
     ArraySpec,
     Box,
     DeviceAddress,
     box_bytes,
-    box_shape,
     box_slices,
-    dtype_of,
     host_boxes,
     packed_offsets,
 )
@@ -274,12 +273,7 @@ class ClientSession(Actor):
             size = sum(box_bytes(box, note.spec.dtype) for box, _ in boxes)
             data = None
             if size <= INLINE_BYTES:
-                offsets, total = packed_offsets([box_bytes(b, note.spec.dtype) for b, _ in boxes])
-                packed = bytearray(total)
-                for offset, (box, _) in zip(offsets, boxes, strict=True):
-                    piece = note.value[box_slices(box)].tobytes()
-                    packed[offset : offset + len(piece)] = piece
-                data = bytes(packed)
+                data = pack([note.value[box_slices(box)] for box, _ in boxes])
                 self._pushed(note.array, host)
             self._to_host(host, Upload(note.array, note.spec, devices, data))
 
@@ -348,16 +342,10 @@ class ClientSession(Actor):
         request = self._requests.pop(number, None)
         if request is None or request.spec is None:
             return
-        dtype = dtype_of(request.spec.dtype)
         sizes = [box_bytes(box, request.spec.dtype) for box in request.boxes]
         offsets, _ = packed_offsets(sizes)
-        for box, offset, size in zip(request.boxes, offsets, sizes, strict=True):
-            shape = box_shape(box)
-            if size:
-                view = np.frombuffer(buffer, np.uint8, size, offset).view(dtype).reshape(shape)
-            else:
-                view = np.empty(shape, dtype)
-            request.of.result.append((box, view))
+        for box, offset in zip(request.boxes, offsets, strict=True):
+            request.of.result.append((box, unpack(buffer, offset, request.spec, box)))
         self._answered(number, request)
 
     @handles(Await)

@@ -27,11 +27,11 @@ from pw.core.errors import (
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Bulk, Bytes, Landing
 from pw.core.messages import INLINE_BYTES, EdgeCredit, EdgeData, EdgeFailed, PeerLost
+from pw.core.packing import pack, unpack
 from pw.core.plan import Receive, Route, Send
 from pw.core.reshard import route_layout
 from pw.core.sharding import Box, DeviceAddress
 from pw.devices.backend import Backend, Build, Op, Part, Read, Value
-from pw.devices.store import pack, unpack
 
 PARKED_BYTES = 256 << 20
 """Bytes of edges kept that no launch has announced yet."""

@@ -8,7 +8,7 @@ parked: its request came by another link than the launch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,11 +42,10 @@ from pw.core.messages import (
     UploadLanding,
     Wait,
 )
+from pw.core.packing import pack, unpack
 from pw.core.sharding import (
     ArraySpec,
     box_bytes,
-    box_shape,
-    dtype_of,
     host_boxes,
     packed_offsets,
 )
@@ -58,23 +57,6 @@ PARKED_REQUESTS = 100_000
 
 DROPPED_KEPT = 65_536
 """Arrays dropped last that are remembered, so that a request that comes too late is told."""
-
-
-def pack(arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
-    """The bytes of several arrays, each at a 64-byte boundary."""
-    offsets, total = packed_offsets([array.nbytes for array in arrays])
-    packed = bytearray(total)
-    for offset, array in zip(offsets, arrays, strict=True):
-        packed[offset : offset + array.nbytes] = array.tobytes()
-    return bytes(packed)
-
-
-def unpack(buffer: bytes | Bytes, offset: int, spec: ArraySpec, box: Any) -> np.ndarray[Any, Any]:
-    """A view of the array of shape `box` that starts at `offset` of a packed buffer."""
-    dtype = dtype_of(spec.dtype)
-    shape = box_shape(box)
-    flat = np.frombuffer(buffer, np.uint8, box_bytes(box, spec.dtype), offset)
-    return flat.view(dtype).reshape(shape) if flat.size else np.empty(shape, dtype)
 
 
 def relative(box: Any) -> Any:
