@@ -3,7 +3,8 @@
 Functions compiled by JAX are placed on *virtual devices* (`make_virtual_device_set`, `Mesh`) with `jit` and
 `pmap`; `program` traces a Python function that calls several of them into one dataflow graph; every
 call returns futures (`Array`) at once. Without an address the first call starts a small cluster beside the
-script; see `connect` and `LocalCluster`. All errors derive from `Error`.
+script; see `connect` and `LocalCluster`. Lost hosts are recovered from; `checkpoint` makes that sure and
+quick, `drain` leaves a host on purpose. All errors derive from `Error`.
 
 Names are loaded when first used, so that `import pw` alone does not import JAX.
 """
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from pw.client.array import Array
+    from pw.client.checkpoint import Checkpoint, checkpoint, drain
     from pw.client.cluster import LocalCluster
     from pw.client.host_function import host_function
     from pw.client.jit import jit
@@ -70,6 +72,9 @@ _LAZY = {
     "get": "pw.client.transfer",
     "block_until_ready": "pw.client.transfer",
     "ready": "pw.client.transfer",
+    "checkpoint": "pw.client.checkpoint",
+    "Checkpoint": "pw.client.checkpoint",
+    "drain": "pw.client.checkpoint",
     "stats": "pw.client.runtime",
 }
 
@@ -90,6 +95,9 @@ __all__ = [
     "get",
     "block_until_ready",
     "ready",
+    "checkpoint",
+    "Checkpoint",
+    "drain",
     "stats",
     "Error",
     "ArgumentError",

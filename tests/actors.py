@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from pw.core.actor import Actor
 from pw.core.errors import ErrorReport
@@ -25,6 +27,7 @@ from pw.core.messages import (
 )
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor
+from pw.devices.replicas import Saved
 from pw.devices.store import ObjectStore
 from pw.sched.controller import Controller, ControllerVersions
 from pw.sched.policy import POLICIES
@@ -107,6 +110,10 @@ class World:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.actors: dict[str, dict[str, Actor]] = {}
+        self.dead: set[str] = set()
+        self.stale: set[tuple[str, str]] = set()
+        """Links to a process that has ended, of which the first node has not heard yet: what goes there
+        reaches nobody, whoever bears the name by then."""
         self.mailboxes: defaultdict[str, deque[tuple[Address, Address, object]]] = defaultdict(
             deque
         )
@@ -126,12 +133,15 @@ class World:
     def add(self, address: Address, make: Callable[[Any], Any]) -> Any:
         actor = make(FakeEnv(self, address))
         self.actors.setdefault(address.node, {})[address.actor] = actor
+        self.dead.discard(address.node)
         return actor
 
     def post(self, sender: Address, to: Address, message: object) -> None:
         self.sent.append((sender, to, message))
         if to.node == sender.node:
             self.mailboxes[to.node].append((sender, to, message))
+        elif to.node in self.dead or (sender.node, to.node) in self.stale:
+            self.counters["messages_lost"] += 1
         else:
             self.links[sender.node, to.node].append((sender, to, message))
 
@@ -158,11 +168,14 @@ class World:
     def kill(self, node: str, reason: str = "killed") -> None:
         """A process dies: its last words may be lost, and every node hears of its end."""
         self.actors.pop(node, None)
+        self.dead.add(node)
+        self.stale = {link for link in self.stale if link[0] != node}
         self.mailboxes.pop(node, None)
         self.happenings.pop(node, None)
         self.backends.pop(node, None)
         for other in list(self.actors):
             self.links.pop((other, node), None)
+            self.stale.add((other, node))
             link = self.links[node, other]
             while link and self.random.random() < 0.5:
                 link.pop()
@@ -188,7 +201,10 @@ class World:
     def _deliver(self, source: str, node: str) -> None:
         link = self.links[source, node]
         for _ in range(min(len(link), self.random.choice((1, 1, 2, 5, 100)))):
-            self.mailboxes[node].append(link.popleft())
+            news = link.popleft()
+            if isinstance(news[2], PeerLost):
+                self.stale.discard((node, news[2].node))
+            self.mailboxes[node].append(news)
         self.drain(node)
 
     def _happen(self, node: str) -> None:
@@ -247,9 +263,14 @@ class World:
         )
         return self.control
 
-    def host(self, name: str, island: str, hosts: int = 1, devices: int = 1) -> FakeHost:
-        """A host that registers and joins; the old one of that name must have been killed."""
-        host = FakeHost(self, name, RegisterHost(island, hosts, devices, "cpu", "", 1))
+    def host(
+        self, name: str, island: str, hosts: int = 1, devices: int = 1, **flags: bool
+    ) -> FakeHost:
+        """A host that registers and joins; the old one of that name must have been killed.
+
+        `flags` are `spare` and `draining`, as in `RegisterHost`.
+        """
+        host = FakeHost(self, name, RegisterHost(island, hosts, devices, "cpu", "", 1, **flags))
         host.executor.register()
         return host
 
@@ -257,14 +278,22 @@ class World:
 class FakeHost:
     """The actors of one host over a fake device and bulk plane."""
 
-    def __init__(self, world: World, name: str, registration: RegisterHost) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        registration: RegisterHost,
+        replicas: Sequence[Saved] = (),
+    ) -> None:
         self.world, self.name, self.registration = world, name, registration
         self.stopped: list[str] = []
+        self.finished: list[str] = []
+        self.handed_over: list[Saved] = []
         self.backend = world.backends[name] = FakeBackend(world, name)
         self.bulk = FakeBulk(world, name)
         backend, bulk = self.backend, self.bulk
         self.store: ObjectStore = world.add(
-            Address(name, "store"), lambda env: ObjectStore(env, backend, bulk, dict)
+            Address(name, "store"), lambda env: ObjectStore(env, backend, bulk, dict, replicas)
         )
         self.coordinator: ShardCoordinator = world.add(
             Address(name, "coordinator"), lambda env: ShardCoordinator(env, backend, bulk)
@@ -282,6 +311,20 @@ class FakeHost:
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         self.stopped.append(reason)
+
+    def hand_over(self, replicas: list[Saved]) -> None:
+        self.handed_over = [(array, box, data.copy()) for array, box, data in replicas]
+
+    def finish(self, reason: str) -> None:
+        self.finished.append(reason)
+
+    def restart(self, **flags: bool) -> FakeHost:
+        """The next incarnation, with what this one has handed over."""
+        self.world.kill(self.name, "it is being restarted")
+        registration = msgspec.structs.replace(self.registration, **flags)
+        host = FakeHost(self.world, self.name, registration, self.handed_over)
+        host.executor.register()
+        return host
 
     def census(self) -> dict[str, int]:
         """All that a host may hold, which must be nothing in the end."""

@@ -17,11 +17,12 @@ from pw.core.errors import (
     ComputationFailed,
     ErrorReport,
     InternalError,
+    OutOfHostMemory,
     TransferFailed,
 )
 from pw.core.landing import Landing
 from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices import backend as ops
 from pw.devices.backend import Value
 
@@ -39,7 +40,7 @@ class FakeBulk:
 
     def land(self, size_bytes: int, deliver: Callable[[Any], None]) -> Landing:
         if self.full:
-            raise TransferFailed("no room")
+            raise OutOfHostMemory("no room")
         transfer = len(self.world.bulk) + 1
         self.landings[transfer] = (size_bytes, deliver)
         self.world.bulk[transfer] = self
@@ -102,6 +103,14 @@ class FakeBackend:
 
     def submit(self, batch: Sequence[ops.Op]) -> None:
         self.queue += batch
+
+    def snapshot(
+        self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
+    ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
+        if value.payload is None or value.error is not None:
+            return None
+        boxes = host_boxes(spec, devices, self.name)
+        return [(box, value.payload[positions[0]]) for box, positions in boxes]
 
     def counters(self) -> dict[str, int]:
         return {}

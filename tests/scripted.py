@@ -161,7 +161,8 @@ class Client(Recorder):
     def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec, inline: bool = True) -> int:
         array, devices = self.id(), self.devices(spec)
         self.specs[array], self.uploads[array] = spec, value
-        self.tell(CreateArray(array, spec))
+        bound = sum(m.slice == spec.placement.slice for m in self.of(SliceBound))
+        self.tell(CreateArray(array, spec, bound))
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
             data = pack([value[box_slices(box)] for box, _ in boxes]) if inline else None

@@ -158,6 +158,7 @@ def fails(one: Program, who: str, words: str) -> None:
     [
         ("controller", (), "bind policy lease allow-remote log-level"),
         ("worker", (), "controller island island-hosts devices platform name bind lease reconnect"),
+        ("worker", (), "spare heartbeat standby"),
         ("main", ("status",), "address json timeout"),
         ("main", ("run",), "address islands hosts-per-island devices-per-host"),
     ],
@@ -195,6 +196,7 @@ MISTAKES = {
         "--controller tcp://h:1 --island i --bind tcp://0.0.0.0:0",
         "add --allow-remote if",
     ),
+    "heartbeat": ("worker", "--controller tcp://h:1 --island i --heartbeat 0", "--heartbeat"),
     "no command": ("main", "", "Missing command"),
     "no cluster": ("main", "status", "Give its --address, or set PW_ADDRESS"),
     "no controller": (
@@ -380,11 +382,14 @@ def test_the_script_ends_with_run(
 # --- what they survive ---------------------------------------------------------------------------------
 
 
-def test_a_killed_runtime_is_replaced_and_its_island_usable_again(cluster: Cluster) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_runtime_that_ends_or_hangs_is_replaced_and_its_island_usable_again(
+    number: signal.Signals, cluster: Cluster
+) -> None:
     session = cluster.session()
     (before,) = [i.epoch for i in session.status().islands if i.island == "pair"]
     processes = until_ready(session, "pair")
-    send(processes["pair-1"], signal.SIGKILL)
+    send(processes["pair-1"], number)
     again = until_ready(session, "pair", before + 1)
     assert set(again.values()).isdisjoint(processes.values())
     program = AllReduce(session, session.allocate_slice(2, island="pair"))
@@ -413,6 +418,15 @@ def test_sigterm_ends_workers_stuck_in_a_collective_and_the_controller(start: St
     cluster.controller.process.terminate()
     assert cluster.controller.end(5) == 0, cluster.controller.err
     cluster.controller.until_alone()
+
+
+def test_nothing_outlives_a_killed_supervisor(cluster: Cluster) -> None:
+    """Neither the runtime nor the one that stands by."""
+    worker = cluster.worker("orphan", "orphan")
+    until(lambda: len(worker.family()) == 3, "a runtime runs and another stands by")
+    worker.process.kill()
+    worker.until_alone()
+    assert "Traceback" not in worker.err
 
 
 def test_workers_end_by_themselves_when_their_controller_is_gone(

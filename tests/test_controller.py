@@ -330,42 +330,6 @@ def test_a_share_that_is_not_one_is_refused(share: float) -> None:
     assert "share" in evicted.reason
 
 
-def test_when_an_island_is_lost_its_work_fails_and_can_go_on_when_it_is_back() -> None:
-    for seed in range(20):
-        stage = Stage(seed)
-        client = stage.client
-        program = client.program(chain([stage.spec]))
-        arrays = client.run(program, X)
-        for _ in range(3):
-            arrays += client.run(program, arrays[-1])
-        stage.world.steps(seed * 5)
-        stage.world.kill("h0")
-        stage.world.settle()
-        for array in arrays:
-            assert client.failed[array].kind in ("HostLost", "ArrayLost")
-        late = client.id()
-        client.tell(CreateArray(late, stage.spec))
-        unbound = client.program(chain([stage.spec] * 2))
-        refused = client.run(program, X) + client.run(unbound, X) + client.run(program, late)
-        stage.world.settle()
-        kinds = [client.failed[array].kind for array in refused]
-        assert set(kinds) <= {"HostLost", "ArrayLost"}
-        assert kinds[1] == "ArrayLost", "a program that was never bound"
-        assert client.failed[late].kind == "ArrayLost"
-        stage.check_idle()
-        stage.world.kill("h1")
-        client.known.clear()
-        hosts = [stage.world.host(f"h{rank}", "i", 2) for rank in range(2)]
-        stage.world.settle()
-        (fine,) = client.run(program, X)
-        (more,) = client.run(unbound, fine)
-        np.testing.assert_array_equal(client.value(more), X + 3)
-        client.delete(*arrays, *refused, late, fine, more)
-        client.release(program), client.release(unbound)
-        stage.check_idle()
-        assert all(not any(host.census().values()) for host in hosts)
-
-
 def test_answers_of_an_old_epoch_are_dropped() -> None:
     stage = Stage()
     program = stage.client.program(chain([stage.spec]))

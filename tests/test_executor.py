@@ -1,36 +1,58 @@
-"""One host's executor: launches strictly in order, whatever comes when."""
+"""One host's executor: launches strictly in order, whatever comes when, and what it leaves behind."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from pw.core.errors import ErrorReport, HostLost
-from pw.core.ids import Address, client_id, coordinator_of, executor_of, scheduler_of
+from pw.core.ids import (
+    CONTROL,
+    RESOURCES,
+    Address,
+    client_id,
+    coordinator_of,
+    executor_of,
+    scheduler_of,
+    store_of,
+)
 from pw.core.lower import lower
 from pw.core.messages import (
+    CANCELLED,
     Arguments,
     Artifact,
+    Copy,
     Directory,
     Discard,
     EdgeCredit,
     EdgeData,
     EdgeFailed,
     FormIsland,
+    GangBroken,
+    Holding,
+    Holdings,
     Install,
     Installed,
+    IslandJoined,
     Launch,
     LaunchGap,
+    Leave,
+    LeaveIsland,
+    OfferReplica,
     Peer,
     PeerLost,
     Progress,
     RegisterHost,
+    Replicate,
 )
 from pw.core.packing import pack
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress
 from pw.devices import backend as ops
+from pw.devices.replicas import Saved
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 
@@ -41,16 +63,20 @@ SCHEDULER = scheduler_of("a")
 class Bench:
     """Host "a0" in epoch 1, and programs over it and hosts that the test plays."""
 
-    def __init__(self) -> None:
+    def __init__(self, *peers: str, replicas: Sequence[Saved] = ()) -> None:
         self.world = World()
-        self.host = FakeHost(self.world, "a0", RegisterHost("a", 1, 1, "cpu", "", 1))
-        self.tell(FormIsland("a", 1, ("a0",), 0, "", b"secret"))
+        registration = RegisterHost("a", 1 + len(peers), 1, "cpu", "", 1)
+        self.host = FakeHost(self.world, "a0", registration, replicas)
+        self.tell(FormIsland("a", 1, ("a0", *peers), 0, "", b"secret"))
         self.sequence = -1
         self.serial = 0
         self.slices = {
             number: Binding(number, name[0], (DeviceAddress(name, 0),))
             for number, name in ((1, "a0"), (2, "b0"), (3, "c0"))
         }
+        gang = tuple(DeviceAddress(name, 0) for name in ("a0", "a1"))
+        self.slices[4] = Binding(4, "a", gang)
+        self.wide = split(4, 2)
         self.here, self.there, self.third = (split(number, 1) for number in (1, 2, 3))
 
     def tell(self, message: object, sender: Address = SCHEDULER, actor: str = "executor") -> None:
@@ -71,8 +97,8 @@ class Bench:
         """A run's first launch; its number and that of its only result."""
         self.sequence += 1
         self.serial += 2
-        run, result = client_id(1, self.serial), client_id(1, self.serial - 1)
-        arguments = Arguments(args, (result,))
+        run, result = client_id(1, self.serial), how.get("result", client_id(1, self.serial - 1))
+        arguments = Arguments(args, how.get("results", (result,)))
         self.tell(
             Launch(
                 how.get("epoch", 1),
@@ -87,6 +113,30 @@ class Bench:
         )
         return run, result
 
+    def replicate(self, *arrays: int, targets: tuple[str, ...] = ()) -> None:
+        self.sequence += 1
+        at = (DeviceAddress("a0", 0),)
+        copies = tuple(Copy(array, self.here, at, (0,), targets) for array in arrays)
+        self.tell(Replicate(1, self.sequence, copies))
+
+    def cancel(self, run: int, program: int) -> None:
+        self.sequence += 1
+        self.tell(Launch(1, self.sequence, run, program, CANCELLED, True, None, False))
+
+    def lose(self, *nodes: str) -> None:
+        """Tell the coordinator that these hosts have gone."""
+        for node in nodes:
+            self.tell(PeerLost(node, "silent"), actor="coordinator")
+
+    def finished(self) -> dict[int, bool]:
+        """The launches that have ended, and whether they are lost."""
+        self.settle()
+        return {
+            f.sequence: f.lost is not None
+            for progress in self.told(Progress)
+            for f in progress.finished
+        }
+
     def edge(self, run: int, source: str, values: Any, edge: int = 0) -> None:
         message = EdgeData(run, edge, pack([values]))
         self.tell(message, coordinator_of(source), "coordinator")
@@ -99,6 +149,11 @@ class Bench:
         found = self.host.store.value(array)
         assert found is not None
         return found.error if found.error is not None else found.payload[0]
+
+    def copies(self) -> dict[int, Any]:
+        """What the host holds in host memory."""
+        saved = self.host.store.replicas.saved()
+        return {array: data.view(np.int64) for array, _, data in saved}
 
     def told(self, kind: type) -> list[Any]:
         return self.world.to(SCHEDULER, kind)
@@ -171,14 +226,14 @@ def test_a_later_run_may_read_what_has_not_arrived() -> None:
     bench.launch(sent, y)
     bench.settle()
     assert not bench.host.backend.executed
-    assert not bench.host.store.is_submitted(through)
+    assert not bench.host.store._entries[through].submitted
     bench.edge(run, "b0", X)
     bench.settle()
     np.testing.assert_array_equal(bench.value(through), X)
     np.testing.assert_array_equal(bench.value(after), X + 1)
     (data,) = bench.world.to(coordinator_of("b0"), EdgeData)
     np.testing.assert_array_equal(np.frombuffer(data.data, np.int64), X + 1)
-    assert bench.host.store.is_submitted(through)
+    assert bench.host.store._entries[through].submitted
 
 
 def two_sources(bench: Bench) -> Program:
@@ -262,8 +317,7 @@ def test_a_run_that_is_cut_short_poisons_what_it_has_not_made() -> None:
     program = bench.install(chain([bench.here, bench.there, bench.here]))
     first, _ = bench.segments
     run, result = bench.launch(program, X.tobytes(), segment=first, last=False)
-    bench.sequence += 1
-    bench.tell(Launch(1, bench.sequence, run, program, -1, True, None, False))
+    bench.cancel(run, program)
     alone = bench.install(chain([bench.here]))
     _, after = bench.launch(alone, result)
     bench.settle()
@@ -306,3 +360,306 @@ def test_the_sender_of_a_credit_is_answered_whatever_has_become_of_the_edge() ->
     (failed,) = bench.world.to(coordinator_of("b0"), EdgeFailed)
     assert failed.error.kind == "Disconnected"
     assert not [op for op in bench.host.backend.queue if isinstance(op, ops.Execute)]
+
+
+# --- what a lost host does to others ------------------------------------------------------------------
+
+
+def test_what_was_lost_on_the_way_never_gets_into_a_gang_of_several_hosts() -> None:
+    """The other host may have its half of the edge, and wait in the collective already."""
+    bench = Bench("a1")
+    gang = bench.install(chain([bench.there, bench.wide]))
+    (segment,) = bench.segments
+    alone = bench.install(chain([bench.here]))
+    _, before = bench.launch(alone, X.tobytes())
+    bench.launch(gang, b"", segment=segment)
+    _, behind = bench.launch(alone, X.tobytes())
+    bench.lose("b0")
+    bench.settle()
+    (broken,) = bench.told(GangBroken)
+    assert broken.epoch == 1
+    assert "host b0 was lost" in broken.reason
+    np.testing.assert_array_equal(bench.value(before), X + 1)
+    assert bench.host.store.value(behind).payload is None
+    bench.launch(alone, X.tobytes())
+    bench.settle()
+    assert len(bench.host.backend.executed) == 1
+    assert not bench.host.backend.queue, "nobody waits in a collective"
+    assert len(bench.told(GangBroken)) == 1
+
+
+def test_what_was_made_of_something_lost_does_not_get_into_a_gang_either() -> None:
+    bench = Bench("a1")
+    arriving = bench.install(chain([bench.there, bench.here]))
+    (segment,) = bench.segments
+    local = bench.install(copy(bench.here, bench.here))
+    alone = bench.install(chain([bench.here]))
+    spread = bench.install(chain([bench.wide]))
+    _, first = bench.launch(arriving, b"", segment=segment)
+    _, second = bench.launch(alone, first)
+    _, third = bench.launch(local, second)
+    value = bench.host.store.value(third)
+    wide = client_id(1, 500)
+    bench.host.store.expect(wide, value, bench.wide, (DeviceAddress("a0", 0),))
+    bench.lose("b0")
+    bench.launch(spread, wide)
+    (broken,) = bench.told(GangBroken)
+    assert "'chain' has lost an input on a0" in broken.reason
+    assert bench.finished() == {0: True, 1: True, 2: True}
+
+
+def test_an_error_of_the_program_goes_through_gangs_like_a_value() -> None:
+    bench = Bench("a1")
+    gang = bench.install(chain([bench.there, bench.wide]))
+    (segment,) = bench.segments
+    run, _ = bench.launch(gang, b"", segment=segment)
+    failed = EdgeFailed(run, 0, ErrorReport("ComputationFailed", "there"))
+    bench.tell(failed, coordinator_of("b0"), "coordinator")
+    assert not bench.told(GangBroken)
+    (head,) = [op for op in bench.host.backend.queue if isinstance(op, ops.Execute)]
+    assert head.args[0].error == failed.error
+
+
+def test_a_gang_of_one_host_poisons_and_says_what_is_lost() -> None:
+    bench = Bench()
+    arriving = bench.install(chain([bench.there, bench.here]))
+    (segment,) = bench.segments
+    alone = bench.install(chain([bench.here]))
+    moved = bench.install(copy(bench.there, bench.here))
+    (moving,) = bench.segments
+    _, lost = bench.launch(arriving, b"", segment=segment)
+    _, after = bench.launch(alone, lost)
+    _, apart = bench.launch(alone, X.tobytes())
+    _, copied = bench.launch(moved, b"", segment=moving)
+    assert bench.finished() == {}
+    bench.lose("b0")
+    assert bench.finished() == {0: True, 1: True, 2: False, 3: True}
+    assert [bench.value(array).kind for array in (lost, after, copied)] == ["HostLost"] * 3
+    np.testing.assert_array_equal(bench.value(apart), X + 1)
+    raised = bench.install(chain([bench.here], b"raise"), b"raise")
+    bench.launch(raised, X.tobytes())
+    assert bench.finished()[4] is False
+    assert not bench.told(GangBroken)
+
+
+def test_a_launch_that_only_receives_ends_when_all_has_come() -> None:
+    """Until then the run is under way, and is run again if its producer is lost."""
+    bench = Bench()
+    moved = bench.install(copy(bench.there, bench.here))
+    (segment,) = bench.segments
+    run, result = bench.launch(moved, b"", segment=segment)
+    assert bench.finished() == {}
+    bench.edge(run, "b0", X)
+    assert bench.finished() == {0: False}
+    np.testing.assert_array_equal(bench.value(result), X)
+
+
+def test_what_a_cancelled_run_has_not_made_is_lost_on_all_hosts_alike() -> None:
+    bench = Bench("a1")
+    program = bench.install(chain([bench.here, bench.there, bench.wide]))
+    first, _ = bench.segments
+    spread = bench.install(chain([bench.wide]))
+    run, result = bench.launch(program, X.tobytes(), segment=first, last=False)
+    bench.launch(spread, result)
+    bench.cancel(run, program)
+    bench.launch(spread, result)
+    assert bench.value(result).kind == "HostLost"
+    assert not bench.told(GangBroken)
+
+
+def test_what_a_cancelled_run_has_made_stays() -> None:
+    bench = Bench()
+    body = chain([bench.here, bench.there, bench.here])
+    early = Output(Value(0, 0), bench.here)
+    given = Output(Value(-1, 0), bench.here)
+    program = bench.install(replace(body, outputs=(*body.outputs, early, given)))
+    first, _ = bench.segments
+    late, made, passed = (client_id(1, serial) for serial in (600, 601, 602))
+    how = {"results": (late, made, passed), "segment": first, "last": False}
+    run, _ = bench.launch(program, X.tobytes(), **how)
+    bench.cancel(run, program)
+    bench.settle()
+    assert bench.value(late).kind == "HostLost"
+    np.testing.assert_array_equal(bench.value(made), X + 1)
+    np.testing.assert_array_equal(bench.value(passed), X)
+    assert all(bench.host.store._entries[array].submitted for array in (late, made, passed))
+
+
+def test_a_run_that_is_run_again_replaces_its_results() -> None:
+    """What becomes of the first attempt must not be taken for the second, nor told to who waits."""
+    bench = Bench()
+    program = bench.install(chain([bench.here, bench.there, bench.here]))
+    first, second = bench.segments
+    waiting = bench.install(chain([bench.third, bench.here]))
+    (held,) = bench.segments
+    hold, _ = bench.launch(waiting, b"", segment=held)
+    run, result = bench.launch(program, X.tobytes(), segment=first, last=False)
+    bench.cancel(run, program)
+    how = {"result": result, "segment": first, "last": False}
+    again, _ = bench.launch(program, X.tobytes(), **how)
+    bench.edge(hold, "c0", X)
+    bench.settle()
+    entry = bench.host.store._entries[result]
+    assert (entry.submitted, entry.value.error) == (False, None), "the first is given up"
+    bench.sequence += 1
+    bench.tell(Launch(1, bench.sequence, again, program, second, True, None, True))
+    bench.edge(again, "b0", X + 2, edge=1)
+    bench.settle()
+    np.testing.assert_array_equal(bench.value(result), X + 3)
+    assert bench.host.store._entries[result].submitted
+    assert bench.host.census()["runs"] == 0
+
+
+# --- copies -------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_made_in_launch_order() -> None:
+    """Before a donation that comes later, behind an edge that comes earlier."""
+    bench = Bench()
+    moved = bench.install(copy(bench.there, bench.here))
+    (segment,) = bench.segments
+    donating = bench.install(chain([bench.here], donated=(0,)))
+    run, arriving = bench.launch(moved, b"", segment=segment)
+    bench.replicate(arriving, targets=("b0", "c0"))
+    _, after = bench.launch(donating, arriving)
+    bench.settle()
+    assert not bench.copies()
+    assert not bench.host.backend.executed
+    bench.edge(run, "b0", X)
+    while bench.host.backend.queue:
+        op = bench.host.backend.queue[0]
+        bench.host.backend.step()
+        if isinstance(op, ops.Execute):
+            op.args[0].payload[0][...] = -1  # as a donation would
+    bench.settle()
+    np.testing.assert_array_equal(bench.copies()[arriving], X)
+    np.testing.assert_array_equal(bench.value(after), X + 1)
+    box = (bench.here.box(0),)
+    assert bench.world.to(CONTROL, Holdings) == [Holdings((Holding(arriving, box),))]
+    for target in ("b0", "c0"):
+        offers = bench.world.to(store_of(target), OfferReplica)
+        assert offers == [OfferReplica(arriving, "int64", box, "a0")]
+
+
+def test_what_has_no_value_is_not_copied_and_told() -> None:
+    bench = Bench()
+    raised = bench.install(chain([bench.here], b"raise"), b"raise")
+    alone = bench.install(chain([bench.here]))
+    _, failed = bench.launch(raised, X.tobytes())
+    _, fine = bench.launch(alone, X.tobytes())
+    gone = client_id(1, 400)
+    bench.replicate(failed, gone, fine)
+    bench.settle()
+    assert list(bench.copies()) == [fine]
+    assert bench.world.counters["copies_skipped"] == 2
+    told = {
+        holding.array: holding.boxes
+        for m in bench.world.to(CONTROL, Holdings)
+        for holding in m.holdings
+    }
+    assert told == {failed: (), gone: (), fine: (bench.here.box(0),)}
+
+
+def test_a_copy_takes_a_launch_number() -> None:
+    bench = Bench()
+    bench.sequence += 1
+    bench.replicate()
+    assert bench.told(LaunchGap) == [LaunchGap(1, 0, 1)]
+
+
+def test_nothing_is_copied_for_a_client_that_has_gone() -> None:
+    bench = Bench()
+    alone = bench.install(chain([bench.here]))
+    _, array = bench.launch(alone, X.tobytes())
+    bench.replicate(array, targets=("b0",))
+    bench.sequence += 1
+    bench.tell(Discard(1, bench.sequence, (), (), (1,)))
+    bench.settle()
+    assert not any(bench.host.census().values())
+    assert not bench.world.to(store_of("b0"))
+
+
+# --- the end of an epoch --------------------------------------------------------------------------------
+
+
+def test_the_next_incarnation_has_what_the_last_handed_over() -> None:
+    bench = Bench()
+    alone = bench.install(chain([bench.here]))
+    waiting = bench.install(chain([bench.there, bench.here]))
+    (segment,) = bench.segments
+    _, made = bench.launch(alone, X.tobytes())
+    _, copied = bench.launch(alone, made)
+    bench.replicate(copied)
+    bench.launch(waiting, b"", segment=segment)
+    bench.launch(alone, made)
+    bench.settle()
+    bench.tell(LeaveIsland("a", 1, "host b0 was lost"), RESOURCES)
+    assert bench.host.stopped == ["island a is formed anew: host b0 was lost"]
+    assert [array for array, _, _ in bench.host.handed_over] == [copied, made]
+    sent = len(bench.world.sent)
+    again = bench.host.restart(spare=True)
+    holdings, registration = [message for _, _, message in bench.world.sent[sent:]]
+    assert {holding.array for holding in holdings.holdings} == {copied, made}
+    assert registration == RegisterHost("a", 1, 1, "cpu", "", 1, spare=True)
+    bench.host = again
+    np.testing.assert_array_equal(bench.copies()[made], X + 1)
+    np.testing.assert_array_equal(bench.copies()[copied], X + 2)
+
+
+def test_copies_go_on_from_epoch_to_epoch() -> None:
+    """Also when this one ends before the host has joined, or it never had a place."""
+    array, box = client_id(1, 5), split(1, 1).box(0)
+    bench = Bench(replicas=[(array, box, X)])
+    bench.tell(LeaveIsland("a", 1, "formed anew"), RESOURCES)
+    ((told, where, data),) = bench.host.handed_over
+    assert (told, where) == (array, box)
+    np.testing.assert_array_equal(data.view(np.int64), X)
+
+
+def test_a_host_leaves_once_and_only_its_own_epoch() -> None:
+    bench = Bench()
+    for epoch in (0, 2):
+        bench.tell(LeaveIsland("a", epoch, "another"), RESOURCES)
+    assert not bench.host.stopped
+    for _ in range(2):
+        bench.tell(LeaveIsland("a", 1, "over"), RESOURCES)
+    bench.tell(FormIsland("a", 2, ("a0",), 0, "", b"secret"), RESOURCES)
+    bench.tell(Leave("drained"), RESOURCES)
+    assert bench.host.stopped == ["island a is formed anew: over"]
+    assert not bench.host.finished
+    program = bench.install(chain([bench.here]))
+    bench.launch(program, X.tobytes())
+    bench.settle()
+    assert not bench.host.backend.executed
+    assert not bench.told(Progress)
+
+
+def test_a_host_that_leaves_while_it_joins_does_not_say_that_it_has_joined() -> None:
+    bench = Bench()
+    joining: list[Any] = []
+    bench.host = FakeHost(bench.world, "a0", bench.host.registration)
+    bench.host.join = lambda form, joined: joining.append((form, joined))  # type: ignore[method-assign]
+    sent = len(bench.world.sent)
+    bench.tell(FormIsland("a", 3, ("a0",), 0, "", b"secret"), RESOURCES)
+    bench.tell(LeaveIsland("a", 3, "over"), RESOURCES)
+    assert len(bench.host.stopped) == 1
+    ((form, joined),) = joining
+    joined(IslandJoined("a", form.epoch, "fake", 1, None))
+    assert len(bench.world.sent) == sent
+
+
+def test_a_host_that_is_drained_ends_for_good() -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.tell(Leave("drained"), RESOURCES)
+    bench.tell(LeaveIsland("a", 1, "over"), RESOURCES)
+    assert (bench.host.finished, bench.host.stopped) == (["drained"], [])
+
+
+def test_only_the_controller_says_who_is_a_host() -> None:
+    bench = Bench()
+    bench.tell(Directory((Peer("a0", ""), Peer("x", ""))), Address("x", "session"))
+    assert bench.world.counters["messages_refused"] == 1
+    bench.tell(Directory((Peer("a0", ""), Peer("spare", "", False))))
+    assert bench.host.store.replicas._hosts == {"a0", "spare"}
+    assert bench.host.coordinator._present == {"a0"}

@@ -299,3 +299,62 @@ def test_nothing_is_left_when_the_parent_is_killed() -> None:
         assert not dials(address)
     finally:
         parent.end()
+
+
+def call_the_roll(address: str) -> list[socket.socket]:
+    """Two hosts without JAX: they hold their lifelines and nothing else."""
+    host, port = address.split(":")
+    lines = [socket.create_connection((host, int(port)), PATIENCE_S) for _ in range(2)]
+    for rank, line in enumerate(lines):
+        line.sendall(json.dumps({"epoch": 1, "hosts": 2, "rank": rank}).encode() + b"\n")
+    for line in lines:
+        assert line.recv(4096) == b'{"go": true}\n'
+    return lines
+
+
+def until_gone(address: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while dials(address):
+        assert time.monotonic() < deadline_s
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["deserted", "stopped"])
+def test_the_service_of_an_epoch_ends_with_its_last_member(
+    services: Services, stopped: bool
+) -> None:
+    """Members would abort without it, so one that still saves what it holds is not disturbed."""
+    address = services.address(1)
+    last, first = call_the_roll(address)
+    if stopped:
+        services.services.stop("east", 1)
+    first.close()
+    # What was asked before has been done by the time the next answer comes.
+    other = services.address(2)
+    assert dials(address)
+    last.close()
+    until_gone(address)
+    assert dials(other)
+
+
+def test_members_survive_a_killed_parent_and_the_service_ends_with_them() -> None:
+    parent = Script(PARENT, stderr=subprocess.PIPE)
+    try:
+        address = parent.hear_line()
+        with workers(2) as pair:
+            form(pair, address, 1)
+            parent.process.send_signal(signal.SIGKILL)
+            parent.process.wait(PATIENCE_S)
+            assert sums(pair) == [[4.0], [4.0]]
+            pair[1].process.send_signal(signal.SIGKILL)
+            pair[1].process.wait(PATIENCE_S)
+            assert dials(address)
+            assert pair[0].ask(do="leave") == "freed"
+            # The child holds the other end of the inherited stderr: it closes when the child is gone.
+            # Before that, the service may say that it misses the member that was killed.
+            assert parent.process.stderr is not None
+            said = parent.process.stderr.fileno()
+            while select.select([said], [], [], PATIENCE_S)[0] and os.read(said, 4096):
+                continue
+            assert not dials(address)
+    finally:
+        parent.end()

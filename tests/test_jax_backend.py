@@ -511,6 +511,97 @@ async def test_a_watch_follows_donated_values(host: Host) -> None:
     assert await host.read(values[-1], spec) is not None
 
 
+# What is handed over at the end of an epoch.
+
+
+@pytest.mark.parametrize("sharding", [ONE, FOUR, REPLICATED])
+def test_a_snapshot_is_taken_while_the_execute_thread_is_stuck(sharding: Sharding) -> None:
+    @on_host
+    async def run(host: Host) -> None:
+        spec = spec_of(sharding=sharding)
+        await host.install(b"k", export(add_one, [spec], [spec]))
+        (value,) = host.execute(b"k", host.build(spec, np.arange(8)))
+        assert await host.watch(value) is None
+        gate = Gate(host)
+        views = host.backend.snapshot(value, spec, addresses(spec))
+        gate.open()
+        assert views is not None
+        assert [box for box, _ in views] == [box for box, _ in spec.distinct_boxes()]
+        shards = {shard.device.id: shard.data for shard in value.payload.addressable_shards}
+        for (box, view), (_, positions) in zip(views, spec.distinct_boxes(), strict=True):
+            np.testing.assert_array_equal(view, np.arange(*box[0]) + 1)
+            assert view.ctypes.data == shards[positions[0]].unsafe_buffer_pointer(), "no copy"
+
+    run()
+
+
+@on_host
+async def test_a_snapshot_outlives_a_donation(host: Host) -> None:
+    spec = spec_of((), "bfloat16")
+    await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+    value = host.build(spec, 0)
+    assert await host.watch(value) is None
+    views = host.backend.snapshot(value, spec, addresses(spec))
+    assert views is not None
+    (result,) = host.execute(b"k", value)
+    assert await host.watch(result) is None
+    assert views[0][1] == 0
+    assert host.backend.snapshot(value, spec, addresses(spec)) is None, "it has gone"
+
+
+class Unready:
+    """An array that a computation has not made yet."""
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return False
+
+
+@on_host
+async def test_nothing_is_waited_for_in_a_snapshot(host: Host) -> None:
+    spec = spec_of()
+    running, failed = Value(), Value(ErrorReport("ComputationFailed", "it raised"))
+    running.payload = Unready()
+    for value in (running, failed, Value()):
+        assert host.backend.snapshot(value, spec, addresses(spec)) is None
+
+
+@on_host
+async def test_what_is_built_of_bytes_never_changes_them(host: Host) -> None:
+    """A copy that an array was restored from is still there when the array has been donated."""
+    spec = spec_of((1 << 16,))
+    await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+    copied = aligned_empty(spec.shape, np.dtype(np.float32))
+    copied[...] = 5
+    value = Value()
+    host.backend.submit([Build(value, spec, addresses(spec), [((0,), whole(spec), copied)])])
+    for _ in range(3):
+        (value,) = host.execute(b"k", value)
+    np.testing.assert_array_equal(await host.read(value, spec), np.full(spec.shape, 8))
+    assert (copied == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("UNKNOWN: Gloo all-reduce failed: [pair.cc:525] Connection reset by peer", "HostLost"),
+        ("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited", "HostLost"),
+        ("RESOURCE_EXHAUSTED: out of memory", "OutOfDeviceMemory"),
+        ("INVALID_ARGUMENT: no", "ComputationFailed"),
+    ],
+)
+def test_a_collective_that_lost_its_peers_is_not_the_programs_fault(words: str, kind: str) -> None:
+    @on_host
+    async def run(host: Host) -> None:
+        report = host.backend._report(RuntimeError(words), "step")
+        assert report.kind == kind
+        assert "'step' failed" in report.message
+
+    run()
+
+
 # Moves.
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -48,8 +49,8 @@ def dealer() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def greeting(name: str) -> bytes:
-    return codec.encode_frame(0, [("", "", Hello(*Versions.installed(), name, 1))])
+def greeting(name: str, silence_s: float = 0.0) -> bytes:
+    return codec.encode_frame(0, [("", "", Hello(*Versions.installed(), name, 1, silence_s))])
 
 
 @pytest.mark.parametrize("field", ["protocol", "pw", "jax"])
@@ -183,6 +184,42 @@ def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:
     tcp.until(lambda: tcp.of(a).counters["frames_received"] > before + 5)
     assert not a.lost
     assert not b.lost
+
+
+def test_how_long_a_peer_may_be_silent_is_its_own_to_say(
+    sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
+) -> None:
+    """A host is given up sooner than a client; nobody can ask to be waited for without end."""
+    asked = {
+        "patient": 300.0,
+        "hasty": 0.1,
+        "unmeasured": 1e9,
+        "nonsense": float("nan"),
+        "mute": 0.0,
+    }
+    a = sockets.node("a", heartbeat_s=0.02, silence_s=0.6)
+    raw = {name: dealer(sockets.endpoint(a)) for name in asked}
+    for name, silence_s in asked.items():
+        raw[name].send(greeting(name, silence_s))
+    sockets.until(lambda: len(a.lost) == 4)
+    assert a.lost[0] == ("hasty", "silent for 0.1 s")
+    others = {(name, "silent for 0.6 s") for name in ("unmeasured", "nonsense", "mute")}
+    assert set(a.lost[1:]) == others
+
+
+@pytest.mark.parametrize("dials", [False, True], ids=["listens", "dials"])
+def test_a_node_asks_for_its_own_silence_in_its_hello(sockets: Cluster, dials: bool) -> None:
+    a = sockets.node("a", silence_s=7.0)
+    b = sockets.node("b", silence_s=8.0, own_silence_s=2.5)
+    sockets.introduce(a, b)
+    first, second = (b, a) if dials else (a, b)
+    first.env.send(second.env.address, Ready(0))
+    sockets.until(lambda: second.received)
+    second.env.send(first.env.address, Ready(1))
+    sockets.until(lambda: first.received)
+    networks: list[Any] = [sockets.of(one).network for one in (a, b)]
+    bounds = [networks[0]._links["b"].silence_s, networks[1]._links["a"].silence_s]
+    assert bounds == [2.5, 8.0]
 
 
 CHILD = """

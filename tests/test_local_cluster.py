@@ -232,3 +232,44 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(
     assert "no platform 'abacus'" in script.err
     assert "ConnectionFailed" in script.err
     script.until_alone()
+
+
+def test_the_processes_of_hosts_can_be_found_and_ended(
+    scripts: list[Program], tmp_path: Path
+) -> None:
+    """A spare host takes the place of one that is lost for good; runtimes are started again."""
+    script = start(
+        scripts,
+        tmp_path,
+        """
+        import time
+
+        def until(condition):
+            deadline = time.monotonic() + 30
+            while not condition():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+        def ready():
+            (island,) = runtime.current().status().islands
+            return [(host.node, host.process) for host in island.hosts if island.state == "ready"]
+
+        with LocalCluster(spare_hosts=1) as cluster:
+            host, spare = cluster.hosts
+            assert (host.name, spare.name) == ("island-0-host-0", "spare-0")
+            assert cluster.pids[1:] == [host.pid, spare.pid]
+            first = host.runtime_pid()
+            assert ready() == [(host.name, first)]
+            host.kill()
+            assert host.runtime_pid() is None
+            until(lambda: ready() == [(spare.name, spare.runtime_pid())])
+            second = spare.runtime_pid()
+            os.kill(second, signal.SIGKILL)
+            until(lambda: spare.runtime_pid() not in (second, None))
+            until(lambda: ready() == [(spare.name, spare.runtime_pid())])
+        print("ok")
+        """,
+    )
+    assert script.end(60) == 0, script.err
+    assert script.out == "ok\n"
+    script.until_alone()

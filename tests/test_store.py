@@ -11,6 +11,7 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
 from pw.core.messages import (
+    ArraysLost,
     CancelRequest,
     Fetch,
     Fetched,
@@ -67,10 +68,10 @@ class Bench:
     def launch(self, array: int = ARRAY, made: bool = True) -> Value:
         """A launch that makes the array has arrived; `made` says whether it was handed over."""
         value = Value()
-        self.store.expect(array, value, SPEC, 1)
+        self.store.expect(array, value, SPEC, HERE)
         if made:
             value.payload = {0: X}
-            self.store.submitted(array)
+            self.store.submitted(array, value)
         return value
 
     def fetch(self, request: int, array: int = ARRAY, **how: Any) -> None:
@@ -118,7 +119,7 @@ def test_tickets_that_prove_nothing(client: int, ticket: bytes) -> None:
     bench.identify("evil", client, ticket or b"no")
     bench.fetch(1, node="evil")
     bench.upload(X.tobytes(), client_id(1, 6), node="evil")
-    assert bench.failed("evil") == {1: "NotOwner"}
+    assert bench.failed("evil") == {1: "Disconnected"}
     assert not bench.uploaded()
     assert bench.world.counters["tickets_refused"] == 1
 
@@ -155,7 +156,7 @@ def test_requests_wait_for_the_launch_and_are_answered_once() -> None:
     value = bench.launch(made=False)
     assert bench.answers() == [], "launched, but not handed over: it cannot be watched yet"
     value.payload = {0: X}
-    bench.store.submitted(ARRAY)
+    bench.store.submitted(ARRAY, value)
     assert bench.answers() == [Fetched(1, X.tobytes()), Ready(2)]
     bench.launch(client_id(1, 6))
     assert bench.answers()[2:] == [Ready(3)]
@@ -170,7 +171,7 @@ def test_a_failed_array_fails_its_requests_with_its_error() -> None:
     bench.fetch(1)
     bench.say(Wait(2, (ARRAY,)))
     value.error = ErrorReport("ComputationFailed", "it raised", "h", "traceback")
-    bench.store.submitted(ARRAY)
+    bench.store.submitted(ARRAY, value)
     assert [m.error for m in bench.answers()] == [value.error] * 2
 
 
@@ -187,7 +188,7 @@ def test_whoever_waits_for_a_deleted_array_is_told(late: bool) -> None:
     if not late:
         bench.store.drop(ARRAY, "donated to 'f'")
     value.payload = {0: X}
-    bench.store.submitted(ARRAY)
+    bench.store.submitted(ARRAY, value)
     assert bench.failed() == dict.fromkeys((1, 2, 3), "ArrayDeleted")
     assert "donated to 'f'" in bench.answers()[0].error.message
     bench.launch(client_id(1, 6))
@@ -271,11 +272,25 @@ def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
     bench = Bench()
     bench.say(Wait(1, (ARRAY,)))
     bench.upload(None)
-    bench.say(UploadAborted(ARRAY, ErrorReport("TransferFailed", "lost the receiver")))
+    bench.say(UploadAborted(ARRAY, ErrorReport("ArrayLost", "the value is gone")))
     (error,) = bench.uploaded()
     assert error is not None
-    assert error.kind == "TransferFailed"
-    assert bench.failed() == {1: "TransferFailed"}
+    assert error.kind == "ArrayLost"
+    assert bench.failed() == {1: "ArrayLost"}
+
+
+def test_who_asks_for_what_was_lost_waits_and_the_controller_is_told_once() -> None:
+    bench = Bench()
+    bench.say(Wait(1, (ARRAY,)))
+    bench.upload(None)
+    bench.say(UploadAborted(ARRAY, ErrorReport("TransferFailed", "lost the receiver")))
+    bench.say(Wait(2, (ARRAY,)))
+    assert not bench.failed()
+    assert [m for m in bench.world.to(CONTROL) if isinstance(m, ArraysLost)] == [
+        ArraysLost((ARRAY,))
+    ]
+    bench.upload(X.tobytes())
+    assert set(bench.answers()[-2:]) == {Ready(1), Ready(2)}
 
 
 def test_an_upload_that_there_is_no_room_for_fails_the_array() -> None:
@@ -284,7 +299,7 @@ def test_an_upload_that_there_is_no_room_for_fails_the_array() -> None:
     bench.upload(None)
     (error,) = bench.uploaded()
     assert error is not None
-    assert error.kind == "TransferFailed"
+    assert error.kind == "OutOfHostMemory"
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -299,7 +314,8 @@ def test_an_upload_half_way_when_its_array_or_client_goes(removed: bool) -> None
     else:
         bench.store.drop(ARRAY)
     bench.check_empty()
-    assert not bench.uploaded()
+    kinds = [error and error.kind for error in bench.uploaded()]
+    assert kinds == (["TransferFailed"] if removed else []), "it may be asked for again"
 
 
 def test_nothing_of_a_client_that_has_gone_comes_back() -> None:
@@ -311,7 +327,7 @@ def test_nothing_of_a_client_that_has_gone_comes_back() -> None:
     bench.identify("c", 1)
     bench.upload(X.tobytes(), client_id(1, 8))
     bench.fetch(2, ARRAY)
-    assert bench.failed() == {2: "NotOwner"}
+    assert bench.failed() == {2: "Disconnected"}
     assert not bench.uploaded()
     assert bench.store.census()["live_arrays"] == 1, "the other client's"
     bench.store.drop_client(2)

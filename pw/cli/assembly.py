@@ -7,7 +7,7 @@ network below and in what surrounds the process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pw.core.actor import Actor, Env, handles
@@ -23,7 +23,9 @@ from pw.core.messages import (
 from pw.devices.backend import Backend
 from pw.devices.coordination_service import CoordinationServices
 from pw.devices.coordinator import ShardCoordinator
-from pw.devices.executor import HostExecutor, HostProcess
+from pw.devices.executor import HostExecutor
+from pw.devices.membership import HostProcess
+from pw.devices.replicas import Saved
 from pw.devices.store import ObjectStore
 from pw.sched.controller import Controller, ControllerVersions
 from pw.sched.policy import POLICIES
@@ -125,10 +127,14 @@ def add_host(
     process: HostProcess,
     backend: Backend,
     bulk: CountedBulk,
+    replicas: Sequence[Saved] = (),
 ) -> HostExecutor:
-    """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island."""
+    """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
+
+    `replicas` are what the last incarnation of this host handed over (`HostProcess.hand_over`).
+    """
     counters: Callable[[], dict[str, int]] = lambda: counters_of(node, bulk) | coordinator.census()  # noqa: E731
-    store = node.add("store", lambda env: ObjectStore(env, backend, bulk, counters))
+    store = node.add("store", lambda env: ObjectStore(env, backend, bulk, counters, replicas))
     coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
     return node.add(
         "executor",

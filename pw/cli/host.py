@@ -12,29 +12,34 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, NoReturn
 
 import typer
 import uvloop
 
+from pw.cli import handover
 from pw.cli.assembly import add_host
 from pw.cli.process import (
     EXIT_AGAIN,
     EXIT_ERROR,
+    EXIT_OK,
     EXIT_UNAVAILABLE,
+    SILENT_HEARTBEATS,
     Daemon,
     command,
     configure_logging,
     fail,
     host_of,
 )
+from pw.cli.supervision import Begin, Parcel, SupervisorLink
 from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
 from pw.devices import group
 from pw.devices.jax_backend import JaxBackend
+from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
 from pw.transport.log import log
 from pw.transport.node import Node
@@ -54,7 +59,9 @@ class HostRuntime:
         loop: asyncio.AbstractEventLoop,
         platform: str,
         local_devices: int,
+        supervisor: SupervisorLink | None,
     ) -> None:
+        self._supervisor = supervisor
         self._name = name
         self._platform = platform
         self._daemon = daemon
@@ -111,6 +118,30 @@ class HostRuntime:
 
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
+    def hand_over(self, replicas: Iterable[Saved]) -> None:
+        """Give these to the next incarnation, through the supervisor; each is taken when its turn comes."""
+        if self._supervisor is None:
+            return
+        begun_s = time.monotonic()
+        parcel = None
+        try:
+            parcel = handover.pack(replicas, self._supervisor.beat)
+            taken = self._supervisor.hand_over(parcel)
+        except OSError as error:
+            log("error", "nothing is handed over", self._name, "", {"reason": error})
+            return
+        finally:
+            if parcel is not None:
+                parcel.close()
+        took_s = round(time.monotonic() - begun_s, 3)
+        fields = {"bytes": parcel.index_offset, "took_s": took_s, "taken": taken}
+        log("info" if taken else "error", "handed over", self._name, "", fields)
+
+    def finish(self, reason: str) -> None:
+        """End for good."""
+        log("info", "leaving for good", self._name, "", {"reason": reason})
+        self._daemon.stop(EXIT_OK)
+
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation."""
         log("info", "leaving", self._name, "", {"reason": reason})
@@ -130,41 +161,54 @@ def serve(
     devices: Annotated[int, typer.Option()] = 1,
     platform: Annotated[str, typer.Option()] = "cpu",
     bind: Annotated[str, typer.Option()] = "tcp://127.0.0.1:0",
+    heartbeat: Annotated[float, typer.Option()] = 1.0,
     lease: Annotated[float, typer.Option()] = 10.0,
     connect_timeout: Annotated[float, typer.Option()] = 8.0,
-    incarnation: Annotated[int, typer.Option()] = 0,
     allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
+    supervisor_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
-    """Run one incarnation of a host; `pw-worker` does."""
+    """Run one incarnation of a host; `pw-worker` does, and where nothing is to be survived a parent."""
     configure_logging(log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    supervisor: SupervisorLink | None = None
+    begin, parcel = Begin(time.time_ns(), False, -1), None
+    if supervisor_fd >= 0:
+        supervisor = SupervisorLink(supervisor_fd)
+        told = supervisor.begin()
+        if told is None:
+            _exit(EXIT_OK)
+        begin, parcel = told
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    daemon = Daemon(loop, parent_fd)
+    daemon = Daemon(loop, max(parent_fd, supervisor_fd))
     try:
         group.prepare(platform, devices)
         network = ZmqNetwork(
             loop,
             name,
-            incarnation or time.time_ns(),
+            begin.incarnation,
             bind=bind,
+            heartbeat_s=heartbeat,
             silence_s=lease,
+            own_silence_s=SILENT_HEARTBEATS * heartbeat,
             connect_s=connect_timeout,
         )
         bulk = BulkPlane(loop, bind_host=host_of(network.endpoint))
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
-    runtime = HostRuntime(name, daemon, loop, platform, devices)
+    runtime = HostRuntime(name, daemon, loop, platform, devices, supervisor)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     backend = JaxBackend(loop, name, runtime.device, allow_python=allow_python)
     registration = RegisterHost(
-        island, island_hosts, devices, platform, network.endpoint, os.getpid()
+        island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare
     )
-    executor = add_host(node, registration, runtime, backend, bulk)
+    replicas = _inherited(name, parcel, supervisor)
+    executor = add_host(node, registration, runtime, backend, bulk, replicas)
+    del replicas  # they are the store's to drop
 
     def crashed(actor: str, error: BaseException) -> None:
         """An actor's state can no longer be trusted: begin again from a known one."""
@@ -173,8 +217,14 @@ def serve(
         fail("pw-worker", f"{actor}: {report.message}\n{report.traceback}")
         daemon.stop(EXIT_AGAIN)
 
+    def beat() -> None:
+        if supervisor is not None:
+            supervisor.beat()
+            loop.call_later(heartbeat, beat)
+
     node.on_crash = crashed
     executor.register()
+    loop.call_soon(beat)
 
     def teardown() -> None:
         node.close()
@@ -183,7 +233,17 @@ def serve(
     _exit(daemon.run(teardown))
 
 
-def _exit(code: int) -> None:
+def _inherited(name: str, parcel: Parcel | None, supervisor: SupervisorLink | None) -> list[Saved]:
+    """What the last incarnation left."""
+    if parcel is None or supervisor is None:
+        return []
+    replicas = handover.unpack(parcel, supervisor.dropped)
+    if replicas:
+        log("info", "begins with what was handed over", name, "", {"replicas": len(replicas)})
+    return replicas
+
+
+def _exit(code: int) -> NoReturn:
     """End at once: a thread may sit in a collective that will never return."""
     sys.stderr.flush()
     os._exit(code)

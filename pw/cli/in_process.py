@@ -16,6 +16,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
 from pw.devices.jax_backend import JaxBackend
+from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
@@ -60,6 +61,13 @@ class InProcessHost:
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """The island is over; the process is the user's and lives on."""
+        self.stopped = reason
+
+    def hand_over(self, replicas: list[Saved]) -> None:
+        """There is no next incarnation: what is on the devices ends with the session."""
+
+    def finish(self, reason: str) -> None:
+        """As `stop`: there is no supervisor to keep from beginning again."""
         self.stopped = reason
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""`pw`: look at a cluster, and run scripts on one.
+"""`pw`: look at a cluster, run scripts on one, and simulate one.
 
-Neither command imports jax: the answer to "is it up?" should not take a second.
+None of the commands imports jax: the answer to "is it up?" should not take a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Look at a pw cluster, and run scripts on one. See also pw-controller and pw-worker.",
+    help="Look at a pw cluster, run scripts on one, simulate one. See also pw-controller and pw-worker.",
 )
 
 Address = Annotated[
@@ -102,6 +102,48 @@ def run(
 
 DEVICES = 8
 """As many as an embedded cluster has, so that a script finds the same either way."""
+
+
+@app.command()
+def sim(
+    seeds: Annotated[str, typer.Option(help="Seeds to run: first:end, or how many.")] = "0:100",
+    seed: Annotated[int | None, typer.Option(help="Run this seed only.")] = None,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="What goes wrong: calm, slow, clients, devices, network, drains, crashes, chaos."
+        ),
+    ] = "chaos",
+    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the cluster.")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Clients at a time.")] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Runs of all clients together.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the seeds.")] = 1,
+    without: Annotated[
+        str, typer.Option(help="Kinds of faults to leave out, separated by commas.")
+    ] = "",
+    trace: Annotated[bool, typer.Option("--trace", help="With --seed: print every event.")] = False,
+    smallest: Annotated[
+        bool, typer.Option("--shrink", help="With --seed: look for the least that still fails.")
+    ] = False,
+    mutation: Annotated[
+        str | None, typer.Option(help="With --seed: break one promise on purpose.")
+    ] = None,
+) -> None:
+    """Run the real scheduler, hosts and clients on simulated time, and let things go wrong.
+
+    A seed decides everything: what clients do, what fails and when. What is found can be replayed with
+    --seed, event for event.
+
+    Exit codes: 0; 1 if a seed violated what must always hold, said with the last events before.
+    """
+    from pw.cli import sim as simulation
+
+    chosen = simulation.chosen_profile(profile, hosts, clients, runs, without)
+    if seed is None:
+        fine = simulation.search(simulation.seeds_of(seeds), chosen, jobs)
+    else:
+        fine = simulation.replay(seed, chosen, trace=trace, smallest=smallest, mutation=mutation)
+    raise SystemExit(0 if fine else 1)
 
 
 @app.command()

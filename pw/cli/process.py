@@ -29,6 +29,9 @@ ALLOW_REMOTE_HELP = (
     "Listen off the loopback. Links are neither authenticated nor encrypted: only do so on a "
     "network that you trust."
 )
+LEAST_HEARTBEAT_S = 0.1
+SILENT_HEARTBEATS = 3
+"""A host that has missed so many of its beats is given up."""
 LEAST_LEASE_S = 3.0
 """Peers are heard once a second, and a busy machine may swallow a beat or two."""
 
@@ -133,7 +136,11 @@ class Daemon:
             loop.add_reader(parent_fd, self._parent_ended, parent_fd)
 
     def _parent_ended(self, parent_fd: int) -> None:
-        if os.read(parent_fd, 1) == b"":
+        try:
+            ended = os.read(parent_fd, 1) == b""
+        except ConnectionError:  # a socket, of which the parent has not read all
+            ended = True
+        if ended:
             self.loop.remove_reader(parent_fd)
             self.stop()
 

@@ -2,13 +2,19 @@
 
 It starts the runtime (`pw.cli.host`) as a child and starts it anew, as a new incarnation, when an epoch
 has ended or the child has died. A host stuck in a collective can only be killed: that is why the runtime
-is a child, and why this process does no work and imports nothing heavy.
+is a child, and why this process does no work and imports nothing heavy. A child whose event loop does not turn
+any more is killed; what one hands over is kept for the next (see `pw.cli.supervision`).
+
+Most of the time that a runtime needs to start goes into importing JAX. So another child stands by, which
+has imported everything and waits for the word to begin: then a host is back in a tenth of a second.
 
 How a child ends decides what follows:
 
-    told to stop, or an error that would come again -> this process ends as well
+    told to stop, drained, or an error that would
+    come again                                      -> this process ends as well
     its epoch is over                               -> the next one, at once
-    it crashed or was killed                        -> the next one, after a pause; only so many times
+    it crashed or was killed                        -> the next one, after a pause unless it lived for
+                                                       long; only so many times
     the controller cannot be reached                -> if it never was: the end; otherwise the next one,
                                                        until nobody has been found for `reconnect_s`
 """
@@ -33,8 +39,10 @@ from pw.cli.process import (
     EXIT_ERROR,
     EXIT_OK,
     EXIT_UNAVAILABLE,
+    LEAST_HEARTBEAT_S,
     LEAST_LEASE_S,
     LOG_LEVELS,
+    SILENT_HEARTBEATS,
     check_bind,
     check_log_level,
     check_reachable,
@@ -42,26 +50,83 @@ from pw.cli.process import (
     configure_logging,
     fail,
 )
+from pw.cli.supervision import ChildLink, Parcel, Watch
 from pw.transport.log import log
 
+RUNTIME = "pw.cli.host"
 STOP_S = 1.5
+LEAST_SILENCE_S = 3.0
+"""Before so long a silence a child is not killed: a busy machine may swallow a beat or two."""
 CRASHES = 10
 WITHIN_S = 600.0
 LONGEST_PAUSE_S = 2.0
+LONG_LIFE_S = 10.0
+"""A child that crashes after such a life is replaced at once: it is not one that cannot live."""
+STANDBY_AFTER_S = 5.0
+"""How long a child runs before another one is made to stand by."""
+
+
+class _Child:
+    """One runtime process, and the socket to it."""
+
+    def __init__(self, arguments: list[str], watch: Watch) -> None:
+        self.link = ChildLink(watch)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", RUNTIME, *arguments),
+                *("--supervisor-fd", str(self.link.child_descriptor)),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[self.link.child_descriptor],
+            start_new_session=True,
+        )
+        self.link.started()
+
+    def end(self) -> None:
+        """Have it end, and wait for that."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.link.close()
 
 
 class Supervisor:
-    """Keeps one runtime child alive."""
+    """Keeps one runtime child alive.
+
+    Args:
+        name: the host's name, for logs.
+        arguments: command line of the child.
+        reconnect_s: how long to look for a controller that was there and has gone.
+        heartbeat_s: how often the child beats.
+        spare: the host only fills gaps, from the first child on; later ones always do.
+        standby: keep another child ready.
+        parent_fd: a pipe whose end means that this process shall end; -1 for none.
+    """
 
     def __init__(
-        self, name: str, arguments: list[str], reconnect_s: float, parent_fd: int = -1
+        self,
+        name: str,
+        arguments: list[str],
+        reconnect_s: float,
+        heartbeat_s: float,
+        spare: bool = False,
+        standby: bool = False,
+        parent_fd: int = -1,
     ) -> None:
         self._name = name
         self._arguments = arguments
         self._reconnect_s = reconnect_s
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * heartbeat_s)
+        self._spare = spare
+        self._wants_standby = standby
+        self._standby: _Child | None = None
         self._parent_fd = parent_fd
-        self._child: subprocess.Popen[bytes] | None = None
-        self._child_pipe = -1
+        self._parcel: Parcel | None = None
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -70,20 +135,29 @@ class Supervisor:
 
     def run(self) -> int:
         """Watch over children until told to stop or it makes no sense to go on."""
-        ends: list[float] = []
+        try:
+            return self._run()
+        finally:
+            if self._standby is not None:
+                self._standby.end()
+
+    def _run(self) -> int:
+        short_lives = 0
         crashes: list[float] = []
         lost_since: float | None = None
         served = False
         while True:
-            self._start()
-            code = self._wait()
+            begun_s = time.monotonic()
+            child = self._next_child()
+            child.link.begin(time.time_ns(), self._spare or served, self._parcel)
+            code = self._wait(child)
             if code is None:
-                self._end_child()
+                child.end()
                 return EXIT_OK
             if code in (EXIT_OK, EXIT_ERROR):
                 return code
             now = time.monotonic()
-            ends = [moment for moment in ends if now - moment < WITHIN_S] + [now]
+            short_lives = 0 if now - begun_s > LONG_LIFE_S else short_lives + 1
             if code == EXIT_UNAVAILABLE:
                 lost_since = lost_since or now
                 if not served:
@@ -102,34 +176,42 @@ class Supervisor:
                         f"with exit code {code}; not starting it again",
                     )
                     return EXIT_ERROR
-            crashed = code != EXIT_AGAIN or len(ends) > CRASHES
-            pause_s = min(LONGEST_PAUSE_S, 0.05 * 2 ** len(ends)) if crashed else 0.0
+            at_once = not short_lives or (code == EXIT_AGAIN and short_lives <= CRASHES)
+            pause_s = 0.0 if at_once else min(LONGEST_PAUSE_S, 0.05 * 2**short_lives)
             level = "info" if code == EXIT_AGAIN else "warning"
             fields = {"exit_code": code, "next_in_s": pause_s}
             log(level, "runtime ended", self._name, "", fields)
             if self._pause(pause_s):
                 return EXIT_OK
 
-    def _start(self) -> None:
-        parent_read, self._child_pipe = os.pipe()
-        self._child = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pw.cli.host", *self._arguments),
-                *("--incarnation", str(time.time_ns()), "--parent-fd", str(parent_read)),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[parent_read],
-            start_new_session=True,
-        )
-        os.close(parent_read)
+    def _new_child(self) -> _Child:
+        return _Child(self._arguments, Watch(self._heartbeat_s, self._silence_s))
 
-    def _wait(self) -> int | None:
+    def _next_child(self) -> _Child:
+        child, self._standby = self._standby, None
+        if child is not None and child.process.poll() is not None:
+            child.link.close()
+            child = None
+        return child or self._new_child()
+
+    def _wait(self, child: _Child) -> int | None:
         """The child's exit code, or None when this process shall end."""
-        assert self._child is not None
-        while (code := self._child.poll()) is None:
-            if self._told_to_stop(None):
+        begun_s = time.monotonic()
+        while (code := child.process.poll()) is None:
+            if self._told_to_stop(self._heartbeat_s, child.link):
                 return None
-        os.close(self._child_pipe)
+            self._parcel = child.link.listen(self._parcel)
+            now_s = time.monotonic()
+            # Not before, so that two children do not compete for the processor while one starts.
+            if self._wants_standby and not self._standby and now_s - begun_s > STANDBY_AFTER_S:
+                self._standby = self._new_child()
+            if child.link.watch.is_silent(now_s):
+                fields = {"process": child.process.pid, "silence_s": self._silence_s}
+                log("error", "runtime is stuck and is killed", self._name, "", fields)
+                child.process.kill()
+                child.process.wait()
+        self._parcel = child.link.listen(self._parcel)
+        child.link.close()
         return code
 
     def _pause(self, pause_s: float) -> bool:
@@ -140,32 +222,26 @@ class Supervisor:
                 return False
         return True
 
-    def _told_to_stop(self, timeout_s: float | None) -> bool:
-        """Wait for a reason to stop (true), for the end of a child, or for the time (false)."""
-        watched = [self._wake_read]
+    def _told_to_stop(self, timeout_s: float, link: ChildLink | None = None) -> bool:
+        """Wait for a reason to stop (true), or for a child, or for the time (false)."""
+        watched: list[int] = [self._wake_read]
         if self._parent_fd >= 0:
             watched.append(self._parent_fd)
+        if link is not None and not link.ended:
+            watched.append(link.fileno())
         ready = select.select(watched, [], [], timeout_s)[0]
         if self._parent_fd in ready:
             return True
         # A signal writes its number here.
-        numbers = os.read(self._wake_read, 64) if ready else b""
+        numbers = os.read(self._wake_read, 64) if self._wake_read in ready else b""
         return any(number != signal.SIGCHLD for number in numbers)
-
-    def _end_child(self) -> None:
-        assert self._child is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._child.terminate()
-        try:
-            self._child.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
 
 
 def serve(
     controller: Annotated[str, typer.Option(help="The controller's address, tcp://host:port.")],
-    island: Annotated[str, typer.Option(help="Name of the island to join.")],
+    island: Annotated[
+        str, typer.Option(help="Name of the island to join; a spare may do without.")
+    ] = "",
     island_hosts: Annotated[
         int,
         typer.Option(min=1, help="How many hosts the island has; it is formed when all are here."),
@@ -174,6 +250,20 @@ def serve(
         int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
     ] = 1,
     platform: Annotated[str, typer.Option(help="What the devices are: cpu, cuda or tpu.")] = "cpu",
+    spare: Annotated[
+        bool,
+        typer.Option(
+            "--spare",
+            help="Only take the place of a host that is lost, in --island or, without it, in any.",
+        ),
+    ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby/--no-standby",
+            help="Keep the next runtime ready beside this one (some 80 MB), to be back at once.",
+        ),
+    ] = True,
     name: Annotated[
         str, typer.Option(help="Unique name of this host in the cluster; by default made up.")
     ] = "",
@@ -181,9 +271,19 @@ def serve(
         str, typer.Option(help="Where other hosts and clients reach this one.")
     ] = "tcp://127.0.0.1:0",
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP)] = False,
+    heartbeat: Annotated[
+        float,
+        typer.Option(
+            min=LEAST_HEARTBEAT_S,
+            help="Seconds between signs of life; after three of them without one this host is given up.",
+        ),
+    ] = 1.0,
     lease: Annotated[
         float,
-        typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent peer is given up."),
+        typer.Option(
+            min=LEAST_LEASE_S,
+            help="Seconds after which a silent client, or the controller, is given up.",
+        ),
     ] = 10.0,
     connect_timeout: Annotated[
         float, typer.Option(min=0.5, help="Seconds within which the controller must answer.")
@@ -205,19 +305,22 @@ def serve(
     ] = "info",
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
-    """Run one host of a pw cluster until SIGTERM.
+    """Run one host of a pw cluster until SIGTERM, or until it has been drained.
 
-    Exit codes: 0 after SIGTERM or Ctrl-C; 1 after an error, which is one line on standard error.
+    Exit codes: 0 after SIGTERM or Ctrl-C, or when drained; 1 after an error, which is one line on
+    standard error.
     """
     if platform not in ("cpu", "cuda", "tpu"):
         raise typer.BadParameter(f"no platform {platform!r}; there are cpu, cuda and tpu")
+    if not island and not spare:
+        raise typer.BadParameter("a host that is no --spare needs the name of its --island")
     check_log_level(log_level)
     if not controller.startswith(("tcp://", "ipc://")):
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
     check_bind(bind, allow_remote)
     check_reachable(controller, bind)
     configure_logging(log_level)
-    name = name or f"{island}-{socket.gethostname()}-{os.getpid()}"
+    name = name or f"{island or 'spare'}-{socket.gethostname()}-{os.getpid()}"
     arguments = [
         *("--controller", controller),
         *("--island", island),
@@ -226,12 +329,14 @@ def serve(
         *("--platform", platform),
         *("--name", name),
         *("--bind", bind),
+        *("--heartbeat", str(heartbeat)),
         *("--lease", str(lease)),
         *("--connect-timeout", str(connect_timeout)),
         *("--log-level", log_level),
         *(["--allow-python"] if allow_python else []),
     ]
-    raise SystemExit(Supervisor(name, arguments, reconnect, parent_fd).run())
+    supervisor = Supervisor(name, arguments, reconnect, heartbeat, spare, standby, parent_fd)
+    raise SystemExit(supervisor.run())
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """`Array`: the handle of a logical array, which is a future.
 
 A handle is all a client holds, whatever the number of shards. It knows shape, dtype and sharding at
-once; asking for its value waits for it and brings it here, once. Dropping the last reference releases
+once; asking for its value waits for it and brings it here, once. When hosts are lost, that wait lasts
+until the value exists again, or is known to be lost. Dropping the last reference releases
 the array on all hosts. A handle is also a value that JAX knows: functions may close over it.
 """
 
@@ -21,7 +22,16 @@ from pw.client.mesh import NamedSharding
 from pw.client.methods import attribute, elements, item_at
 from pw.client.operators import Operators, apply
 from pw.client.signature import ArrayType, outside_traces
-from pw.core.errors import ArgumentError, ArrayDeleted, Disconnected, Error, NotOwner
+from pw.core.errors import (
+    ArgumentError,
+    ArrayDeleted,
+    ConnectionFailed,
+    Disconnected,
+    Error,
+    HostLost,
+    NotOwner,
+    TransferFailed,
+)
 
 __all__ = ["Array"]
 
@@ -142,14 +152,14 @@ class Array(Operators):
 
     def _wait(self) -> Future[Any]:
         self.check_usable()
-        if self._waiting is None:
+        if self._waiting is None or _in_vain(self._waiting):
             self._waiting = self._runtime.wait([self._id])
         return self._waiting
 
     def start_fetch(self) -> Future[Any]:
         """Begin to bring the value here (the integers of typed keys), if nobody has."""
         self.check_usable()
-        if self._fetching is None:
+        if self._fetching is None or _in_vain(self._fetching):
             self._fetching = self._runtime.fetch(self._id, self._type.spec)
         return self._fetching
 
@@ -283,6 +293,15 @@ def wait_for(future: Future[Any]) -> Any:
     Ctrl-C ends the wait, not what is waited for: asking again waits for the same future.
     """
     return future.result()
+
+
+def _in_vain(future: Future[Any]) -> bool:
+    """Whether it was the way to the hosts that failed, not the array: worth another try."""
+    return (
+        future.done()
+        and not future.cancelled()
+        and isinstance(future.exception(), (HostLost, ConnectionFailed, TransferFailed))
+    )
 
 
 def local_jax_array(array: Array) -> Any:

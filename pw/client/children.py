@@ -72,6 +72,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """End it without a word, and reap it."""
+        self.let_go()
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
     def stop(self) -> None:
         """End it and reap it. Idempotent."""
         self.terminate()

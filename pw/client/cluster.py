@@ -10,10 +10,12 @@ between them, `jax.distributed` inside each island. Nothing of it survives this 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import threading
 import types
+from pathlib import Path
 from typing import Self
 
 from pw.client import runtime as runtime_module
@@ -22,6 +24,41 @@ from pw.client.runtime import Runtime
 from pw.client.threads import remote
 
 START_S = 30.0
+
+
+class LocalHost:
+    """One host of a local cluster: a supervisor process (`pw-worker`), and the runtime that it watches over.
+
+    Its process ids are there to be sent signals, by whoever wants to see what a cluster survives.
+    """
+
+    def __init__(self, name: str, worker: Child) -> None:
+        self.name = name
+        self._worker = worker
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._worker.pid
+
+    def runtime_pid(self) -> int | None:
+        """Process id of the runtime as it is now; None while there is none."""
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except OSError:
+            return None
+        return int(children[0]) if children else None
+
+    def kill(self) -> None:
+        """End both at once and for good, as if the machine had lost its power."""
+        runtime = self.runtime_pid()
+        self._worker.kill()  # first, because it would replace the runtime
+        if runtime is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(runtime, signal.SIGKILL)
+
+    def __repr__(self) -> str:
+        return f"LocalHost({self.name!r}, pid={self.pid})"
 
 
 class LocalCluster:
@@ -33,10 +70,14 @@ class LocalCluster:
         islands: number of islands.
         hosts_per_island: worker processes of each island.
         devices_per_host: devices of each worker.
+        spare_hosts: workers that wait for a place to become free, in whichever island.
         platform: `cpu`, `cuda` or `tpu`.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         lease_s: how long a silent client keeps what it owns, in seconds.
+        standby: have each worker keep its next runtime ready, so that it is back at once after a crash; it
+            takes some 80 MB of memory each.
+        heartbeat_s: how often a worker gives a sign of life; three that are missing make it a lost one.
         allow_python: let the workers run `pw.host_function`s.
         log_level: what the daemons write to standard error.
 
@@ -50,21 +91,27 @@ class LocalCluster:
         hosts_per_island: int = 1,
         devices_per_host: int = 1,
         *,
+        spare_hosts: int = 0,
         platform: str = "cpu",
         policy: str = "fifo",
         connect: bool = True,
         lease_s: float = 10.0,
+        heartbeat_s: float = 1.0,
+        standby: bool = False,
         allow_python: bool = False,
         log_level: str = "error",
     ) -> None:
-        for name, value in (
-            ("islands", islands),
-            ("hosts_per_island", hosts_per_island),
-            ("devices_per_host", devices_per_host),
+        for name, value, least in (
+            ("islands", islands, 1),
+            ("hosts_per_island", hosts_per_island, 1),
+            ("devices_per_host", devices_per_host, 1),
+            ("spare_hosts", spare_hosts, 0),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         self.address = ""
+        self.hosts: list[LocalHost] = []
+        """The hosts of the islands as they were started, and after them the spare ones."""
         self._children: list[Child] = []
         self._runtime: Runtime | None = None
         self._previous: Runtime | None = None
@@ -86,21 +133,25 @@ class LocalCluster:
                     *common,
                 ]
             )
+            every = [
+                *("--controller", self.address),
+                *("--devices", str(devices_per_host)),
+                *("--platform", platform),
+                *("--heartbeat", str(heartbeat_s)),
+                *("--lease", str(lease_s)),
+                "--standby" if standby else "--no-standby",
+                *(["--allow-python"] if allow_python else []),
+                *common,
+            ]
             for island in range(islands):
                 for host in range(hosts_per_island):
-                    self._start_worker(
-                        [
-                            *("--controller", self.address),
-                            *("--island", f"island-{island}"),
-                            *("--island-hosts", str(hosts_per_island)),
-                            *("--devices", str(devices_per_host)),
-                            *("--platform", platform),
-                            *("--lease", str(lease_s)),
-                            *("--name", f"island-{island}-host-{host}"),
-                            *(["--allow-python"] if allow_python else []),
-                            *common,
-                        ]
-                    )
+                    places = [
+                        *("--island", f"island-{island}"),
+                        *("--island-hosts", str(hosts_per_island)),
+                    ]
+                    self._start_worker(f"island-{island}-host-{host}", [*places, *every])
+            for host in range(spare_hosts):
+                self._start_worker(f"spare-{host}", ["--spare", *every])
             self._wait(islands * hosts_per_island, connect)
         except BaseException:
             self.close()
@@ -117,8 +168,10 @@ class LocalCluster:
         self._children.append(controller)
         return read_announcement(controller, read, START_S)
 
-    def _start_worker(self, arguments: list[str]) -> None:
-        self._children.append(Child("pw.cli.worker", arguments))
+    def _start_worker(self, name: str, arguments: list[str]) -> None:
+        worker = Child("pw.cli.worker", [*arguments, "--name", name])
+        self._children.append(worker)
+        self.hosts.append(LocalHost(name, worker))
 
     def _wait(self, hosts: int, connect: bool) -> None:
         """A session that sees all hosts has seen all islands formed."""

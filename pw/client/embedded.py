@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pw.client.runtime import Runtime
 
 ISLAND = "embedded"
+HEARTBEAT_S = 3.0
+"""Nothing could take the place of this host, so it is given up later than those of other clusters."""
 
 
 def device_count() -> int:
@@ -70,8 +72,11 @@ def _with_child(runtime: Runtime, devices: int) -> SessionOnNode:
     except BaseException:
         thread.stop()
         raise
-    arguments = ["--controller", endpoint, "--island", ISLAND, "--devices", str(devices)]
-    children.append(Child("pw.cli.host", [*arguments, "--name", "embedded-0", "--allow-python"]))
+    arguments = [
+        *("--controller", endpoint, "--island", ISLAND, "--devices", str(devices)),
+        *("--name", "embedded-0", "--allow-python", "--heartbeat", str(HEARTBEAT_S)),
+    ]
+    children.append(Child("pw.cli.host", arguments))
     session.expect_hosts(1, children)
     return session
 

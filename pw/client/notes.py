@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from pw.core.errors import Error
-from pw.core.messages import AllocateSlice, GetStats, GetStatus
+from pw.core.messages import AllocateSlice
 from pw.core.sharding import ArraySpec, Box
 
 Part = tuple[Box, np.ndarray[Any, Any]]
@@ -28,6 +31,20 @@ class Settle(Protocol):
         """Settled, or given up by its owner."""
 
 
+def resolve(future: Settle, result: Any) -> None:
+    """Settle a future that its owner may be giving up at this moment."""
+    if not future.done():
+        with contextlib.suppress(InvalidStateError):
+            future.set_result(result)
+
+
+def reject(future: Settle, error: Exception) -> None:
+    """Fail a future that its owner may be giving up at this moment."""
+    if not future.done():
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """Attach to the controller; `attached` is settled with the `Attached` that answers."""
@@ -35,6 +52,8 @@ class Open:
     name: str
     share: float
     priority: int
+    keep_bytes: int
+    """Budget for the values of uploads that are kept after they were sent."""
     attached: Settle
 
 
@@ -67,6 +86,9 @@ class Put:
     array: int
     spec: ArraySpec
     value: np.ndarray[Any, Any]
+    """Nobody writes to it any more."""
+    keep: bool
+    """Kept until it can not be asked for again, whatever the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +110,14 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask for the controller's status, or for every process's counters (node -> counters)."""
+    """Have the controller answer a numbered request (`GetStats`: and every host).
 
-    what: type[GetStatus] | type[GetStats]
+    Settled with its `Status`, the counters by node, or None when it is done; fails if one of `arrays` does.
+    """
+
+    what: Callable[[int], object]
     answer: Settle
+    arrays: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

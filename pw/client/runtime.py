@@ -20,18 +20,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.client.notes import (
-    Allocate,
-    Ask,
-    Await,
-    Close,
-    Forget,
-    Get,
-    Open,
-    Part,
-    Put,
-    Tell,
-)
+from pw.client.fetching import Fetching
+from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Open, Put, Tell
+from pw.client.uploads import KEEP_BYTES
 from pw.core.errors import ConnectionFailed, Disconnected, Error
 from pw.core.ids import client_id
 from pw.core.messages import (
@@ -39,6 +30,8 @@ from pw.core.messages import (
     AllocateSlice,
     Artifact,
     Attached,
+    Checkpoint,
+    DrainHost,
     GetStats,
     GetStatus,
     RegisterProgram,
@@ -49,7 +42,7 @@ from pw.core.messages import (
     Status,
 )
 from pw.core.program import Program
-from pw.core.sharding import ArraySpec, box_slices, dtype_of
+from pw.core.sharding import ArraySpec
 
 __all__ = ["INLINE_BYTES", "Runtime", "SliceHandle", "connect", "current", "disconnect", "use"]
 
@@ -70,34 +63,6 @@ class SliceHandle:
         self.platform = bound.platform
         self.kind = bound.kind
         self.size = len(bound.devices)
-
-
-class Fetching(Future[Any]):
-    """A value on its way; put together by the thread that asks for the result."""
-
-    def __init__(self, spec: ArraySpec) -> None:
-        super().__init__()
-        self._spec = spec
-        self._whole: np.ndarray[Any, Any] | None = None
-
-    def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
-        """The whole value, read-only. Raises the error it failed with, or TimeoutError."""
-        parts: list[Part] = super().result(timeout)
-        if self._whole is None:
-            self._whole = _assembled(self._spec, parts)
-        return self._whole
-
-
-def _assembled(spec: ArraySpec, parts: list[Part]) -> np.ndarray[Any, Any]:
-    whole_box = tuple((0, size) for size in spec.shape)
-    if len(parts) == 1 and parts[0][0] == whole_box:
-        whole = parts[0][1]
-    else:
-        whole = np.empty(spec.shape, dtype_of(spec.dtype))
-        for box, part in parts:
-            whole[box_slices(box)] = part
-    whole.flags.writeable = False
-    return whole
 
 
 class SessionThread(Protocol):
@@ -127,6 +92,7 @@ class Runtime:
         share: float,
         priority: int,
         connect_s: float = CONNECT_S,
+        keep_bytes: int = KEEP_BYTES,
     ) -> None:
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
@@ -139,7 +105,7 @@ class Runtime:
         self._pid = os.getpid()
         self._thread = start(self)
         attached: Future[Attached] = Future()
-        self._thread.post(Open(f"pid {os.getpid()}", share, priority, attached))
+        self._thread.post(Open(f"pid {os.getpid()}", share, priority, keep_bytes, attached))
         try:
             answer = attached.result(connect_s)
             self._thread.wait_for_hosts()
@@ -278,17 +244,18 @@ class Runtime:
 
     # --- arrays --------------------------------------------------------------------------------------
 
-    def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec) -> int:
+    def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec, keep: bool = False) -> int:
         """Send a host value straight to the hosts of `spec`; returns the array's id at once.
 
-        The value is copied first if somebody could still change it.
+        The value is copied first if somebody could still change it. It is kept, in case that hosts
+        are lost: `keep` exempts it from the budget for that.
         """
         self.check_alive()
         if _mutable(value):
             value = value.copy()
         array = self._id()
         self._specs[array] = spec
-        self._post(Put(array, spec, value))
+        self._post(Put(array, spec, value, keep))
         return array
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
@@ -326,6 +293,21 @@ class Runtime:
             except IndexError:
                 break
         self.delete(arrays)
+
+    # --- before hosts go -------------------------------------------------------------------------------
+
+    def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
+        """Have arrays copied to host memory, in order with the runs that make and donate them."""
+        future: Future[None] = Future()
+        numbers = tuple(dict.fromkeys(arrays))
+        self._post(Ask(lambda request: Checkpoint(request, numbers), future, numbers))
+        return future
+
+    def drain(self, host: str) -> Future[None]:
+        """Have a host left by all that runs and lies there; settled when it may be switched off."""
+        future: Future[None] = Future()
+        self._post(Ask(lambda request: DrainHost(request, host), future))
+        return future
 
     # --- reports -------------------------------------------------------------------------------------
 
@@ -375,13 +357,22 @@ def current() -> Runtime:
     return connect()
 
 
-def connect(address: str | None = None, *, share: float = 1.0, priority: int = 0) -> Runtime:
+def connect(
+    address: str | None = None,
+    *,
+    share: float = 1.0,
+    priority: int = 0,
+    keep_bytes: int | None = None,
+) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
 
     Args:
         address: the controller's `tcp://host:port`.
         share: weight of this client under `pw-controller --policy share`.
         priority: importance of this client under `pw-controller --policy priority`.
+        keep_bytes: memory in this process for copies of what was put on devices, from which an array
+            is made again when its hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. What was sent first
+            goes first. See also `pw.put(..., keep=True)` and `pw.checkpoint`.
 
     Returns:
         The runtime. If this process is connected already, to the same address or none was given, that
@@ -390,6 +381,7 @@ def connect(address: str | None = None, *, share: float = 1.0, priority: int = 0
     Raises:
         ConnectionFailed: nobody answers at the address.
         VersionMismatch: the controller runs other versions of pw or jax.
+        ValueError: a share or keep_bytes that is none.
         Error: this process is connected to another address.
     """
     from pw.client import threads
@@ -406,9 +398,16 @@ def connect(address: str | None = None, *, share: float = 1.0, priority: int = 0
         if share <= 0:
             raise ValueError(f"share must be positive, not {share}")
         start = threads.embedded if address is None else threads.remote(address)
-        runtime = Runtime(start, share, priority)
+        runtime = Runtime(start, share, priority, keep_bytes=_keep_bytes(keep_bytes))
         use(runtime)
         return runtime
+
+
+def _keep_bytes(given: int | None) -> int:
+    text = os.environ.get("PW_KEEP_BYTES", str(KEEP_BYTES)) if given is None else str(given)
+    if not text.isdecimal():
+        raise ValueError(f"keep_bytes (PW_KEEP_BYTES) must be a number of bytes, not {text!r}")
+    return int(text)
 
 
 def use(runtime: Any) -> Any:
@@ -447,7 +446,8 @@ def stats() -> dict[str, dict[str, int]]:
     `live_arrays` and `live_bytes` what is held.
 
     Raises:
-        ConnectionFailed: a host was lost while it was asked.
+        HostLost: a host was lost while it was asked.
+        ConnectionFailed: the controller was.
     """
     return current().stats()
 

@@ -22,7 +22,7 @@ from pw.core.errors import ShardingError, TracerError
 __all__ = ["block_until_ready", "get", "put"]
 
 
-def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
+def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = False) -> Any:
     """Put host values, or arrays that lie elsewhere, on virtual devices; returns futures at once.
 
     Args:
@@ -31,6 +31,9 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
         sharding: a `pw.NamedSharding` (or, together with `devices`, a PartitionSpec over their axis
             "devices"), or a tree prefix of such. With neither, arrays stay where they are and host
             values go to a default slice of one device.
+        keep: hold on to host values in this process's memory for as long as arrays depend on them, so
+            that they survive any loss of hosts. Otherwise they are held while the session's budget
+            lasts (see `pw.connect`).
 
     Raises:
         ShardingError: a value cannot be split that way.
@@ -57,11 +60,11 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None) -> Any:
             raise ShardingError("pw.put was given a sharding over other devices than devices=")
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
-    moved = [_put(leaf, target) for leaf, target in zip(leaves, wanted, strict=True)]
+    moved = [_put(leaf, target, keep) for leaf, target in zip(leaves, wanted, strict=True)]
     return tree_unflatten(structure, moved)
 
 
-def _put(leaf: Any, target: NamedSharding | None) -> Any:
+def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
     recorder = recording()
     if target is None:
         if isinstance(leaf, Array):
@@ -84,7 +87,7 @@ def _put(leaf: Any, target: NamedSharding | None) -> Any:
         type_ = ArrayType.of(source, target)
         value = host_value(leaf, type_)
         if value.nbytes > runtime.INLINE_BYTES:
-            return Array(session, session.upload(value, type_.spec), type_)
+            return Array(session, session.upload(value, type_.spec, keep), type_)
     moves: Launches | None = target.mesh.slice.compiled.get("put")
     if moves is None:
         moves = target.mesh.slice.compiled.setdefault("put", Launches())

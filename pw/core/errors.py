@@ -84,6 +84,10 @@ class OutOfDeviceMemory(Error, MemoryError):
     """A computation can never fit in the memory of its devices."""
 
 
+class OutOfHostMemory(Error, MemoryError):
+    """A host has no memory for bytes that it was to receive."""
+
+
 class TransferFailed(Error):
     """Bytes could not be moved from one process to another."""
 
@@ -94,6 +98,10 @@ class IslandFull(Error):
 
 class InternalError(Error):
     """pw broke one of its own rules; please report it."""
+
+
+INFRASTRUCTURE = frozenset(kind.__name__ for kind in (HostLost, TransferFailed, ConnectionFailed))
+"""Kinds that say nothing about a program: one host of a gang may have met them, and running again helps."""
 
 
 def _kinds(base: type[Error]) -> dict[str, type[Error]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from pw.core.peak import IslandMemory, island_memory
 from pw.core.physical import Physical
 from pw.core.plan import (
     Execute,
@@ -52,14 +53,23 @@ def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
             shape or dtype than its producer makes.
         ArgumentError: a node has the wrong number of arguments, or reads what is computed later.
     """
+    return _write(program, Schedule(program, Physical(program, bindings)))[0]
+
+
+def lower_with_memory(
+    program: Program, bindings: Mapping[int, Binding]
+) -> tuple[Plan, tuple[IslandMemory, ...]]:
+    """Give every host its part, as `lower` does, and say what a run takes on each island."""
     schedule = Schedule(program, Physical(program, bindings))
-    return _write(program, schedule)
+    plan, executes = _write(program, schedule)
+    return plan, island_memory(program, schedule, executes)
 
 
-def _write(program: Program, schedule: Schedule) -> Plan:
-    """Write every host's instructions down, segment by segment."""
+def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execute]]:
+    """Write every host's instructions down, segment by segment; and what each node became."""
     physical = schedule.physical
     kept = set(range(len(program.inputs))) - set(program.donated) | set(schedule.output_slots)
+    executes: dict[int, Execute] = {}
     written: defaultdict[str, dict[int, list[Instruction]]] = defaultdict(dict)
 
     def write(host: str, segment: Draft, instruction: Instruction) -> None:
@@ -86,7 +96,7 @@ def _write(program: Program, schedule: Schedule) -> Plan:
                     )
                     write(host, segment, receive)
             else:
-                execute = _execute(program, schedule, kept, step)
+                execute = executes[step] = _execute(program, schedule, kept, step)
                 for host in physical.hosts(program.computations[execute.computation].placement):
                     write(host, segment, execute)
                 write_sends(segment, schedule.sends_after[step])
@@ -132,7 +142,7 @@ def _write(program: Program, schedule: Schedule) -> Plan:
         Segment(draft.island, tuple(hosts), tuple(sorted(draft.depends)))
         for draft, hosts in zip(schedule.segments, members, strict=True)
     )
-    return Plan(segments, tuple(plans))
+    return Plan(segments, tuple(plans)), executes
 
 
 def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) -> Execute:

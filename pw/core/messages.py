@@ -12,11 +12,12 @@ import msgspec
 
 from pw.core.errors import ErrorReport
 from pw.core.landing import Landing
+from pw.core.peak import IslandMemory
 from pw.core.plan import HostPlan
 from pw.core.program import Program
-from pw.core.sharding import ArraySpec, DeviceAddress
+from pw.core.sharding import ArraySpec, Box, DeviceAddress
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 INLINE_BYTES = 8192
 """Host values up to this size travel inside a control message; larger ones take the bulk plane."""
@@ -37,6 +38,8 @@ class Hello(_Message, frozen=True, tag=1):
     jax_version: str
     node: str
     incarnation: int
+    silence_s: float = 0.0
+    """After so long a silence you may take me for dead; 0: after as long as you like."""
 
 
 class Refused(_Message, frozen=True, tag=2):
@@ -80,6 +83,8 @@ class RegisterHost(_Message, frozen=True, tag=10):
     endpoint: str
     process: int
     """Operating system process id, for people who look for it."""
+    spare: bool = False
+    """Takes a free place in `island` (in any island when that is empty), and waits if there is none."""
 
 
 class HostRejected(_Message, frozen=True, tag=11):
@@ -132,6 +137,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
     node: str
     endpoint: str
+    member: bool = True
+    """In an island that is ready; the others are here, and may have copies to give."""
 
 
 class Directory(_Message, frozen=True, tag=16):
@@ -146,6 +153,8 @@ class IslandFormed(_Message, frozen=True, tag=17):
     island: str
     epoch: int
     hosts: tuple[str, ...]
+    device_memory_bytes: int | None = None
+    """Memory of each device; None where nothing limits it."""
 
 
 class IslandLost(_Message, frozen=True, tag=18):
@@ -185,6 +194,33 @@ class EndEpoch(_Message, frozen=True, tag=22):
 
     island: str
     epoch: int
+    reason: str
+
+
+class DrainHost(_Message, frozen=True, tag=24):
+    """ClientSession to Controller and on to ResourceManager: move all work and data off this host."""
+
+    request: int
+    node: str
+    client: str = ""
+    """Node of the client, whom the resource manager answers; the controller fills it in."""
+
+
+class Draining(_Message, frozen=True, tag=27):
+    """ResourceManager to Controller (local): these hosts are here only to be emptied."""
+
+    nodes: tuple[str, ...]
+
+
+class HostEmptied(_Message, frozen=True, tag=26):
+    """Controller to ResourceManager (local): nothing on this host is needed any more."""
+
+    node: str
+
+
+class Leave(_Message, frozen=True, tag=25):
+    """ResourceManager to HostExecutor: you are drained and hold nothing any more, end for good."""
+
     reason: str
 
 
@@ -310,6 +346,8 @@ class CreateArray(_Message, frozen=True, tag=45):
 
     array: int
     spec: ArraySpec
+    bound: int = 1
+    """How often I have seen its slice bound: 0 if I could not send anything yet."""
 
 
 class Delete(_Message, frozen=True, tag=46):
@@ -385,6 +423,52 @@ class Stats(_Message, frozen=True, tag=50):
     counters: dict[str, int]
 
 
+class Checkpoint(_Message, frozen=True, tag=51):
+    """ClientSession to Controller, in order with runs: copy these arrays to host memory, here and elsewhere."""
+
+    request: int
+    arrays: tuple[int, ...]
+
+
+class Inquire(_Message, frozen=True, tag=52):
+    """ClientSession to Controller: a host could not say what became of these arrays; can you?"""
+
+    request: int
+    arrays: tuple[int, ...]
+
+
+class Answered(_Message, frozen=True, tag=53):
+    """Controller to ClientSession: what you asked for is done, or why not.
+
+    To an `Inquire`: the arrays are where your slices say now, or you have been told that they are lost.
+    """
+
+    request: int
+    error: ErrorReport | None
+
+
+class UploadAgain(_Message, frozen=True, tag=54):
+    """Controller to ClientSession: this input was lost with its hosts and is needed, send it once more.
+
+    It is to be uploaded as `name`, which is another array where nobody holds this one any more.
+    """
+
+    array: int
+    name: int
+
+
+class InputGone(_Message, frozen=True, tag=55):
+    """ClientSession to Controller: I do not have the value that was to be uploaded as this array."""
+
+    array: int
+
+
+class ForgetInputs(_Message, frozen=True, tag=56):
+    """Controller to ClientSession: these inputs will never be asked for again."""
+
+    arrays: tuple[int, ...]
+
+
 # --- gang scheduling ---------------------------------------------------------------------------------
 
 
@@ -413,6 +497,8 @@ class Submit(_Message, frozen=True, tag=61):
     """For each segment the other islands that wait for it."""
     awaits: tuple[int, ...]
     """Argument arrays whose upload has not ended."""
+    islands: tuple[str, ...] = ()
+    """All islands of a run that must be admitted on each of them before it may start on any."""
 
 
 class SegmentLaunched(_Message, frozen=True, tag=62):
@@ -428,6 +514,8 @@ class SegmentDone(_Message, frozen=True, tag=63):
     run: int
     segment: int
     device_time_us: int
+    lost: ErrorReport | None = None
+    """It has no value because a host was lost, not because of anything in the program."""
 
 
 class UploadEnded(_Message, frozen=True, tag=64):
@@ -464,6 +552,8 @@ class InstallProgram(_Message, frozen=True, tag=68):
     body: Program
     plans: tuple[HostPlan, ...]
     artifacts: tuple[Artifact, ...]
+    memory: IslandMemory | None = None
+    """What a run takes on this island; None where nobody counts."""
 
 
 class ProgramInstalled(_Message, frozen=True, tag=69):
@@ -497,6 +587,8 @@ class Installed(_Message, frozen=True, tag=72):
     epoch: int
     program: int
     error: ErrorReport | None
+    temporary_bytes: tuple[int, ...] = ()
+    """Device memory that each computation takes while it runs, besides arguments and results."""
 
 
 class Arguments(msgspec.Struct, frozen=True, array_like=True):
@@ -540,6 +632,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     device_time_us: int
+    lost: ErrorReport | None = None
+    """It has no value because a host was lost, not because of anything in the program."""
 
 
 class Progress(_Message, frozen=True, tag=75):
@@ -555,6 +649,80 @@ class LaunchGap(_Message, frozen=True, tag=76):
     epoch: int
     expected: int
     got: int
+
+
+class GangBroken(_Message, frozen=True, tag=77):
+    """HostExecutor to IslandScheduler: an input is missing here that the gang's other hosts may have."""
+
+    epoch: int
+    reason: str
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of an array that one host holds, to be kept in the host memory of `targets`."""
+
+    array: int
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    positions: tuple[int, ...]
+    """Mesh positions whose shards are copied."""
+    targets: tuple[str, ...]
+
+
+class CopyArrays(_Message, frozen=True, tag=78):
+    """Controller to IslandScheduler (local): have these copied after the client's earlier work."""
+
+    client: int
+    copies: tuple[tuple[str, Copy], ...]
+    """What each host is to copy."""
+
+
+class Replicate(_Message, frozen=True, tag=79):
+    """IslandScheduler to HostExecutor, in launch order: copy these to host memory."""
+
+    epoch: int
+    sequence: int
+    copies: tuple[Copy, ...]
+
+
+class RunRefused(_Message, frozen=True, tag=80):
+    """IslandScheduler to Controller (local): this run has no room; fail it, and cancel it everywhere.
+
+    The client's queue on the island stands still until its `CancelRun` comes back.
+    """
+
+    run: int
+    error: ErrorReport
+
+
+class ArrayPlaced(_Message, frozen=True, tag=81):
+    """Controller to IslandScheduler (local): this array takes memory from now on, until its release.
+
+    For what no run makes: uploads and restored arrays. An older array of this number is gone.
+    """
+
+    array: int
+    devices: tuple[DeviceAddress, ...]
+    """The physical device at every position of its mesh."""
+    shard_bytes: int
+
+
+class RunAtHead(_Message, frozen=True, tag=82):
+    """IslandScheduler to the first of a run's IslandSchedulers (local): it is next of its client here."""
+
+    run: int
+
+
+class ReserveRun(_Message, frozen=True, tag=83):
+    """IslandScheduler to the next of a run's IslandSchedulers (local): I have room for it, your turn."""
+
+    run: int
+
+
+class RunAdmitted(_Message, frozen=True, tag=84):
+    """The last of a run's IslandSchedulers to all others (local): every island has memory for it."""
+
+    run: int
 
 
 # --- data --------------------------------------------------------------------------------------------
@@ -661,6 +829,91 @@ class CancelRequest(_Message, frozen=True, tag=101):
     request: int
 
 
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of one array."""
+
+    array: int
+    boxes: tuple[Box, ...]
+
+
+class Holdings(_Message, frozen=True, tag=103):
+    """ObjectStore to Controller: I have these boxes in host memory, until you say otherwise.
+
+    From a new incarnation it comes before anything else, with what the last one handed over.
+    """
+
+    holdings: tuple[Holding, ...]
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """A box of an array, and a host that has it in host memory."""
+
+    box: Box
+    host: str
+
+
+class Restore(_Message, frozen=True, tag=104):
+    """Controller to ObjectStore: make your shards of `array` from copies; answered by `Uploaded`."""
+
+    array: int
+    copied: int
+    """The array that the copies are of."""
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    sources: tuple[Source, ...]
+
+
+class FetchReplica(_Message, frozen=True, tag=105):
+    """ObjectStore to ObjectStore: send me these boxes (packed, at the landing if there is one)."""
+
+    request: int
+    array: int
+    dtype: str
+    boxes: tuple[Box, ...]
+    landing: Landing | None
+
+
+class ReplicaData(_Message, frozen=True, tag=106):
+    """ObjectStore to ObjectStore: the bytes of a small fetch."""
+
+    request: int
+    data: bytes
+
+
+class ReplicaRefused(_Message, frozen=True, tag=107):
+    """ObjectStore to ObjectStore: I do not have these boxes, or cannot send them."""
+
+    request: int
+    error: ErrorReport
+
+
+class OfferReplica(_Message, frozen=True, tag=108):
+    """ObjectStore or Controller to ObjectStore: fetch these boxes of this array from `host`, keep them."""
+
+    array: int
+    dtype: str
+    boxes: tuple[Box, ...]
+    host: str
+
+
+class DropReplicas(_Message, frozen=True, tag=109):
+    """Controller to ObjectStore: forget the copies of these arrays in host memory."""
+
+    arrays: tuple[int, ...]
+
+
+class LinkLost(_Message, frozen=True, tag=111):
+    """ClientSession to Controller: I cannot tell what of my last words has reached this host."""
+
+    host: str
+
+
+class ArraysLost(_Message, frozen=True, tag=110):
+    """ObjectStore to Controller: somebody asks for these, and here they failed because a host was lost."""
+
+    arrays: tuple[int, ...]
+
+
 Message = (
     Hello | Refused | Heartbeat | Goodbye | RegisterHost | HostRejected | FormIsland | IslandJoined
     | IslandJoinFailed | LeaveIsland | Directory | Attach | Attached | Identify | Evicted
@@ -668,6 +921,8 @@ Message = (
     | ReleaseProgram | Run | RunFailed | RunsSettled | CreateArray | Delete | GetStatus | Status
     | GetStats | Stats | Install | Installed | Launch | Discard | Progress | LaunchGap | EdgeCredit
     | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
-    | RequestFailed | CancelRequest | UploadAborted
+    | RequestFailed | CancelRequest | UploadAborted | DrainHost | Leave | Checkpoint | Inquire
+    | Answered | UploadAgain | InputGone | ForgetInputs | GangBroken | Replicate | Holdings
+    | ArraysLost | LinkLost | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
 )  # fmt: skip
 """Everything that may arrive from another process (local notes are not among them)."""

@@ -30,6 +30,11 @@ Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 """Host bytes for a box, relative to the shard, of the shards at these positions."""
 
 
+def relative(box: Box) -> Box:
+    """The whole of a shard that has this box of an array, as a box of the shard."""
+    return tuple((0, stop - start) for start, stop in box)
+
+
 class Value:
     """A logical array's part on this host, filled by the backend some time after it was submitted.
 
@@ -160,6 +165,15 @@ class Backend(Protocol):
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` after all those submitted before; one wake-up for all of them."""
+
+    def snapshot(
+        self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
+    ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
+        """Host views of this host's different boxes of an array, None if it is not ready now.
+
+        It waits for no computation and not for the execute thread, which a collective without its
+        peers may hold for ever. The views are like those of a `Read`.
+        """
 
     def counters(self) -> dict[str, int]:
         """What this backend has done and holds."""

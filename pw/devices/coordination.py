@@ -15,6 +15,12 @@ Two properties of the runtime shape this file (jaxlib 0.10):
   kills the process when it cannot bind. Therefore the port is bound here first: the kernel gives
   it to nobody else, and a bad address is an ordinary error.
 
+A worker's call stays on the line for as long as it is in the group: its **lifeline**. An epoch ends when it
+has been stopped, or nobody is left in the group; but members that are still in it would abort, so
+its service ends with the last lifeline only. Two things follow. Hosts that are told to leave have the time to
+save what they hold. And a controller that was killed takes no island along: this process stays
+until the last lifeline is gone, however long computations go on.
+
 The parent speaks JSON, one object a line, on stdin, and is answered on stdout:
 
     {"start": {"island": "east", "epoch": 3, "hosts": 2, "bind": "127.0.0.1"}}
@@ -23,13 +29,14 @@ The parent speaks JSON, one object a line, on stdin, and is answered on stdout:
     {"stop": {"island": "east", "epoch": 3}}
 
 A worker sends `{"epoch": 3, "hosts": 2, "rank": 0}` and hears `{"go": true}` or
-`{"refused": "..."}`. The end of stdin means that the parent is gone, however it died, and ends
-this process at once.
+`{"refused": "..."}`. The end of stdin means that the parent is gone without a word (one that ends in order
+kills this process): roll-calls are given up then, and without lifelines this process ends at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import ipaddress
 import json
@@ -37,10 +44,13 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 TESTED_JAXLIB = "0.10."
 CALL_LIMIT_BYTES = 4096
+# A machine that lost its power closes no connection; this finds out within half a minute.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def private_runtime() -> Any:
@@ -65,16 +75,29 @@ def join_address(host: str, port: int) -> str:
 
 
 class IslandEpoch:
-    """One island under one epoch: a roll-call, then the service on the same port."""
+    """One island under one epoch: a roll-call, then the service on the same port, until it is deserted.
 
-    def __init__(self, epoch: int, hosts: int, bind: str) -> None:
+    Args:
+        epoch: the island's epoch.
+        hosts: how many hosts there will be.
+        bind: the numeric address to bind to.
+        ended: called once, when the roll-call was given up or the last member has hung up.
+
+    Raises:
+        ValueError: these are no numbers of an epoch.
+        OSError: `bind` is no address of this machine.
+    """
+
+    def __init__(self, epoch: int, hosts: int, bind: str, ended: Callable[[], None]) -> None:
         if hosts < 1:
             raise ValueError(f"an island needs at least one host, not {hosts}")
         if ipaddress.ip_address(bind).is_unspecified:
             raise ValueError(f"workers cannot dial {bind}: bind to an address that they can reach")
         self.epoch = epoch
         self.hosts = hosts
-        self._waiting: dict[int, asyncio.StreamWriter] = {}
+        self._ended = ended
+        self._lines: dict[int, asyncio.StreamWriter] = {}
+        self._open = True
         self._roll_call: asyncio.Server | None = None
         self._service: Any = None
         # Held while the roll-call gives way to the service, so that the port is never free between.
@@ -92,20 +115,23 @@ class IslandEpoch:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None
+        _keep_alive(writer.get_extra_info("socket"))
         try:
             rank, refusal = self._admit(await reader.readline(), writer)
             if refusal:
                 _say(writer, {"refused": refusal})
             else:
-                if len(self._waiting) == self.hosts:
+                if len(self._lines) == self.hosts:
                     self._go()
                 await reader.read()
         except (OSError, ValueError):
             pass  # a caller that hangs up or talks nonsense is not on the line, and is no loss
         finally:
-            if rank is not None and self._waiting.get(rank) is writer:
-                del self._waiting[rank]
+            if rank is not None and self._lines.get(rank) is writer:
+                del self._lines[rank]
             writer.close()
+            if self._service is not None and not self._lines:
+                self._end()
 
     def _admit(self, line: bytes, writer: asyncio.StreamWriter) -> tuple[int | None, str]:
         call = json.loads(line)
@@ -118,9 +144,9 @@ class IslandEpoch:
             return None, f"this island has {self.hosts} hosts, not {hosts}"
         if not isinstance(rank, int) or not 0 <= rank < self.hosts:
             return None, f"rank {rank} is not in 0..{self.hosts - 1}"
-        if rank in self._waiting:
+        if rank in self._lines:
             return None, f"another host waits as rank {rank}"
-        self._waiting[rank] = writer
+        self._lines[rank] = writer
         return rank, ""
 
     def _go(self) -> None:
@@ -135,29 +161,38 @@ class IslandEpoch:
         except RuntimeError as error:
             answer = {"refused": f"the coordination service did not start: {error}"}
         self._reserved.close()
-        for writer in self._waiting.values():
+        for writer in self._lines.values():
             _say(writer, answer)
 
-    def close(self) -> None:
-        """End the roll-call or the service; members that are still connected abort."""
+    def stop(self) -> None:
+        """Give up the roll-call. Once there is a service, it is for its members to end it, by leaving."""
+        if self._service is None:
+            for writer in self._lines.values():
+                _say(writer, {"refused": f"epoch {self.epoch} was given up"})
+                writer.close()
+            self._end()
+
+    def _end(self) -> None:
+        if not self._open:
+            return
+        self._open = False
         if self._roll_call is not None:
             self._roll_call.close()
         self._reserved.close()
-        for writer in self._waiting.values():
-            _say(writer, {"refused": f"epoch {self.epoch} was given up"})
-            writer.close()
         if self._service is not None:
             # A thread, because the runtime may wait for its own callbacks.
             threading.Thread(target=self._service.shutdown, daemon=True).start()
+        self._ended()
 
 
 class Coordination:
-    """Serves the parent's requests until it is gone."""
+    """Serves the parent's requests until it is gone, and members until they are."""
 
     def __init__(self, requests_fd: int, replies_fd: int) -> None:
         self._requests_fd = requests_fd
         self._replies_fd = replies_fd
         self._unread = b""
+        self._orphaned = False
         self._epochs: dict[tuple[str, int], IslandEpoch] = {}
         self._work: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -170,8 +205,12 @@ class Coordination:
     def _read(self) -> None:
         read = os.read(self._requests_fd, 65536)
         if not read:
-            # Not sys.exit: nothing here may outlive the parent, not even for a clean shutdown.
-            os._exit(0)
+            asyncio.get_running_loop().remove_reader(self._requests_fd)
+            self._orphaned = True
+            for opened in list(self._epochs.values()):
+                opened.stop()
+            self._end_if_useless()
+            return
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
             self._work.put_nowait(line)
@@ -199,21 +238,32 @@ class Coordination:
         if (island, epoch) in self._epochs:
             raise ValueError(f"epoch {epoch} of island {island!r} was started before")
         private_runtime()
-        opened = IslandEpoch(epoch, hosts, bind)
+
+        def ended() -> None:
+            self._epochs.pop((island, epoch), None)
+            self._end_if_useless()
+
+        opened = IslandEpoch(epoch, hosts, bind, ended)
         await opened.open()
         self._epochs[island, epoch] = opened
         self._reply(started={"island": island, "epoch": epoch, "address": opened.address})
+        if self._orphaned:
+            opened.stop()
 
     def _stop(self, island: str, epoch: int) -> None:
-        opened = self._epochs.pop((island, epoch), None)
+        opened = self._epochs.get((island, epoch))
         if opened is not None:
-            opened.close()
+            opened.stop()
+
+    def _end_if_useless(self) -> None:
+        if self._orphaned and not self._epochs:
+            # Not sys.exit: a service that is shutting down must not hold up the end.
+            os._exit(0)
 
     def _reply(self, **reply: object) -> None:
-        try:
+        # Without a parent nobody listens; that it has gone is heard on the other pipe.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._replies_fd, json.dumps(reply).encode() + b"\n")
-        except BrokenPipeError:
-            os._exit(0)
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
@@ -229,13 +279,20 @@ def _bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _keep_alive(line: socket.socket) -> None:
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # not on every system, under these names
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 def _say(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
     if not writer.is_closing():
         writer.write(json.dumps(answer).encode() + b"\n")
 
 
 def main() -> NoReturn:
-    """Serve the parent on stdin and stdout until it is gone."""
+    """Serve the parent on stdin and stdout until it and all members are gone."""
     # The parent decides when this ends: a Ctrl-C at the terminal goes to the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -2,7 +2,9 @@
 
 The child is started by the first request, serves all islands, and is started again by the next
 request after it died. A service that dies with it takes the members of its epoch along, so
-nothing is resumed: the controller sees its hosts restart and forms new epochs.
+nothing is resumed: the controller sees its hosts restart and forms new epochs. The child outlives a
+controller that was killed, for as long as members are connected; one that ends in order (`close`)
+takes it along.
 
 Every `start` is answered exactly once, on the loop and never from inside `start`, unless the whole
 object is closed first.
@@ -70,7 +72,7 @@ class CoordinationServices:
         )
 
     def stop(self, island: str, epoch: int) -> None:
-        """Stop the service of one island epoch; hosts that have not left it abort."""
+        """Give up the roll-call of one island epoch, or let its service end with its last member."""
         done = self._pending.pop((island, epoch), None)
         if done is not None:
             self._loop.call_soon(done, None, f"epoch {epoch} of {island!r} was given up")

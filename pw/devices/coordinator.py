@@ -36,6 +36,9 @@ from pw.devices.backend import Backend, Build, Op, Part, Read, Value
 PARKED_BYTES = 256 << 20
 """Bytes of edges kept that no launch has announced yet."""
 
+FAILURE_KEPT_S = 600.0
+"""How long news that an edge failed wait for the launch that receives it."""
+
 ORPHAN_S = 30.0
 """How long the edges of a client that has left may stay without a receiver."""
 
@@ -84,6 +87,13 @@ class _DropOrphans:
         return run == self.run or client_of(run) == self.client
 
 
+@dataclass(frozen=True, slots=True)
+class _Expire:
+    """Note to oneself: news of a failed edge have waited long enough."""
+
+    place: tuple[int, int, str, bool]
+
+
 class ShardCoordinator(Actor):
     """Moves the pieces of edges between this host and others."""
 
@@ -99,8 +109,19 @@ class ShardCoordinator(Actor):
         self._parked_bytes = 0
         self._gone_clients: set[int] = set()
         self._void_clients: set[int] = set()
+        self._begun = 0
+        self._gone_at: dict[str, int] = {}
+        """How many runs had begun here when a host left its island: whoever bears its name since then
+        has never heard of them."""
+        self._lost_at: dict[str, int] = {}
+        """The same for the link to a host: the host may wait for what was to be sent."""
         self._present: frozenset[str] = frozenset()
         self._absent: set[str] = set()
+
+    def begin(self) -> int:
+        """A run begins here: its place among the runs of this host."""
+        self._begun += 1
+        return self._begun
 
     # --- receiving -----------------------------------------------------------------------------------
 
@@ -253,12 +274,26 @@ class ShardCoordinator(Actor):
 
     # --- sending -------------------------------------------------------------------------------------
 
-    def send_op(self, run: int, send: Send, value: Value, devices: tuple[DeviceAddress, ...]) -> Op:
-        """The op that reads the pieces of one route, to be submitted in its turn."""
+    def send_op(
+        self,
+        run: int,
+        began: int,
+        send: Send,
+        value: Value,
+        devices: tuple[DeviceAddress, ...],
+    ) -> Op:
+        """The op that reads the pieces of one route, to be submitted in its turn.
+
+        `began` is the run's place (`begin`).
+        """
         offsets, total = route_layout(send.route, send.spec)
         outgoing = _Outgoing(run, send, total, offsets)
         key = (run, send.edge, send.route.destination_host)
-        if client_of(run) not in self._void_clients and key[2] not in self._absent:
+        void = key[2] in self._absent or began <= self._gone_at.get(key[2], 0)
+        if not void and began <= self._lost_at.get(key[2], 0):
+            void = True
+            self._unsent(key)
+        if client_of(run) not in self._void_clients and not void:
             self._outgoing[key] = outgoing
         early = self._unpark((*key, True))
         if isinstance(early, EdgeCredit):
@@ -354,8 +389,17 @@ class ShardCoordinator(Actor):
             message = EdgeFailed(key[0], key[1], ErrorReport.of(error, self._host))
             size_bytes = 0
         self.env.count("edges_early")
-        self._parked[(*key, isinstance(message, EdgeCredit))] = message
+        place = (*key, isinstance(message, EdgeCredit))
+        self._parked[place] = message
+        if isinstance(message, EdgeFailed):
+            self.env.call_later(FAILURE_KEPT_S, _Expire(place))
         self._parked_bytes += size_bytes
+
+    @handles(_Expire)
+    def _expire(self, sender: Address, note: _Expire) -> None:
+        """The launch was cancelled with the host that bore this name before."""
+        if isinstance(self._parked.get(note.place), EdgeFailed):
+            del self._parked[note.place]
 
     def _unpark(self, key: tuple[int, int, str, bool]) -> _Early | None:
         message = self._parked.pop(key, None)
@@ -400,18 +444,28 @@ class ShardCoordinator(Actor):
         gone, self._present = self._present - nodes, nodes
         self._absent = (self._absent | gone) - nodes
         for node in sorted(gone):
+            self._gone_at[node] = self._begun
             self._lose(node, "it left its island")
 
     def _lose(self, node: str, reason: str) -> None:
         """Edges from and to a lost host will never be completed."""
+        self._lost_at[node] = self._begun
         error = self._lost(node, reason)
         for incoming in list(self._incoming.values()):
             if node in incoming.missing:
                 self._fail(incoming, node, error)
         for key in [key for key in self._outgoing if key[2] == node]:
             del self._outgoing[key]
+            if node not in self._absent:
+                self._unsent(key)
         for early in [early for early in self._parked if early[2] == node]:
             self._unpark(early)
+
+    def _unsent(self, key: tuple[int, int, str]) -> None:
+        """The link to a host was lost, and with it this edge: the host, if it is there, must not wait."""
+        run, edge, destination = key
+        error = ErrorReport.of(HostLost("the link between two hosts was lost"), self._host)
+        self.env.send(coordinator_of(destination), EdgeFailed(run, edge, error))
 
     def _lost(self, node: str, reason: str) -> ErrorReport:
         return ErrorReport.of(

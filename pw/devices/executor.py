@@ -9,82 +9,58 @@ hosts (DESIGN G1); G4 and the scheduler see to it that such a wait always ends.
 
 A *run* lives from its first launch on this host to its last; its values are in numbered slots. Results
 are also in the object store, under the ids that the client gave them.
+
+Errors. What goes wrong in a program goes wrong on all hosts of a gang alike: the values that it should have
+made carry the error, and so does all that is made of them. An edge that fails because a host or a
+transfer was lost may have failed here only, while the gang's other hosts have the value and already wait
+in the collective. Such a value must not get into a gang of several hosts: the host stops and says so, and
+the island is formed anew. On a gang of one host it is an error like any other, and the scheduler hears that
+what was *lost* may be run again. All this is known before anything is handed over: edges hold the queue,
+and what the backend makes of a lost value is marked here as lost too. (What a cancelled run has not made is
+lost on all hosts alike.)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 
-from pw.core.actor import Actor, Env, handles
-from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, ErrorReport, HostLost
-from pw.core.ids import RESOURCES, Address, client_of
+from pw.core.actor import Env, handles
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArrayLost,
+    CompileError,
+    ErrorReport,
+    HostLost,
+)
+from pw.core.ids import Address, client_of
 from pw.core.messages import (
     CANCELLED,
-    Directory,
+    Copy,
     Discard,
     Finished,
-    FormIsland,
-    HostRejected,
+    GangBroken,
     Install,
     Installed,
-    IslandJoined,
-    IslandJoinFailed,
     Launch,
     LaunchGap,
-    LeaveIsland,
-    PeerLost,
-    PeerRefused,
     Progress,
     RegisterHost,
+    Replicate,
 )
-from pw.core.plan import Execute, Free, HostPlan, Instruction, Receive, Send
-from pw.core.program import Program
-from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, dtype_of, host_boxes
+from pw.core.plan import Execute, Free, Instruction, Receive, Send
+from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of, host_boxes
 from pw.core.sharding import box_slices as slices_of
 from pw.devices import backend as ops
-from pw.devices.backend import Backend, Op, Part, Value
-from pw.devices.coordinator import ShardCoordinator, is_local
-from pw.devices.store import ObjectStore, relative
-
-
-class HostProcess(Protocol):
-    """What only the process around the actors can do."""
-
-    def join(
-        self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
-    ) -> None:
-        """Join the epoch's group; `joined` is called on the loop thread."""
-
-    def stop(self, reason: str, error: ErrorReport | None) -> None:
-        """End this incarnation; with an error, for good."""
-
-
-@dataclass(slots=True)
-class _Installed:
-    """A program as this host runs it."""
-
-    body: Program
-    plan: HostPlan
-    keys: tuple[bytes | None, ...]
-    """The backend's name of each computation; None for those that do not run here."""
-    segments: dict[int, tuple[Instruction, ...]]
-    bindings: dict[int, Binding]
-    located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
-    outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
-    local_edges: set[int] = field(default_factory=set)
-    """Edges that this host completes by itself, without waiting."""
-
-    def devices(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
-        """The physical device at every position of the mesh of `spec`."""
-        placement = spec.placement
-        if placement not in self.located:
-            self.located[placement] = self.bindings[placement.slice].located(placement)
-        return self.located[placement]
+from pw.devices.backend import Backend, Op, Part, Value, relative
+from pw.devices.coordinator import ShardCoordinator
+from pw.devices.host_program import HostProgram
+from pw.devices.membership import HostMember, HostProcess
+from pw.devices.store import ObjectStore
 
 
 @dataclass(slots=True)
@@ -92,9 +68,13 @@ class _Run:
     """One run of a program on this host."""
 
     run: int
-    program: _Installed
+    program: HostProgram
     slots: dict[int, Value]
     results: tuple[int, ...]
+    began: int
+    """Its place among the runs of this host."""
+    made: set[int] = field(default_factory=set)
+    """Slots of results whose making op has been handed over."""
 
 
 @dataclass(slots=True)
@@ -106,6 +86,8 @@ class _Launched:
     instructions: tuple[Instruction, ...]
     position: int = 0
     last_results: tuple[Value, ...] = ()
+    lost: ErrorReport | None = None
+    """It reads a value that was lost on its way here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +98,18 @@ class _Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class _Copying:
+    """A place in the queue: shards are copied to host memory, from these values."""
+
+    copies: tuple[tuple[Copy, Value | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _SendProgress:
     """Note to oneself: send what has ended in this turn."""
 
 
-class HostExecutor(Actor):
+class HostExecutor(HostMember):
     """Turns launches into ops for the device backend, in launch order."""
 
     def __init__(
@@ -132,79 +121,23 @@ class HostExecutor(Actor):
         store: ObjectStore,
         coordinator: ShardCoordinator,
     ) -> None:
-        super().__init__(env)
-        self._registration = registration
-        self._process = process
+        super().__init__(env, registration, process, store, coordinator)
         self._backend = backend
-        self._store = store
-        self._coordinator = coordinator
-        self._host = env.address.node
-        self._epoch = 0
         self._scheduler: Address | None = None
         self._expected = 0
-        self._broken = False
-        self._programs: dict[int, _Installed] = {}
+        self._cut_short = ErrorReport.of(
+            HostLost("another island that the run needed was lost"), self._host
+        )
+        self._programs: dict[int, HostProgram] = {}
         self._runs: dict[int, _Run] = {}
-        self._arriving: dict[Value, list[int]] = {}
+        self._arriving: dict[Value, list[Callable[[], None]]] = {}
         """Values that are still on their way from another host, whatever run they belong to, and
-        the arrays of later runs that are to be announced when they are there."""
-        self._queue: deque[_Launched | _Forget] = deque()
+        what is to be done when they are there."""
+        self._queue: deque[_Launched | _Forget | _Copying] = deque()
         self._ops: list[Op] = []
-        self._announced: list[int] = []
+        self._announced: list[tuple[int, Value]] = []
         self._finished: list[Finished] = []
         self._busy_until_s = 0.0
-
-    # --- membership ----------------------------------------------------------------------------------
-
-    def register(self) -> None:
-        """Ask the resource manager for a place in the island."""
-        self.env.send(RESOURCES, self._registration)
-
-    @handles(HostRejected)
-    def _rejected(self, sender: Address, message: HostRejected) -> None:
-        self._process.stop("rejected by the controller", message.error)
-
-    @handles(PeerRefused)
-    def _refused(self, sender: Address, message: PeerRefused) -> None:
-        if message.node == RESOURCES.node:
-            self._process.stop("refused by the controller", message.error)
-
-    @handles(FormIsland)
-    def _form(self, sender: Address, message: FormIsland) -> None:
-        if self._epoch:
-            self._process.stop(f"asked to join epoch {message.epoch} of {message.island}", None)
-            return
-        self._epoch = message.epoch
-        self._store.admit_tickets_of(message.secret)
-
-        def joined(answer: IslandJoined | IslandJoinFailed) -> None:
-            told = "could not join" if isinstance(answer, IslandJoinFailed) else "joined"
-            place = f"{message.rank + 1}/{len(message.hosts)}"
-            self.env.log("info", told, island=message.island, epoch=message.epoch, host=place)
-            self.env.send(RESOURCES, answer)
-
-        self._process.join(message, joined)
-
-    @handles(Directory)
-    def _directory(self, sender: Address, message: Directory) -> None:
-        for peer in message.peers:
-            if peer.node != self._host:
-                self.env.introduce(peer.node, peer.endpoint)
-        self._coordinator.hosts_are(frozenset(peer.node for peer in message.peers))
-
-    @handles(LeaveIsland)
-    def _leave(self, sender: Address, message: LeaveIsland) -> None:
-        if message.epoch == self._epoch:
-            self._process.stop(f"island {message.island} is formed anew: {message.reason}", None)
-
-    @handles(PeerLost)
-    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
-        if message.node != RESOURCES.node:
-            return
-        error = None
-        if not self._epoch:
-            error = ErrorReport.of(ConnectionFailed(f"the controller {message.reason}"))
-        self._process.stop(f"the controller was lost: {message.reason}", error)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -214,22 +147,15 @@ class HostExecutor(Actor):
             self.env.count("messages_stale")
             return
         self._scheduler = sender
-        body, plan = message.body, message.plan
-        bindings = {binding.slice: binding for binding in plan.bindings}
-        segments = {part.segment: part.instructions for part in plan.segments}
-        used = {
-            instruction.computation
-            for instructions in segments.values()
-            for instruction in instructions
-            if isinstance(instruction, Execute)
-        }
+        body = message.body
+        program = HostProgram.of(message.program, body, message.plan)
+        self._programs[message.program] = program
         blobs = {artifact.digest: artifact.blob for artifact in message.artifacts}
-        keys: list[bytes | None] = []
-        waiting = set(used)
+        waiting = {key for key in program.keys if key is not None}
         failures: list[ErrorReport] = []
 
-        def compiled(index: int, error: ErrorReport | None) -> None:
-            waiting.discard(index)
+        def compiled(key: bytes, error: ErrorReport | None) -> None:
+            waiting.discard(key)
             if error is not None:
                 failures.append(error)
             if not waiting:
@@ -238,36 +164,18 @@ class HostExecutor(Actor):
                 )
                 self.env.send(sender, answer)
 
-        installed = _Installed(body, plan, (), segments, bindings)
-        for output, slot in plan.outputs:
-            installed.outputs_of_slot.setdefault(slot, []).append(output)
-        for instructions in segments.values():
-            for instruction in instructions:
-                if isinstance(instruction, Receive):
-                    devices = installed.devices(instruction.spec)
-                    if is_local(instruction, devices, self._host):
-                        installed.local_edges.add(instruction.edge)
-        for index, computation in enumerate(body.computations):
-            key = f"{message.program}/{index}".encode() if index in used else None
-            keys.append(key)
+        if not waiting:
+            self.env.send(sender, Installed(message.epoch, message.program, None))
+        for key, computation in zip(program.keys, body.computations, strict=True):
             if key is None:
                 continue
             blob = blobs.get(computation.artifact)
             if blob is None:
                 missing = CompileError(f"the artifact of {computation.name!r} did not come")
-                compiled(index, ErrorReport.of(missing, self._host))
+                compiled(key, ErrorReport.of(missing, self._host))
                 continue
-            self._backend.install(
-                key,
-                computation,
-                blob,
-                bindings[computation.placement.slice].located(computation.placement),
-                lambda error, index=index: compiled(index, error),  # type: ignore[misc]
-            )
-        installed.keys = tuple(keys)
-        self._programs[message.program] = installed
-        if not used:
-            self.env.send(sender, Installed(message.epoch, message.program, None))
+            devices = program.at(computation.placement)
+            self._backend.install(key, computation, blob, devices, partial(compiled, key))
 
     # --- launches ------------------------------------------------------------------------------------
 
@@ -309,12 +217,12 @@ class HostExecutor(Actor):
         self._queue.append(_Launched(message, run, instructions))
         self._advance()
 
-    def _begin(self, message: Launch, program: _Installed) -> None:
+    def _begin(self, message: Launch, program: HostProgram) -> None:
         """A run's first launch here: bind its arguments and announce its results."""
         assert message.arguments is not None
         arguments, results = message.arguments.args, message.arguments.results
         body = program.body
-        run = _Run(message.run, program, {}, results)
+        run = _Run(message.run, program, {}, results, self._coordinator.begin())
         self._runs[message.run] = run
         for index in program.plan.inputs:
             arg = arguments[index]
@@ -337,10 +245,7 @@ class HostExecutor(Actor):
                 value = run.slots[slot] = Value()
             elif slot < len(body.inputs) or len(program.outputs_of_slot[slot]) > 1:
                 value.shared = True
-            shards = sum(device.host == self._host for device in program.devices(spec))
-            self._store.expect(results[output], value, spec, shards)
-            if slot < len(body.inputs):
-                self._arriving.get(value, self._announced).append(results[output])
+            self._store.expect(results[output], value, spec, program.devices(spec))
 
     def _inline(self, data: bytes, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Value:
         array = np.frombuffer(data, np.uint8).view(dtype_of(spec.dtype)).reshape(spec.shape)
@@ -360,8 +265,9 @@ class HostExecutor(Actor):
         self._arriving[value] = []
 
         def arrived() -> None:
-            self._announced += self._arriving.pop(value)
             self._made(run, receive.slot)
+            for act in self._arriving.pop(value):
+                act()
             self._advance()
 
         devices = run.program.devices(receive.spec)
@@ -377,6 +283,13 @@ class HostExecutor(Actor):
                 self._flush()
                 for key in head.keys:
                     self._backend.forget(key)
+                self._queue.popleft()
+                continue
+            if isinstance(head, _Copying):
+                if any(value in self._arriving for _, value in head.copies):
+                    break
+                reads = (self._store.replicas.copy(copy, value) for copy, value in head.copies)
+                self._ops += [read for read in reads if read is not None]
                 self._queue.popleft()
                 continue
             while head.position < len(head.instructions):
@@ -399,6 +312,13 @@ class HostExecutor(Actor):
             key = run.program.keys[instruction.computation]
             assert key is not None
             args = tuple([slots[slot] for slot in instruction.args])
+            for value in args:
+                if value.error is not None and value.error.kind in INFRASTRUCTURE:
+                    everywhere = value.error is self._cut_short
+                    if instruction.computation in run.program.gangs and not everywhere:
+                        self._break_gang(run, value.error)
+                        return False
+                    self._lose(head, value.error, results)
             self._ops.append(ops.Execute(key, args, results, self._kept(run, instruction)))
             head.last_results = results or head.last_results
             for slot in instruction.results:
@@ -408,11 +328,12 @@ class HostExecutor(Actor):
             if value in self._arriving:
                 return False
             devices = run.program.devices(instruction.spec)
-            self._ops.append(self._coordinator.send_op(run.run, instruction, value, devices))
+            op = self._coordinator.send_op(run.run, run.began, instruction, value, devices)
+            self._ops.append(op)
         elif isinstance(instruction, Receive):
             if run.slots.get(instruction.source_slot) in self._arriving:
                 return False
-            self._receive(run, instruction)
+            self._receive(head, instruction)
         else:
             self._free(run, instruction)
         return True
@@ -422,8 +343,25 @@ class HostExecutor(Actor):
         donated = run.program.body.computations[instruction.computation].donated
         return tuple([index for index in donated if index not in instruction.donated])
 
-    def _receive(self, run: _Run, receive: Receive) -> None:
+    def _break_gang(self, run: _Run, error: ErrorReport) -> None:
+        """The gang's other hosts may have what was lost here: neither skip nor go on."""
+        if self._broken:
+            return
+        self._broken = True
+        reason = f"{run.program.body.name!r} has lost an input on {self._host}: {error.message}"
+        self.env.log("error", "gang broken", reason=reason)
+        if self._scheduler is not None:
+            self.env.send(self._scheduler, GangBroken(self._epoch, reason))
+
+    def _lose(self, head: _Launched, error: ErrorReport, results: tuple[Value, ...]) -> None:
+        """What the backend will find out, later launches have to know now."""
+        head.lost = error
+        for value in results:
+            value.error = error
+
+    def _receive(self, head: _Launched, receive: Receive) -> None:
         """The local part of an edge: all of it, or what this host adds to what others send."""
+        run = head.run
         source = run.slots.get(receive.source_slot)
         if source is None:
             return
@@ -447,16 +385,17 @@ class HostExecutor(Actor):
                     pieces=pieces,
                 )
             )
+            if source.error is not None and source.error.kind in INFRASTRUCTURE:
+                self._lose(head, source.error, (result,))
             self._made(run, receive.slot)
 
     def _give_up(self, run: _Run) -> None:
         """The rest of a run will not come: what it has not made here it never will make."""
-        error = ErrorReport.of(HostLost("another island that the run needed was lost"), self._host)
-        for output, slot in run.program.plan.outputs:
+        for slot in run.program.outputs_of_slot:
             value = run.slots[slot]
-            if value not in self._arriving and not self._store.is_submitted(run.results[output]):
-                value.error = value.error or error
-                self._announced.append(run.results[output])
+            if slot not in run.made and value not in self._arriving:
+                value.error = value.error or self._cut_short
+                self._made(run, slot)
 
     def _free(self, run: _Run, free: Free) -> None:
         for slot in free.slots:
@@ -464,26 +403,62 @@ class HostExecutor(Actor):
 
     def _made(self, run: _Run, slot: int) -> None:
         """The op that makes this slot's value has been handed over."""
-        for output in run.program.outputs_of_slot.get(slot, ()):
-            self._announced.append(run.results[output])
+        outputs = run.program.outputs_of_slot.get(slot)
+        if outputs is not None:
+            run.made.add(slot)
+            value = run.slots[slot]
+            self._announced += [(run.results[output], value) for output in outputs]
 
     def _end(self, head: _Launched) -> None:
         """All instructions of a launch have been handed over."""
-        launch = head.launch
+        launch, run = head.launch, head.run
+        outputs = run.program.outputs_of_slot
+        values = list(head.last_results)
+        if launch.arguments is not None:
+            for slot in [slot for slot in outputs if slot < len(run.program.body.inputs)]:
+                values.append(run.slots[slot])
+                self._when_there(values[-1:], partial(self._made, run, slot))
         if launch.report:
-            started_s = self.env.now_s()
-
-            def done(error: ErrorReport | None) -> None:
-                now_s = self.env.now_s()
-                busy_s = now_s - max(started_s, self._busy_until_s)
-                self._busy_until_s = now_s
-                self._report(Finished(launch.sequence, int(busy_s * 1e6)))
-
-            self._ops.append(ops.Watch(head.last_results, done))
+            values += [
+                run.slots[instruction.slot]
+                for instruction in head.instructions
+                if isinstance(instruction, Receive) and instruction.slot in outputs
+            ]
+            self._when_there(values, partial(self._watch, head, tuple(values)))
         if launch.segment == CANCELLED:
-            self._give_up(head.run)
+            self._give_up(run)
         if launch.last:
             self._runs.pop(launch.run, None)
+
+    def _when_there(self, values: Sequence[Value], act: Callable[[], None]) -> None:
+        """Do something as soon as no value is still on its way from another host."""
+        missing = [value for value in dict.fromkeys(values) if value in self._arriving]
+        if not missing:
+            act()
+            return
+
+        def arrived(value: Value) -> None:
+            missing.remove(value)
+            if not missing:
+                act()
+
+        for value in missing:
+            self._arriving[value].append(partial(arrived, value))
+
+    def _watch(self, head: _Launched, values: tuple[Value, ...]) -> None:
+        """Report a launch when all it makes is ready."""
+        started_s = self.env.now_s()
+
+        def done(error: ErrorReport | None) -> None:
+            now_s = self.env.now_s()
+            busy_s = now_s - max(started_s, self._busy_until_s)
+            self._busy_until_s = now_s
+            lost = head.lost
+            if error is not None and error.kind in INFRASTRUCTURE:
+                lost = lost or error
+            self._report(Finished(head.launch.sequence, int(busy_s * 1e6), lost))
+
+        self._ops.append(ops.Watch(values, done))
 
     def _flush(self) -> None:
         if self._ops:
@@ -491,8 +466,8 @@ class HostExecutor(Actor):
             self._backend.submit(batch)
         if self._announced:
             announced, self._announced = self._announced, []
-            for array in announced:
-                self._store.submitted(array)
+            for array, value in announced:
+                self._store.submitted(array, value)
 
     def _report(self, finished: Finished) -> None:
         self._finished.append(finished)
@@ -505,7 +480,14 @@ class HostExecutor(Actor):
         if self._scheduler is not None:
             self.env.send(self._scheduler, Progress(self._epoch, finished))
 
-    # --- drops ---------------------------------------------------------------------------------------
+    # --- copies and drops ---------------------------------------------------------------------------
+
+    @handles(Replicate)
+    def _replicate(self, sender: Address, message: Replicate) -> None:
+        if self._in_sequence(message.epoch, message.sequence, sender):
+            copies = tuple((copy, self._store.value(copy.array)) for copy in message.copies)
+            self._queue.append(_Copying(copies))
+            self._advance()
 
     @handles(Discard)
     def _discard(self, sender: Address, message: Discard) -> None:

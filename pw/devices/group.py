@@ -11,13 +11,15 @@ What the runtime does not forgive decides the order of things here:
   then every member is known to be there, and only a death within the next milliseconds aborts;
 - the public `jax.distributed.initialize` puts the service into rank 0 and offers no way back, so
   the client is put into JAX's own state by hand. These private names are used in this file only;
-- the service's end aborts its clients: leave before the epoch is stopped;
+- the service's end aborts its clients: the connection of the roll-call stays open for as long as this
+  host is in the group, and the service stays for as long as there is such a lifeline;
 - nothing in here is tied to a thread, but joining holds JAX's backend lock: while it runs, any
   other use of JAX in the process waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -39,6 +41,9 @@ MINIMUM_POOL = 64
 # All hosts connect within milliseconds of the roll-call. If one of them died just then, this is
 # how long the others wait before the runtime aborts them.
 CONNECT_S = 15
+
+_lifeline: list[socket.socket] = []
+"""The connection of the roll-call, while this process is in a group; it ends with the process."""
 
 
 class GroupError(Error):
@@ -103,7 +108,8 @@ def join(
         if xla_bridge.backends_are_initialized():
             raise GroupError(f"JAX is in use without a group; call leave() before joining {where}")
         deadline_s = time.monotonic() + timeout_s
-        _answer_roll_call(address, rank, size, epoch, deadline_s, where)
+        line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
+        _lifeline.append(line)
         _connect(address, rank, size, where)
     try:
         devices = list(jax.devices())
@@ -136,6 +142,8 @@ def leave() -> None:
         if client is not None:
             client.shutdown()
     finally:
+        while _lifeline:
+            _lifeline.pop().close()
         jax.extend.backend.clear_backends()
         # The old backend sits in reference cycles, with all its threads and sockets: without this,
         # an island that re-forms often runs out of both before Python cares to collect them.
@@ -164,13 +172,15 @@ def _connect(address: str, rank: int, size: int, where: str) -> None:
 
 def _answer_roll_call(
     address: str, rank: int, size: int, epoch: int, deadline_s: float, where: str
-) -> None:
-    """Wait until every host is there and the service is open."""
+) -> socket.socket:
+    """Wait until every host is there and the service is open; returns the lifeline."""
     host, _, port = address.rpartition(":")
     call = json.dumps({"epoch": epoch, "hosts": size, "rank": rank}).encode() + b"\n"
     answer = b""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _left_s(deadline_s)) as line:
+        with contextlib.ExitStack() as unless_in:
+            dialled = socket.create_connection((host.strip("[]"), int(port)), _left_s(deadline_s))
+            line = unless_in.enter_context(dialled)
             line.sendall(call)
             while not answer.endswith(b"\n"):
                 line.settimeout(_left_s(deadline_s))
@@ -178,7 +188,11 @@ def _answer_roll_call(
                 if not received:
                     raise GroupError(f"the roll-call of {where} broke off; is the epoch over?")
                 answer += received
-        heard = json.loads(answer)
+            heard = json.loads(answer)
+            if "refused" in heard:
+                raise GroupError(f"{where} was refused: {heard['refused']}")
+            unless_in.pop_all()
+            return line
     except TimeoutError as error:
         raise GroupError(f"not all hosts of {where} came in time; form a new epoch") from error
     except OSError as error:
@@ -189,8 +203,6 @@ def _answer_roll_call(
         raise GroupError(
             f"{where} is no roll-call (any more): the epoch was formed without this host"
         ) from error
-    if "refused" in heard:
-        raise GroupError(f"{where} was refused: {heard['refused']}")
 
 
 def _left_s(deadline_s: float) -> float:

@@ -36,12 +36,14 @@ import numpy as np
 from pw.core.errors import (
     ArrayDeleted,
     ComputationFailed,
+    Error,
     ErrorReport,
+    HostLost,
     InternalError,
     OutOfDeviceMemory,
 )
 from pw.core.program import Computation
-from pw.core.sharding import Box, DeviceAddress, box_shape, box_slices
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, box_slices, host_boxes
 from pw.devices import python_functions
 from pw.devices.backend import Build, Call, Done, Execute, Move, Op, Read, Value, Watch
 from pw.devices.jax_compile import Compiler, Executable
@@ -60,6 +62,9 @@ _INLINE_BYTES = 64 * 1024
 """Builds that copy less than this cost less than a change of threads."""
 
 _CLOSE_TIMEOUT_S = 5.0
+
+_COLLECTIVES = ("Gloo", "NCCL")
+"""Who speaks in the error of a computation whose peers have died under it."""
 
 
 class JaxBackend:
@@ -141,6 +146,29 @@ class JaxBackend:
     def submit(self, ops: Sequence[Op]) -> None:
         """Hand `ops` to the execute thread."""
         self._executing.put(ops)
+
+    def snapshot(
+        self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
+    ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
+        """Views of what is ready; the execute thread may take the value away under our hands."""
+        array = value.payload
+        if array is None or value.error is not None:
+            return None
+        try:
+            if array.is_deleted() or not array.is_ready():
+                return None
+            local = self._layouts(spec.sharding, devices).local
+            shards = local_shards(array)
+            boxes = [
+                (box, shards[local[positions[0]]])
+                for box, positions in host_boxes(spec, devices, self._host)
+            ]
+            if not _in_host_memory(array):
+                for _, shard in boxes:
+                    shard.copy_to_host_async()
+            return [(box, np.asarray(shard)) for box, shard in boxes]
+        except Exception:  # noqa: BLE001 - donated meanwhile, or ready because it has failed
+            return None
 
     def counters(self) -> dict[str, int]:
         """Computations enqueued, compiled and installed, donated arguments copied, live bytes."""
@@ -431,13 +459,18 @@ class JaxBackend:
     # Errors.
 
     def _report(self, error: Exception, computation: str = "") -> ErrorReport:
-        exhausted = "RESOURCE_EXHAUSTED" in str(error)
-        kind = OutOfDeviceMemory if exhausted else ComputationFailed
+        words = str(error)
+        kind: type[Error] = ComputationFailed
+        if "RESOURCE_EXHAUSTED" in words:
+            kind = OutOfDeviceMemory
+        elif any(library in words for library in _COLLECTIVES):
+            kind = HostLost
         report = ErrorReport.of(error, self._host, kind)
         if not computation:
             return report
-        words = f"the computation {computation!r} failed: {report.message}"
-        return msgspec.structs.replace(report, message=words)
+        return msgspec.structs.replace(
+            report, message=f"the computation {computation!r} failed: {report.message}"
+        )
 
     def _failure(self, op: Execute, error: Exception) -> ErrorReport:
         if op.key not in self._executables:

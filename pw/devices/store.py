@@ -1,14 +1,18 @@
 """A host's object store: the shards of logical arrays that clients hold, and their way to clients.
 
-An entry appears when the launch that makes the array arrives, or when its client uploads it, and goes
-when a `Discard` says so, in launch order. What a client asks about an array that is not known yet is
-parked: its request came by another link than the launch.
+An entry appears when the launch that makes the array arrives, when its client uploads it, or when the
+controller has it restored from copies; it goes when a `Discard` says so, in launch order. A run that is
+run again, or an array that is restored, replaces the entry. What a client asks about an array that is
+not known yet is parked: its request came by another link than the launch.
+
+When the epoch ends, the host's process takes over what is ready on the devices, and what is held in host
+memory anyway (`save`); the next incarnation's store begins with it (see `pw.devices.replicas`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +20,7 @@ import numpy as np
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
+    INFRASTRUCTURE,
     ArgumentError,
     ArrayDeleted,
     Disconnected,
@@ -23,18 +28,26 @@ from pw.core.errors import (
     ErrorReport,
     NotOwner,
     ProtocolError,
+    TransferFailed,
 )
-from pw.core.ids import CONTROL, Address, client_of
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
+    ArraysLost,
     CancelRequest,
+    DropReplicas,
     Fetch,
     Fetched,
+    FetchReplica,
     GetStats,
     Identify,
+    OfferReplica,
     PeerLost,
     Ready,
+    ReplicaData,
+    ReplicaRefused,
     RequestFailed,
+    Restore,
     Stats,
     Upload,
     UploadAborted,
@@ -45,32 +58,31 @@ from pw.core.messages import (
 from pw.core.packing import pack, unpack
 from pw.core.sharding import (
     ArraySpec,
+    Box,
+    DeviceAddress,
     box_bytes,
     host_boxes,
     packed_offsets,
 )
-from pw.devices.backend import Backend, Build, Part, Read, Value, Watch
+from pw.devices.backend import Backend, Build, Part, Read, Value, Watch, relative
+from pw.devices.replicas import Gathering, Replicas, Saved
 
 PARKED_REQUESTS = 100_000
 """Requests for arrays not known yet that one host keeps; beyond that it refuses."""
 
-
 DROPPED_KEPT = 65_536
 """Arrays dropped last that are remembered, so that a request that comes too late is told."""
-
-
-def relative(box: Any) -> Any:
-    """The whole of a box, relative to itself."""
-    return tuple((0, stop - start) for start, stop in box)
 
 
 @dataclass(slots=True)
 class _Entry:
     value: Value
     spec: ArraySpec
-    bytes_here: int
+    devices: tuple[DeviceAddress, ...]
     submitted: bool = False
     """The op that makes the value has been handed to the backend, so that it can be watched."""
+    told: bool = False
+    """The controller knows that the value was lost."""
 
 
 @dataclass(slots=True)
@@ -86,7 +98,12 @@ class ObjectStore(Actor):
     """Keeps what clients hold on this host and moves it to and from them."""
 
     def __init__(
-        self, env: Env, backend: Backend, bulk: Bulk, counters: Callable[[], dict[str, int]]
+        self,
+        env: Env,
+        backend: Backend,
+        bulk: Bulk,
+        counters: Callable[[], dict[str, int]],
+        replicas: Sequence[Saved] = (),
     ) -> None:
         super().__init__(env)
         self._backend = backend
@@ -99,6 +116,8 @@ class ObjectStore(Actor):
         self._parked: dict[int, list[_Request]] = {}
         self._requests: dict[tuple[str, int], _Request] = {}
         self._landings: dict[int, int] = {}
+        self._restoring: dict[int, Gathering] = {}
+        self.replicas = Replicas(env, bulk, replicas)
         self._dropped: dict[int, str] = {}
 
     # --- what the executor of this host does with it ---------------------------------------------------
@@ -107,28 +126,33 @@ class ObjectStore(Actor):
         """Accept clients whose tickets were signed with this key."""
         self._secret = secret
 
-    def expect(self, array: int, value: Value, spec: ArraySpec, shards: int) -> None:
-        """A launch has arrived that makes this array, with so many shards here."""
-        self._entries[array] = _Entry(value, spec, shards * spec.shard_bytes)
+    def expect(
+        self, array: int, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
+    ) -> None:
+        """A launch has arrived that makes this array; requests parked for it wait on."""
+        self._abandon(array)
+        self._entries[array] = _Entry(value, spec, devices)
 
-    def submitted(self, array: int) -> None:
-        """The op that makes the array has been submitted: requests for it can be watched."""
+    def submitted(self, array: int, value: Value) -> None:
+        """The op that makes the array's value has been submitted: requests for it can be watched."""
         entry = self._entries.get(array)
-        if entry is None:
+        if entry is None or entry.value is not value:
             return
         entry.submitted = True
         for request in self._parked.pop(array, ()):
             self._serve(array, request)
 
-    def is_submitted(self, array: int) -> bool:
-        """Whether requests for the array can be served, or it is gone."""
-        entry = self._entries.get(array)
-        return entry is None or entry.submitted
-
     def value(self, array: int) -> Value | None:
         """The value of an array, None if this host does not have it."""
         entry = self._entries.get(array)
         return None if entry is None else entry.value
+
+    def _abandon(self, array: int) -> None:
+        """Whatever was to be the array's value here is not wanted any more."""
+        if (transfer := self._landings.pop(array, None)) is not None:
+            self._bulk.cancel(transfer)
+        if (gathering := self._restoring.pop(array, None)) is not None:
+            self.replicas.cancel(gathering)
 
     def drop(self, array: int, why: str = "deleted") -> None:
         """Forget an array; whoever still waits for it, or asks too late, is told."""
@@ -136,8 +160,7 @@ class ObjectStore(Actor):
         self._dropped[array] = why
         if len(self._dropped) > DROPPED_KEPT:
             del self._dropped[next(iter(self._dropped))]
-        if (transfer := self._landings.pop(array, None)) is not None:
-            self._bulk.cancel(transfer)
+        self._abandon(array)
         for request in self._parked.pop(array, ()):
             self._fail(request, self._deleted(why))
 
@@ -153,14 +176,69 @@ class ObjectStore(Actor):
             self.drop(array)
         for array in [array for array in self._parked if client_of(array) == client]:
             self.drop(array)
+        self.replicas.drop_client(client)
 
     def census(self) -> dict[str, int]:
         """Arrays and bytes that clients hold on this host."""
         return {
             "live_arrays": len(self._entries),
-            "live_bytes": sum(entry.bytes_here for entry in self._entries.values()),
+            "live_bytes": sum(self._bytes_here(entry) for entry in self._entries.values()),
             "requests_waiting": len(self._requests),
-        }
+        } | self.replicas.census()
+
+    def _bytes_here(self, entry: _Entry) -> int:
+        shards = sum(device.host == self.env.address.node for device in entry.devices)
+        return shards * entry.spec.shard_bytes
+
+    # --- replicas --------------------------------------------------------------------------------------
+
+    def save(self) -> list[Saved]:
+        """All that the next incarnation can have: what is ready on the devices now, and replicas."""
+        saved = self.replicas.saved()
+        held = {(array, box) for array, box, _ in saved}
+        for array, entry in self._entries.items():
+            boxes = [box for box, _ in self._boxes(entry)]
+            if all((array, box) in held for box in boxes):
+                continue
+            views = self._backend.snapshot(entry.value, entry.spec, entry.devices) or ()
+            saved += [(array, box, view) for box, view in views if (array, box) not in held]
+        return saved
+
+    def _boxes(self, entry: _Entry) -> list[tuple[Box, tuple[int, ...]]]:
+        return host_boxes(entry.spec, entry.devices, self.env.address.node)
+
+    @handles(FetchReplica, ReplicaData, ReplicaRefused, OfferReplica, DropReplicas)
+    def _of_replicas(self, sender: Address, message: object) -> None:
+        self.replicas.receive(sender, message)
+
+    @handles(Restore)
+    def _restore(self, sender: Address, message: Restore) -> None:
+        array, spec = message.array, message.spec
+        if sender.node != CONTROLLER or client_of(array) in self._gone_clients:
+            self.env.count("messages_refused")
+            return
+        value = Value()
+        self.expect(array, value, spec, message.devices)
+        boxes = self._boxes(self._entries[array])
+        sources: dict[Box, list[str]] = {box: [] for box, _ in boxes}
+        for source in message.sources:
+            if source.box in sources:
+                sources[source.box].append(source.host)
+
+        def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
+            self._restoring.pop(array, None)
+            if isinstance(found, ErrorReport):
+                self._fail_array(array, value, found)
+            else:
+                parts: list[Part] = [
+                    (positions, relative(box), unpack(found[box], 0, spec, box))
+                    for box, positions in boxes
+                ]
+                self._build(array, value, parts)
+
+        gathering = self.replicas.gather(message.copied, spec.dtype, sources, gathered)
+        if not gathering.over:
+            self._restoring[array] = gathering
 
     # --- clients -------------------------------------------------------------------------------------
 
@@ -180,8 +258,18 @@ class ObjectStore(Actor):
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
-        """Requests of a lost client are void; its arrays stay until the controller says otherwise."""
+        """Requests of a lost client are void; its arrays stay until the controller says otherwise.
+
+        What it was uploading may have been lost with the link, and is asked for again.
+        """
+        client = self._clients.get(message.node)
+        words = f"the link to {message.node} was lost during an upload: {message.reason}"
+        for array in [array for array in self._landings if client_of(array) == client]:
+            self._abandon(array)
+            report = ErrorReport.of(TransferFailed(words), self.env.address.node)
+            self._fail_array(array, self._entries[array].value, report)
         self._forget_node(message.node)
+        self.replicas.receive(sender, message)
 
     def _forget_node(self, node: str) -> None:
         self._clients.pop(node, None)
@@ -195,60 +283,66 @@ class ObjectStore(Actor):
 
     @handles(Upload)
     def _upload(self, sender: Address, message: Upload) -> None:
-        client = client_of(message.array)
-        if not self._allowed(sender, message.array) or message.array in self._entries:
+        array, spec = message.array, message.spec
+        old = self._entries.get(array)
+        if not self._allowed(sender, array) or (old is not None and old.value.error is None):
             self.env.count("uploads_refused")
             return
-        spec = message.spec
-        boxes = host_boxes(spec, message.devices, self.env.address.node)
-        offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
         value = Value()
-        shards = sum(len(positions) for _, positions in boxes)
-        self._entries[message.array] = _Entry(value, spec, shards * spec.shard_bytes)
+        self.expect(array, value, spec, message.devices)
+        boxes = self._boxes(self._entries[array])
+        offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
 
         def deliver(buffer: bytes | Bytes) -> None:
-            self._landings.pop(message.array, None)
-            entry = self._entries.get(message.array)
-            if entry is None or entry.value is not value or client in self._gone_clients:
-                return
+            self._landings.pop(array, None)
             parts: list[Part] = [
                 (positions, relative(box), unpack(buffer, offset, spec, box))
                 for (box, positions), offset in zip(boxes, offsets, strict=True)
             ]
-            done = lambda error: self.env.send(CONTROL, Uploaded(message.array, error))  # noqa: E731
-            self._backend.submit([Build(value, spec, message.devices, parts, done)])
-            self.submitted(message.array)
+            self._build(array, value, parts)
 
-        if message.data is not None:
-            if len(message.data) != total:
-                error = ArgumentError(f"an upload of {total} bytes came with {len(message.data)}")
-                value.error = ErrorReport.of(error, self.env.address.node)
-                self.env.send(CONTROL, Uploaded(message.array, value.error))
-                self.submitted(message.array)
-                return
-            deliver(message.data)
-        else:
+        def landed(buffer: Bytes) -> None:
+            if self.value(array) is value:
+                deliver(buffer)
+
+        if message.data is None:
             try:
-                landing = self._bulk.land(total, deliver)
+                landing = self._bulk.land(total, landed)
             except Error as refused:
-                value.error = ErrorReport.of(refused, self.env.address.node)
-                self.env.send(CONTROL, Uploaded(message.array, value.error))
-                self.submitted(message.array)
+                self._fail_array(array, value, ErrorReport.of(refused, self.env.address.node))
                 return
-            self._landings[message.array] = landing.transfer
-            self.env.send(sender, UploadLanding(message.array, landing))
+            self._landings[array] = landing.transfer
+            self.env.send(sender, UploadLanding(array, landing))
+        elif len(message.data) != total:
+            error = ArgumentError(f"an upload of {total} bytes came with {len(message.data)}")
+            self._fail_array(array, value, ErrorReport.of(error, self.env.address.node))
+        else:
+            deliver(message.data)
+
+    def _build(self, array: int, value: Value, parts: list[Part]) -> None:
+        """All bytes of an upload or a restored array are here."""
+        entry = self._entries[array]
+
+        def done(error: ErrorReport | None) -> None:
+            if self.value(array) in (value, None):
+                self.env.send(CONTROL, Uploaded(array, error))
+
+        self._backend.submit([Build(value, entry.spec, entry.devices, parts, done)])
+        self.submitted(array, value)
+
+    def _fail_array(self, array: int, value: Value, error: ErrorReport) -> None:
+        """The bytes of an upload or a restored array will not come."""
+        value.error = error
+        self.env.send(CONTROL, Uploaded(array, error))
+        self.submitted(array, value)
 
     @handles(UploadAborted)
     def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
-        entry = self._entries.get(message.array)
-        if entry is None or not self._allowed(sender, message.array):
+        if not self._allowed(sender, message.array) or message.array not in self._landings:
             return
-        transfer = self._landings.pop(message.array, None)
-        if transfer is not None:
-            self._bulk.cancel(transfer)
-            entry.value.error = message.error
-            self.env.send(CONTROL, Uploaded(message.array, message.error))
-            self.submitted(message.array)
+        value = self._entries[message.array].value
+        self._abandon(message.array)
+        self._fail_array(message.array, value, message.error)
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -264,6 +358,10 @@ class ObjectStore(Actor):
         self._accept(sender, _Request(sender, message.request, set(arrays)), arrays)
 
     def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
+        if sender.node not in self._clients:
+            stranger = Disconnected("this host does not know the client (any more)")
+            self._fail(request, ErrorReport.of(stranger, self.env.address.node))
+            return
         if not all(self._allowed(sender, array) for array in arrays):
             error = NotOwner("the request names an array of another client")
             self._fail(request, ErrorReport.of(error, self.env.address.node))
@@ -308,13 +406,27 @@ class ObjectStore(Actor):
 
         def watched(error: ErrorReport | None) -> None:
             if error is not None:
-                self._fail(request, error)
+                self._missing(array, entry, request, error)
                 return
             request.waiting_for.discard(array)
             if not request.waiting_for:
                 self._ready(request)
 
         self._backend.submit([Watch((entry.value,), watched)])
+
+    def _missing(self, array: int, entry: _Entry, request: _Request, error: ErrorReport) -> None:
+        """There is no value: for a reason of the program's, or until the controller has it rebuilt."""
+        if error.kind not in INFRASTRUCTURE or array not in self._entries:
+            self._fail(request, error)
+            return
+        current = self._entries[array]
+        if current is not entry and current.submitted:
+            self._serve(array, request)
+            return
+        self._parked.setdefault(array, []).append(request)
+        if current is entry and not entry.told:
+            entry.told = True
+            self.env.send(CONTROL, ArraysLost((array,)))
 
     def _ready(self, request: _Request) -> None:
         if not request.cancelled:
@@ -340,7 +452,7 @@ class ObjectStore(Actor):
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._fail(request, views)
+                self._missing(fetch.array, entry, request, views)
             elif not request.cancelled:
                 self._deliver(request, fetch, views)
 

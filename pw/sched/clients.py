@@ -5,7 +5,7 @@ Everything a client owns hangs on one `Client`, so that forgetting it is droppin
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,9 +17,18 @@ from pw.core.errors import (
     NotOwner,
     ProtocolError,
 )
-from pw.core.ids import Address, client_of
-from pw.core.messages import CreateArray, Delete, ReleaseProgram, ReleaseSlice, Run
+from pw.core.ids import Address, client_id, client_of
+from pw.core.messages import (
+    Checkpoint,
+    CreateArray,
+    Delete,
+    Inquire,
+    ReleaseProgram,
+    ReleaseSlice,
+    Run,
+)
 from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
+from pw.sched.lineage import Lineage, Record
 from pw.sched.programs import RegisteredProgram, holders
 
 
@@ -31,7 +40,10 @@ class Array:
     island: str
     hosts: tuple[str, ...]
     uploading: set[str] = field(default_factory=set)
+    """Hosts that do not have their shards yet."""
     error: ErrorReport | None = None
+    restored: int = 0
+    """How often it was made from copies in host memory."""
 
 
 @dataclass(slots=True)
@@ -39,12 +51,17 @@ class RunState:
     """A run whose segments have not all ended."""
 
     client: int
+    record: Record
+    args: tuple[int | bytes, ...]
     results: tuple[int, ...]
     islands: tuple[str, ...]
     segments_left: int
-    args: tuple[int | bytes, ...]
     donated: list[tuple[int, Array]]
     """What the run takes away, and has not taken if it is cancelled."""
+    credited: bool = True
+    """It counts among the client's runs in flight; a run that is run again does not."""
+    lost: ErrorReport | None = None
+    """How a segment of it has ended without its value, because a host was lost."""
 
 
 class Poisoned(Exception):
@@ -55,10 +72,13 @@ class Poisoned(Exception):
         self.report = report
 
 
+REPEATS = 1 << 39
+"""Serials from here on are the controller's."""
+
 NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
 """The spec of an array whose run was refused: it never lies anywhere."""
 
-Held = Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice
+Held = Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice | Checkpoint | Inquire
 """What keeps its place in a client's order."""
 
 
@@ -80,6 +100,27 @@ class Client:
     last_run: int = 0
     in_flight: int = 0
     settled: int = 0
+    lineage: Lineage = field(default_factory=Lineage)
+    unbound: dict[int, int] = field(default_factory=dict)
+    """Slices whose island was lost and is expected back, and the number of that loss."""
+    lost: dict[int, ErrorReport] = field(default_factory=dict)
+    """Arrays that were lost and are to be rebuilt, and how they were lost."""
+    retired: dict[int, RegisteredProgram] = field(default_factory=dict)
+    """Released programs that are installed once more, to run again what they made."""
+    bounds: Counter[int] = field(default_factory=Counter)
+    """How often each slice was bound."""
+    repeats: int = 0
+    """Numbers given to repeated runs, and to their results that nobody needs."""
+
+    @property
+    def recovering(self) -> bool:
+        """Whether what the client sends has to wait."""
+        return bool(self.unbound or self.lost)
+
+    def repeat_id(self) -> int:
+        """A number that the client itself never gives."""
+        self.repeats += 1
+        return client_id(self.number, REPEATS + self.repeats)
 
     def program_of(self, message: Run) -> RegisteredProgram:
         """The program of a run. Raises if it is not known, failed, or takes and makes other arrays."""

@@ -6,7 +6,8 @@ buffers and opens no bulk channel; one entry stands for a logical array, whateve
 
 What a client sends is handled in order. While a program is being installed, runs of it, and all that
 the client sent after them, wait in the client's backlog, so that compile errors poison a run on all
-its hosts alike and deletes never overtake runs.
+its hosts alike and deletes never overtake runs. The stream is held in the same way while something that the
+client had on a lost host is being rebuilt (`pw.sched.rebuild`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
+    ArrayDeleted,
     ArrayLost,
     Error,
     ErrorReport,
@@ -29,43 +31,57 @@ from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, scheduler_of
 from pw.core.messages import (
     AddClient,
     AllocateSlice,
+    Answered,
+    ArraysLost,
     Artifact,
     Attach,
     Attached,
     CancelRun,
+    Checkpoint,
     ClientStatus,
     CreateArray,
     Delete,
     Directory,
+    DrainHost,
+    Draining,
     Evicted,
     GetStats,
     GetStatus,
+    Holdings,
+    HostEmptied,
+    InputGone,
+    Inquire,
     IslandFormed,
     IslandLost,
     IslandStatus,
+    LinkLost,
     PeerLost,
     ProgramInstalled,
     RegisterProgram,
-    Release,
     ReleaseProgram,
     ReleaseSlice,
     RemoveClient,
     Run,
     RunFailed,
+    RunRefused,
     RunsSettled,
     SegmentDone,
     SliceBound,
-    SliceLost,
     SliceRefused,
     Stats,
     Status,
     UninstallProgram,
+    UploadAgain,
     Uploaded,
     UploadEnded,
 )
 from pw.core.sharding import Binding
 from pw.sched.clients import NOWHERE, Array, Client, Held, Poisoned, RunState
 from pw.sched.programs import RegisteredProgram, check_program, holders
+from pw.sched.rebuild import GiveUp, Ledger, Rebuilder
+
+RECOVERY_S = 60.0
+"""How long what needs a lost island waits for it, before it fails."""
 
 RUN_CREDITS = 512
 """Runs a client may have in flight before its calls block."""
@@ -74,6 +90,25 @@ RUN_CREDITS = 512
 def ticket_for(secret: bytes, client: int) -> bytes:
     """What proves to a host that the controller let this client in."""
     return hashlib.blake2b(client.to_bytes(8, "big"), key=secret, digest_size=16).digest()
+
+
+REPEAT_S = 0.02
+"""How long to wait before a run is run again that a host's loss made fail, at first."""
+
+EMPTIED_S = 0.1
+"""How often to look whether a drained host is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proceed:
+    """Note to oneself: rebuild what this client has lost."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class _LookAtDrained:
+    """Note to oneself: drained hosts may be empty by now."""
 
 
 @dataclass(slots=True)
@@ -96,6 +131,7 @@ class Controller(Actor):
         spawn_scheduler: Callable[[str], None],
         island_status: Callable[[], tuple[IslandStatus, ...]],
         counters: Callable[[], dict[str, int]],
+        recovery_s: float = RECOVERY_S,
     ) -> None:
         super().__init__(env)
         self._secret = secret
@@ -104,13 +140,15 @@ class Controller(Actor):
         self._spawn_scheduler = spawn_scheduler
         self._island_status = island_status
         self._counters = counters
-        self._clients: dict[int, Client] = {}
+        ledger = self._ledger = Ledger()
+        self._clients = ledger.clients
+        self._bindings = ledger.bindings
+        self._runs = ledger.runs
+        self._islands = ledger.islands
+        self._rebuilder = Rebuilder(env, ledger, recovery_s, self._lower, self._settle, self._drain)
         self._nodes: dict[str, Client] = {}
         self._next_client = 1
-        self._bindings: dict[int, Binding] = {}
-        self._runs: dict[int, RunState] = {}
         self._artifacts: dict[bytes, bytes] = {}
-        self._islands: set[str] = set()
         self._schedulers: set[str] = set()
         self._shares: dict[int, tuple[float, int]] = {}
         self._directory = Directory(())
@@ -149,6 +187,11 @@ class Controller(Actor):
         client = self._nodes.get(message.node)
         if client is not None:
             self._remove(client, message.reason)
+        else:
+            for client in self._clients.values():
+                for early in client.early_uploads.values():
+                    early.pop(message.node, None)
+            self._rebuilder.host_lost(message.node)
 
     def _remove(self, client: Client, reason: str) -> None:
         """Release all that the client owned, on every host."""
@@ -160,6 +203,7 @@ class Controller(Actor):
             arrays=len(client.arrays),
             runs=client.in_flight,
         )
+        self._rebuilder.client_left(client)
         del self._nodes[client.address.node], self._clients[client.number]
         del self._shares[client.number]
         for island in self._schedulers:
@@ -183,6 +227,7 @@ class Controller(Actor):
     @handles(Directory)
     def _directory_changed(self, sender: Address, message: Directory) -> None:
         self._directory = message
+        self._rebuilder.hosts_are(message)
         for client in self._clients.values():
             self.env.send(client.address, message)
 
@@ -216,7 +261,10 @@ class Controller(Actor):
             return
         self._bindings[message.slice] = Binding(message.slice, message.island, message.devices)
         self.env.send(client.address, message)
+        client.bounds[message.slice] += 1
+        client.unbound.pop(message.slice, None)
         self._lower_again(client, message.slice)
+        self._rebuilder.proceed(client)
 
     @handles(SliceRefused)
     def _slice_refused(self, sender: Address, message: SliceRefused) -> None:
@@ -225,6 +273,8 @@ class Controller(Actor):
             client.slices.discard(message.slice)
             self._bindings.pop(message.slice, None)
             self.env.send(client.address, message)
+            if client.unbound.pop(message.slice, None) is not None:
+                self._rebuilder.proceed(client)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -265,10 +315,12 @@ class Controller(Actor):
                     f"program {program.body.name!r} names slices that this client has not allocated"
                 )
             unbound = program.body.slices() - self._bindings.keys()
+            if unbound and unbound <= client.unbound.keys():
+                return  # it is lowered when they are bound
             if unbound:
                 raise ArrayLost(f"the slices of program {program.body.name!r} are not bound")
             check_program(program.body, self._bindings)
-            installs = program.lower(self._bindings)
+            installs = program.lower(self._bindings, self._ledger.limited)
         except Error as error:
             program.error = ErrorReport.of(error)
             return
@@ -276,25 +328,31 @@ class Controller(Actor):
             self.env.send(scheduler_of(island), install)
 
     def _lower_again(self, client: Client, number: int) -> None:
-        for program in client.programs.values():
+        for program in (*client.programs.values(), *client.retired.values()):
             if number in program.body.slices():
                 self._lower(client, program)
 
     @handles(ProgramInstalled)
     def _installed(self, sender: Address, message: ProgramInstalled) -> None:
         client = self._clients.get(client_of(message.program))
-        program = client.programs.get(message.program) if client else None
-        if client is None or program is None:
+        if client is None:
+            return
+        number = message.program
+        program = client.programs.get(number) or client.retired.get(number)
+        if program is None:
             return
         program.installing.discard(message.island)
         if message.error is not None:
             program.error = message.error
             program.installing.clear()
-        self._drain(client)
+        if client.recovering:
+            self._rebuilder.proceed(client)
+        else:
+            self._drain(client)
 
     # --- the client's stream -------------------------------------------------------------------------
 
-    @handles(Run, Delete, CreateArray, ReleaseProgram, ReleaseSlice)
+    @handles(Run, Delete, CreateArray, ReleaseProgram, ReleaseSlice, Checkpoint, Inquire)
     def _in_order(self, sender: Address, message: Held) -> None:
         client = self._client(sender)
         if client is None:
@@ -305,10 +363,15 @@ class Controller(Actor):
             self._handle(client, message)
 
     def _must_wait(self, client: Client, message: Held) -> bool:
-        if not isinstance(message, Run):
-            return False
-        program = client.programs.get(message.program)
-        return program is not None and bool(program.installing)
+        if client.recovering:
+            return True
+        if isinstance(message, Run):
+            program = client.programs.get(message.program)
+            return program is not None and bool(program.installing)
+        if isinstance(message, Checkpoint):
+            arrays = [client.arrays.get(number) for number in message.arrays]
+            return any(array is not None and array.uploading for array in arrays)
+        return False
 
     def _drain(self, client: Client) -> None:
         while client.backlog and not self._must_wait(client, client.backlog[0]):
@@ -321,6 +384,10 @@ class Controller(Actor):
             self._delete(client, message.arrays)
         elif isinstance(message, CreateArray):
             self._create(client, message)
+        elif isinstance(message, Checkpoint):
+            self._rebuilder.checkpoint(client, message)
+        elif isinstance(message, Inquire):
+            self._inquire(client, message)
         elif isinstance(message, ReleaseProgram):
             self._release_program(client, message.program)
         else:
@@ -354,13 +421,21 @@ class Controller(Actor):
             client.arrays[array] = Array(output.spec, *held)
         client.in_flight += 1
         self.env.count("runs")
+        record = client.lineage.add_run(message.run, program, message.args, message.results)
+        client.lineage.release(number for number, _ in donated)
         islands = tuple(program.parts)
         if not islands:
             client.in_flight -= 1
             self._settle(client)
             return
         self._runs[message.run] = RunState(
-            client.number, message.results, islands, program.segment_count, message.args, donated
+            client.number,
+            record,
+            message.args,
+            message.results,
+            islands,
+            program.segment_count,
+            donated,
         )
         for island, submit in program.submissions(
             message.run, message.args, message.results, awaits
@@ -385,20 +460,41 @@ class Controller(Actor):
         if state is None:
             return
         state.segments_left -= 1
-        if state.segments_left <= 0:
-            del self._runs[message.run]
-            client = self._clients[state.client]
+        state.lost = state.lost or message.lost
+        if state.segments_left > 0:
+            return
+        del self._runs[message.run]
+        client = self._clients[state.client]
+        if state.lost is not None:
+            self._run_lost(message.run, state, state.lost)
+        elif state.credited:
             client.in_flight -= 1
             self._settle(client)
 
+    def _run_lost(self, run: int, state: RunState, error: ErrorReport) -> None:
+        """A run ended without its values, because a host was lost: run it, and what needs it, again."""
+        self._runs[run] = state
+        self._rebuilder.interrupt(error, runs=(run,))
+        delay_s = min(REPEAT_S * 2**state.record.attempts, 2.0)
+        self.env.call_later(delay_s, _Proceed(state.client))
+
+    @handles(_Proceed)
+    def _proceed(self, sender: Address, note: _Proceed) -> None:
+        client = self._clients.get(note.client)
+        if client is not None:
+            self._rebuilder.proceed(client)
+
     def turn_ended(self) -> None:
-        """Give credits back, one message a client and turn."""
+        """Give credits back, one message a client and turn, and forget what nobody needs."""
         for number in self._settled:
             client = self._clients.get(number)
             if client is not None:
                 self.env.send(client.address, RunsSettled(client.settled))
                 client.settled = 0
         self._settled.clear()
+        for client in self._clients.values():
+            if client.lineage.has_unneeded:
+                self._rebuilder.forget(client)
 
     # --- arrays --------------------------------------------------------------------------------------
 
@@ -423,6 +519,10 @@ class Controller(Actor):
         island, hosts = held
         array = Array(message.spec, island, hosts, set(hosts))
         client.arrays[message.array] = array
+        client.lineage.add_input(message.array, message.spec)
+        self.env.send(scheduler_of(island), self._ledger.placed(message.array, message.spec))
+        if message.bound != client.bounds[message.spec.placement.slice]:
+            self.env.send(client.address, UploadAgain(message.array, message.array))
         for host, error_report in early.items():
             self._upload_ended(client, message.array, array, host, error_report)
 
@@ -446,17 +546,24 @@ class Controller(Actor):
             return
         array.uploading.discard(host)
         if error is not None and array.error is None:
+            if self._rebuilder.arrival_failed(client, number, array, error):
+                return
             array.error = error
             self._fail_runs(error, arrays={number})
         if array.uploading:
             return
+        if array.restored:
+            self._rebuilder.arrived(client, number)
         for island in self._schedulers:
             self.env.send(scheduler_of(island), UploadEnded(number))
         if client.doomed.pop(number, None) is not None:
-            self._drop(client, [(number, array)])
+            self._rebuilder.drop(client, [(number, array)])
+        if client.backlog:
+            self._drain(client)
 
     def _delete(self, client: Client, arrays: tuple[int, ...]) -> None:
         dropped = []
+        client.lineage.release(arrays)
         for number in arrays:
             array = client.arrays.pop(number, None)
             if array is None:
@@ -465,20 +572,7 @@ class Controller(Actor):
                 client.doomed[number] = array
             else:
                 dropped.append((number, array))
-        self._drop(client, dropped)
-
-    def _drop(self, client: Client, arrays: list[tuple[int, Array]]) -> None:
-        """Have the hosts that hold these arrays forget them, after the client's earlier work."""
-        by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
-        for number, array in arrays:
-            if array.hosts and array.island in self._islands:
-                numbers, hosts = by_island.setdefault(array.island, ([], []))
-                numbers.append(number)
-                hosts.append(array.hosts)
-        for island, (numbers, hosts) in by_island.items():
-            self.env.send(
-                scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts))
-            )
+        self._rebuilder.drop(client, dropped)
 
     def _release_program(self, client: Client, number: int) -> None:
         program = client.programs.pop(number, None)
@@ -489,6 +583,7 @@ class Controller(Actor):
     def _release_slice(self, client: Client, number: int) -> None:
         if number in client.slices:
             client.slices.discard(number)
+            client.unbound.pop(number, None)
             self._bindings.pop(number, None)
             self.env.send(RESOURCES, ReleaseSlice(number))
 
@@ -497,6 +592,8 @@ class Controller(Actor):
     @handles(IslandFormed)
     def _island_formed(self, sender: Address, message: IslandFormed) -> None:
         self._islands.add(message.island)
+        if message.device_memory_bytes is not None:
+            self._ledger.limited.add(message.island)
         if message.island not in self._schedulers:
             self._schedulers.add(message.island)
             self._spawn_scheduler(message.island)
@@ -506,36 +603,35 @@ class Controller(Actor):
 
     @handles(IslandLost)
     def _island_lost(self, sender: Address, message: IslandLost) -> None:
-        """Fail what was in flight or lay there; the rest of every client's work goes on."""
+        """Hold the clients that need it until it is back; the rest of everybody's work goes on."""
         self._islands.discard(message.island)
+        self._ledger.limited.discard(message.island)
         self.env.send(scheduler_of(message.island), message)
-        for number, binding in list(self._bindings.items()):
-            if binding.island == message.island:
-                del self._bindings[number]
-                self.env.send(
-                    self._clients[client_of(number)].address, SliceLost(number, message.error)
-                )
-        self._fail_runs(message.error, island=message.island)
-        for client in self._clients.values():
-            self._lose_arrays(client, message)
-            for program in client.programs.values():
-                if message.island in program.parts:
-                    program.error = message.error
-                    program.installing.clear()
-            self._drain(client)
+        self._rebuilder.island_lost(message)
+
+    @handles(GiveUp)
+    def _give_up(self, sender: Address, note: GiveUp) -> None:
+        self._rebuilder.give_up(note)
+
+    @handles(RunRefused)
+    def _run_refused(self, sender: Address, message: RunRefused) -> None:
+        """There is not the memory for a run, and never will be."""
+        self._fail_runs(message.error, runs=(message.run,))
 
     def _fail_runs(
-        self, error: ErrorReport, *, island: str = "", arrays: set[int] | None = None
+        self, error: ErrorReport, *, runs: tuple[int, ...] = (), arrays: set[int] | None = None
     ) -> None:
-        """Give up the runs in flight that need this island or these arrays, and those that need them."""
+        """Give up these runs in flight, or those that need these arrays, and those that need them."""
         failed = set(arrays or ())
         for run, state in list(self._runs.items()):
-            if island not in state.islands and failed.isdisjoint(state.args):
+            reads = (arg for arg in state.args if isinstance(arg, int))
+            if run not in runs and failed.isdisjoint(reads):
                 continue
             del self._runs[run]
             client = self._clients[state.client]
-            client.in_flight -= 1
-            self._settle(client)
+            if state.credited:
+                client.in_flight -= 1
+                self._settle(client)
             failed.update(state.results)
             for array in state.results:
                 if array in client.arrays:
@@ -544,28 +640,77 @@ class Controller(Actor):
             for touched in state.islands:
                 if touched in self._islands:
                     self.env.send(scheduler_of(touched), CancelRun(run))
-            self._drop(client, [(n, array) for n, array in state.donated if not array.uploading])
+            kept = [(n, array) for n, array in state.donated if not array.uploading]
+            self._rebuilder.drop(client, kept)
 
-    def _lose_arrays(self, client: Client, message: IslandLost) -> None:
-        client.doomed = {
-            number: array
-            for number, array in client.doomed.items()
-            if array.island != message.island
-        }
-        lost = [n for n, array in client.arrays.items() if array.island == message.island]
-        if not lost:
+    # --- copies and drains -----------------------------------------------------------------------------
+
+    @handles(Holdings)
+    def _holds(self, sender: Address, message: Holdings) -> None:
+        if sender.node in self._nodes:
+            self.env.count("messages_refused")
+        else:
+            self._rebuilder.holds(sender.node, message)
+
+    @handles(ArraysLost)
+    def _arrays_lost(self, sender: Address, message: ArraysLost) -> None:
+        for array in message.arrays:
+            client = self._clients.get(client_of(array))
+            if client is None or sender.node in self._nodes:
+                self.env.count("messages_stale")
+            elif self._rebuilder.arrays_lost(client, (array,)):
+                self.env.call_later(REPEAT_S, _Proceed(client.number))
+
+    @handles(LinkLost)
+    def _link_lost(self, sender: Address, message: LinkLost) -> None:
+        client = self._client(sender)
+        if client is not None:
+            self._rebuilder.link_lost(client, message.host)
+
+    def _inquire(self, client: Client, message: Inquire) -> None:
+        """Nothing is lost any more, so all arrays are where they should be, if they are."""
+        error = None
+        if any(number not in client.arrays for number in message.arrays):
+            error = ErrorReport.of(ArrayDeleted("the array was deleted or donated"))
+        self.env.send(client.address, Answered(message.request, error))
+
+    @handles(InputGone)
+    def _input_gone(self, sender: Address, message: InputGone) -> None:
+        client = self._client(sender)
+        if client is None:
+            return
+        array = client.arrays.get(message.array) or client.doomed.get(message.array)
+        if array is None or not array.uploading:
             return
         error = ErrorReport.of(
-            ArrayLost(f"its buffers were on island {message.island}: {message.error.message}")
+            ArrayLost(
+                "the hosts that had it were lost, and the client has not kept the value; pass keep=True to "
+                "pw.put, or call pw.checkpoint"
+            )
         )
-        untold = tuple(number for number in lost if client.arrays[number].error is None)
-        for number in lost:
-            array = client.arrays[number]
-            array.error = array.error or error
-            array.hosts = ()
-            array.uploading.clear()
-        if untold:
-            self.env.send(client.address, RunFailed(0, untold, error))
+        for host in tuple(array.uploading):
+            self._upload_ended(client, message.array, array, host, error)
+        self.env.send(client.address, RunFailed(0, (message.array,), error))
+
+    @handles(DrainHost)
+    def _drain_host(self, sender: Address, message: DrainHost) -> None:
+        if self._client(sender) is None:
+            return
+        self.env.send(RESOURCES, DrainHost(message.request, message.node, sender.node))
+
+    @handles(Draining)
+    def _draining(self, sender: Address, message: Draining) -> None:
+        self._rebuilder.draining = set(message.nodes)
+        if message.nodes:
+            self.env.call_later(EMPTIED_S, _LookAtDrained())
+
+    @handles(_LookAtDrained)
+    def _look_at_drained(self, sender: Address, note: _LookAtDrained) -> None:
+        for node in sorted(self._rebuilder.draining):
+            if self._rebuilder.emptied(node):
+                self.env.send(RESOURCES, HostEmptied(node))
+        if self._rebuilder.draining:
+            self.env.call_later(EMPTIED_S, note)
 
     # --- reports -------------------------------------------------------------------------------------
 

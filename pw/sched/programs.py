@@ -6,12 +6,13 @@ controller a validation of its arguments and one local message per island.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport, ProtocolError
-from pw.core.lower import lower
+from pw.core.lower import lower, lower_with_memory
 from pw.core.messages import Artifact, InstallProgram, Submit
+from pw.core.peak import IslandMemory
 from pw.core.plan import HostPlan, Plan
 from pw.core.program import Program, Value
 from pw.core.sharding import ArraySpec, Binding
@@ -41,13 +42,28 @@ class RegisteredProgram:
     """Hosts of each island that have the program installed."""
     installing: set[str] = field(default_factory=set)
     """Islands that have not reported the program as installed."""
+    admitting: tuple[str, ...] = ()
+    """All its islands, if they must admit a run before any of them starts it."""
 
-    def lower(self, bindings: Mapping[int, Binding]) -> list[tuple[str, InstallProgram]]:
+    def lower(
+        self, bindings: Mapping[int, Binding], limited: Collection[str] = ()
+    ) -> list[tuple[str, InstallProgram]]:
         """Bind the program to devices; what to send to which island's scheduler.
 
-        Raises PlacementError or ShardingError if it cannot be placed.
+        Args:
+            bindings: the binding of every slice.
+            limited: the islands that count their devices' memory.
+
+        Raises:
+            PlacementError: a computation or an array names devices that cannot hold it together.
+            ShardingError: an array does not divide as its sharding says.
         """
-        plan = lower(self.body, bindings)
+        memory: dict[str, IslandMemory] = {}
+        if limited:
+            plan, found = lower_with_memory(self.body, bindings)
+            memory = {one.island: one for one in found if one.island in limited}
+        else:
+            plan = lower(self.body, bindings)
         self.segment_count = len(plan.segments)
         self.parts = _parts(plan)
         by_island: dict[str, list[HostPlan]] = {}
@@ -57,10 +73,16 @@ class RegisteredProgram:
             island: tuple(host_plan.host for host_plan in plans)
             for island, plans in by_island.items()
         }
+        self.admitting = tuple(sorted(self.parts)) if memory and len(self.parts) > 1 else ()
         self.installing = set(by_island)
         self.error = None
         return [
-            (island, InstallProgram(self.program, self.body, tuple(plans), self.artifacts))
+            (
+                island,
+                InstallProgram(
+                    self.program, self.body, tuple(plans), self.artifacts, memory.get(island)
+                ),
+            )
             for island, plans in by_island.items()
         ]
 
@@ -85,6 +107,7 @@ class RegisteredProgram:
                     results,
                     part.notify,
                     awaits,
+                    self.admitting,
                 ),
             )
             for island, part in self.parts.items()

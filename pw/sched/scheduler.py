@@ -7,7 +7,7 @@ number. Hosts enqueue strictly in that order, so any two collectives meet in the
 waits only for work launched before it); it is *ready* when they have *ended*. Ready work is preferred to
 merely eligible work (G3). Launched work that has not ended is bounded: by count when one client is
 alone, by estimated device time when several want the island, so that the policy decides and not the
-queue (G2).
+queue (G2). Where devices have a limit, a run goes only when it has been admitted (G5, `pw.sched.admission`).
 
 The cost of a launch does not depend on the number of shards: one send per host of the gang.
 """
@@ -15,7 +15,7 @@ The cost of a launch does not depend on the number of shards: one send per host 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
@@ -23,10 +23,14 @@ from pw.core.messages import (
     CANCELLED,
     AddClient,
     Arguments,
+    ArrayPlaced,
     CancelRun,
+    Copy,
+    CopyArrays,
     Discard,
     EndEpoch,
     Finished,
+    GangBroken,
     Install,
     Installed,
     InstallProgram,
@@ -38,13 +42,19 @@ from pw.core.messages import (
     Progress,
     Release,
     RemoveClient,
+    Replicate,
+    ReserveRun,
+    RunAdmitted,
+    RunAtHead,
     SegmentDone,
     SegmentLaunched,
     Submit,
     UninstallProgram,
     UploadEnded,
 )
+from pw.sched.admission import Admission, Request
 from pw.sched.policy import Policy
+from pw.sched.tasks import ClientQueue, CopyTask, DiscardTask, Drops, RunHere, SegmentTask, Task
 
 WINDOW_SEGMENTS = 256
 """Launched segments that have not ended, when one client has the island to itself."""
@@ -57,68 +67,6 @@ UNKNOWN_US = 100.0
 """Device time of a segment that has never run."""
 
 
-@dataclass(slots=True)
-class _RunHere:
-    """What the segments of one run share on this island."""
-
-    run: int
-    program: int
-    arguments: Arguments
-    introduced: set[str] = field(default_factory=set)
-    last_segment: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _SegmentTask:
-    """One queued or launched gang."""
-
-    here: _RunHere
-    segment: int
-    hosts: tuple[str, ...]
-    notify: tuple[str, ...]
-    unlaunched: set[int]
-    """Producer segments on other islands that have not been launched (G4)."""
-    unfinished: set[int]
-    """Producer segments on other islands that have not ended (G3)."""
-    awaits: set[int]
-    """Uploads that have not ended."""
-    arrival: int
-    estimate_us: float = 0.0
-
-
-@dataclass(slots=True)
-class _DiscardTask:
-    """Arrays or a program to drop after the client's earlier work."""
-
-    arrays: tuple[int, ...]
-    hosts: tuple[tuple[str, ...], ...]
-    program: int
-    arrival: int
-
-
-@dataclass(slots=True)
-class _ClientQueue:
-    client: int
-    share: float
-    priority: int
-    tasks: deque[_SegmentTask | _DiscardTask] = field(default_factory=deque)
-    launched: int = 0
-    """Segments that have been launched and have not ended."""
-
-    @property
-    def head_arrival(self) -> int:
-        return self.tasks[0].arrival
-
-
-@dataclass(slots=True)
-class _Drops:
-    """What one host is to drop, collected during a turn and sent behind the turn's launches."""
-
-    arrays: list[int] = field(default_factory=list)
-    programs: list[int] = field(default_factory=list)
-    clients: list[int] = field(default_factory=list)
-
-
 class IslandScheduler(Actor):
     """Orders the work of all clients on one island."""
 
@@ -128,17 +76,20 @@ class IslandScheduler(Actor):
         self.policy = policy
         self.epoch = 0
         self.hosts: tuple[str, ...] = ()
+        self._members: frozenset[str] = frozenset()
+        """Who is here; what names others has come too late."""
         self._next_sequence: dict[str, int] = {}
-        self._clients: dict[int, _ClientQueue] = {}
-        self._runs: dict[int, list[_SegmentTask]] = {}
-        self._in_flight: dict[tuple[str, int], _SegmentTask] = {}
+        self._clients: dict[int, ClientQueue] = {}
+        self._runs: dict[int, list[SegmentTask]] = {}
+        self._in_flight: dict[tuple[str, int], SegmentTask] = {}
         self._in_flight_us = 0.0
-        self._waiting_uploads: dict[int, list[_SegmentTask]] = {}
+        self._waiting_uploads: dict[int, list[SegmentTask]] = {}
         self._estimates_us: dict[int, dict[int, float]] = {}
         """Device time of the segments of each installed program."""
         self._installing: dict[int, set[str]] = {}
-        self._drops: dict[str, _Drops] = {}
+        self._drops: dict[str, Drops] = {}
         self._arrivals = 0
+        self._admission = Admission(env, island)
 
     @property
     def queued(self) -> int:
@@ -156,12 +107,15 @@ class IslandScheduler(Actor):
     def _formed(self, sender: Address, message: IslandFormed) -> None:
         self.epoch = message.epoch
         self.hosts = message.hosts
+        self._members = frozenset(message.hosts)
         self._next_sequence = dict.fromkeys(message.hosts, 0)
+        self._admission.reset(message.device_memory_bytes)
 
     @handles(IslandLost)
     def _lost(self, sender: Address, message: IslandLost) -> None:
         """Nothing launched or queued here will ever end; the controller has told the clients."""
         self.hosts = ()
+        self._members = frozenset()
         self._next_sequence = {}
         self._runs.clear()
         self._in_flight.clear()
@@ -169,38 +123,40 @@ class IslandScheduler(Actor):
         self._waiting_uploads.clear()
         self._installing.clear()
         self._drops.clear()
+        self._admission.reset(None)
         for queue in self._clients.values():
             queue.tasks.clear()
             queue.launched = 0
 
     @handles(AddClient)
     def _add_client(self, sender: Address, message: AddClient) -> None:
-        self._clients[message.client] = _ClientQueue(
-            message.client, message.share, message.priority
-        )
+        self._clients[message.client] = ClientQueue(message.client, message.share, message.priority)
 
     @handles(RemoveClient)
     def _remove_client(self, sender: Address, message: RemoveClient) -> None:
         queue = self._clients.pop(message.client, None)
         if queue is None:
             return
-        for task in queue.tasks:
-            if isinstance(task, _SegmentTask):
-                self._runs.pop(task.here.run, None)
+        for run in [run for run in self._runs if client_of(run) == message.client]:
+            self._give_up(self._runs.pop(run))
+        if self._admission.memory is not None:
+            self._admission.memory.forget(message.client)
         for known in (self._waiting_uploads, self._estimates_us):
             for number in [number for number in known if client_of(number) == message.client]:
                 del known[number]
         self.policy.forget(message.client)
         for host in self.hosts:
-            self._drops.setdefault(host, _Drops()).clients.append(message.client)
+            self._drops.setdefault(host, Drops()).clients.append(message.client)
 
     # --- programs ------------------------------------------------------------------------------------
 
     @handles(InstallProgram)
     def _install(self, sender: Address, message: InstallProgram) -> None:
-        if not self.hosts:
+        if not self.hosts or not self._members.issuperset(plan.host for plan in message.plans):
             self.env.count("messages_stale")
             return
+        if self._admission.memory is not None:
+            self._admission.memory.install(message.program, message.body.name, message.memory)
         self._installing[message.program] = {plan.host for plan in message.plans}
         self._estimates_us.setdefault(message.program, {})
         for plan in message.plans:
@@ -216,6 +172,8 @@ class IslandScheduler(Actor):
             self.env.count("messages_stale")
             return
         waiting.discard(sender.node)
+        if self._admission.memory is not None:
+            self._admission.memory.add_temporaries(message.program, message.temporary_bytes)
         if message.error is not None or not waiting:
             del self._installing[message.program]
             self.env.send(CONTROL, ProgramInstalled(self.island, message.program, message.error))
@@ -224,7 +182,7 @@ class IslandScheduler(Actor):
     def _uninstall(self, sender: Address, message: UninstallProgram) -> None:
         self._enqueue(
             client_of(message.program),
-            _DiscardTask((), (message.hosts,), message.program, self._arrival()),
+            DiscardTask((), (message.hosts,), message.program, self._arrival()),
         )
 
     # --- the queue -----------------------------------------------------------------------------------
@@ -232,15 +190,20 @@ class IslandScheduler(Actor):
     @handles(Submit)
     def _submit(self, sender: Address, message: Submit) -> None:
         queue = self._clients.get(client_of(message.run))
-        if queue is None or not self.hosts:
+        if queue is None or not all(map(self._members.issuperset, message.hosts)):
             self.env.count("messages_stale")
             return
-        here = _RunHere(message.run, message.program, Arguments(message.args, message.results))
+        here = RunHere(
+            message.run,
+            message.program,
+            Arguments(message.args, message.results),
+            self._admission.request(message),
+        )
         tasks = []
         for index, segment in enumerate(message.segments):
             depends = {producer for _, producer in message.depends[index]}
             tasks.append(
-                _SegmentTask(
+                SegmentTask(
                     here,
                     segment,
                     message.hosts[index],
@@ -260,6 +223,15 @@ class IslandScheduler(Actor):
             self.policy.rejoin(queue.client)
         queue.tasks.extend(tasks)
 
+    @handles(ArrayPlaced)
+    def _placed(self, sender: Address, message: ArrayPlaced) -> None:
+        if self._admission.memory is not None:
+            self._admission.memory.place(message.array, message.devices, message.shard_bytes)
+
+    @handles(CopyArrays)
+    def _copy_arrays(self, sender: Address, message: CopyArrays) -> None:
+        self._enqueue(message.client, CopyTask(message.copies, self._arrival()))
+
     @handles(SegmentLaunched)
     def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:
         for task in self._runs.get(message.run, ()):
@@ -278,7 +250,7 @@ class IslandScheduler(Actor):
     @handles(Release)
     def _release(self, sender: Address, message: Release) -> None:
         self._enqueue(
-            message.client, _DiscardTask(message.arrays, message.hosts, 0, self._arrival())
+            message.client, DiscardTask(message.arrays, message.hosts, 0, self._arrival())
         )
 
     @handles(CancelRun)
@@ -295,18 +267,24 @@ class IslandScheduler(Actor):
                 waiting = self._waiting_uploads.get(array, [])
                 if task in waiting:
                     waiting.remove(task)
+        self._give_up(dropped)
         queue = self._clients[client_of(message.run)]
         queue.tasks = deque(
             task
             for task in queue.tasks
-            if isinstance(task, _DiscardTask) or task.here.run != message.run
+            if not isinstance(task, SegmentTask) or task.here.run != message.run
         )
+
+    def _give_up(self, tasks: Sequence[SegmentTask]) -> None:
+        """These, which are all that is left of a run here, will not be launched."""
+        if (request := tasks[0].here.request) is not None:
+            self._admission.give_up(request, len(tasks))
 
     def _arrival(self) -> int:
         self._arrivals += 1
         return self._arrivals
 
-    def _enqueue(self, client: int, task: _DiscardTask) -> None:
+    def _enqueue(self, client: int, task: Task) -> None:
         queue = self._clients.get(client)
         if queue is not None:
             queue.tasks.append(task)
@@ -330,34 +308,55 @@ class IslandScheduler(Actor):
             )
         self._drops.clear()
 
-    def _next(self) -> _SegmentTask | None:
+    def _next(self) -> SegmentTask | None:
         """Take the task that goes next, if one may go now."""
-        ready: list[_ClientQueue] = []
-        eligible: list[_ClientQueue] = []
+        ready: list[ClientQueue] = []
+        eligible: list[ClientQueue] = []
         wanting = 0
         for queue in self._clients.values():
-            while queue.tasks and isinstance(queue.tasks[0], _DiscardTask):
-                self._drop(queue.tasks[0])
-                queue.tasks.popleft()
-            wanting += bool(queue.tasks or queue.launched)
-            if not queue.tasks:
+            tasks = queue.tasks
+            while tasks and not isinstance(tasks[0], SegmentTask):
+                self._order(tasks.popleft())
+            wanting += bool(tasks or queue.launched)
+            if not tasks:
                 continue
-            head = queue.tasks[0]
-            assert isinstance(head, _SegmentTask)
-            if head.unlaunched or head.awaits:
+            head = tasks[0]
+            assert isinstance(head, SegmentTask)
+            if head.awaits:
                 continue
-            (eligible if head.unfinished else ready).append(queue)
-        contenders = ready or eligible
-        if not contenders or not self._window_open(wanting):
+            request = head.here.request
+            if request is not None and not self._admission.may_be_chosen(request):
+                continue
+            if not head.unlaunched:
+                (eligible if head.unfinished else ready).append(queue)
+        if not ready and not eligible:
+            if self._admission.memory is not None:
+                self._admission.refuse_if_stuck()
             return None
-        queue = contenders[self.policy.choose(contenders)]
-        task = queue.tasks.popleft()
-        assert isinstance(task, _SegmentTask)
-        known = self._estimates_us.get(task.here.program, {})
-        task.estimate_us = known.get(task.segment, UNKNOWN_US)
-        self.policy.charge(queue, task.estimate_us)
-        queue.launched += 1
-        return task
+        if not self._window_open(wanting):
+            return None
+        for contenders in (ready, eligible):
+            while contenders:
+                queue = contenders.pop(self.policy.choose(contenders))
+                task = queue.tasks[0]
+                assert isinstance(task, SegmentTask)
+                request = task.here.request
+                if request is None or request.is_admitted or self._admission.admit(request):
+                    queue.tasks.popleft()
+                    known = self._estimates_us.get(task.here.program, {})
+                    task.estimate_us = known.get(task.segment, UNKNOWN_US)
+                    self.policy.charge(queue, task.estimate_us)
+                    queue.launched += 1
+                    return task
+        self._admission.refuse_if_stuck()
+        return None
+
+    def _order(self, task: Task) -> None:
+        """See to what is not a gang, and has come to the head of its queue."""
+        if isinstance(task, CopyTask):
+            self._replicate(task)
+        elif isinstance(task, DiscardTask):
+            self._drop(task)
 
     def _window_open(self, wanting: int) -> bool:
         segments, device_time_us = WINDOW_SEGMENTS, WINDOW_US
@@ -366,8 +365,10 @@ class IslandScheduler(Actor):
         launched = len(self._in_flight)
         return launched < 2 or (launched < segments and self._in_flight_us < device_time_us)
 
-    def _launch(self, task: _SegmentTask) -> None:
+    def _launch(self, task: SegmentTask) -> None:
         here = task.here
+        if here.request is not None:
+            here.request.was_launched = True
         leader = task.hosts[0]
         for host in task.hosts:
             first = host not in here.introduced
@@ -394,7 +395,7 @@ class IslandScheduler(Actor):
     def _send_launch(
         self,
         host: str,
-        here: _RunHere,
+        here: RunHere,
         segment: int,
         arguments: Arguments | None,
         *,
@@ -413,16 +414,57 @@ class IslandScheduler(Actor):
         self._next_sequence[host] = sequence + 1
         return sequence
 
-    def _drop(self, task: _DiscardTask) -> None:
+    def _drop(self, task: DiscardTask) -> None:
+        memory = self._admission.memory
         if task.program:
             self._estimates_us.pop(task.program, None)
+            if memory is not None:
+                memory.uninstall(task.program)
             for host in task.hosts[0]:
                 if host in self._next_sequence:
-                    self._drops.setdefault(host, _Drops()).programs.append(task.program)
+                    self._drops.setdefault(host, Drops()).programs.append(task.program)
         for array, hosts in zip(task.arrays, task.hosts, strict=False):
+            if memory is not None:
+                memory.release(array)
             for host in hosts:
                 if host in self._next_sequence:
-                    self._drops.setdefault(host, _Drops()).arrays.append(array)
+                    self._drops.setdefault(host, Drops()).arrays.append(array)
+
+    def _replicate(self, task: CopyTask) -> None:
+        """Sent at once, and not with the turn's drops: a later launch may take the arrays over."""
+        copies: dict[str, list[Copy]] = {}
+        for host, copy in task.copies:
+            if host in self._next_sequence:
+                copies.setdefault(host, []).append(copy)
+            else:
+                self.env.count("messages_stale")
+        for host, theirs in copies.items():
+            replicate = Replicate(self.epoch, self._sequence(host), tuple(theirs))
+            self.env.send(executor_of(host), replicate)
+
+    # --- admission -----------------------------------------------------------------------------------
+
+    def _request(self, run: int) -> Request | None:
+        tasks = self._runs.get(run)
+        request = tasks[0].here.request if tasks else None
+        if request is None:
+            self.env.count("messages_stale")
+        return request
+
+    @handles(RunAtHead)
+    def _at_head_elsewhere(self, sender: Address, message: RunAtHead) -> None:
+        if (request := self._request(message.run)) is not None:
+            self._admission.is_at_head(request)
+
+    @handles(ReserveRun)
+    def _turn_to_reserve(self, sender: Address, message: ReserveRun) -> None:
+        if (request := self._request(message.run)) is not None:
+            request.has_turn = True
+
+    @handles(RunAdmitted)
+    def _admitted(self, sender: Address, message: RunAdmitted) -> None:
+        if (request := self._request(message.run)) is not None:
+            request.is_admitted = True
 
     # --- progress ------------------------------------------------------------------------------------
 
@@ -440,6 +482,8 @@ class IslandScheduler(Actor):
             self.env.count("messages_stale")
             return
         self._in_flight_us -= task.estimate_us
+        if task.here.request is not None:
+            self._admission.segments_ended(task.here.request)
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
             queue.launched -= 1
@@ -448,7 +492,7 @@ class IslandScheduler(Actor):
         if estimates_us is not None:
             known = estimates_us.get(task.segment, float(finished.device_time_us))
             estimates_us[task.segment] = 0.8 * known + 0.2 * finished.device_time_us
-        done = SegmentDone(task.here.run, task.segment, finished.device_time_us)
+        done = SegmentDone(task.here.run, task.segment, finished.device_time_us, finished.lost)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
         self.env.send(CONTROL, done)
@@ -459,4 +503,12 @@ class IslandScheduler(Actor):
         self.env.count("launch_gaps")
         if message.epoch == self.epoch:
             reason = f"host {sender.node} expected launch {message.expected} and got {message.got}"
+            self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))
+
+    @handles(GangBroken)
+    def _broken(self, sender: Address, message: GangBroken) -> None:
+        """Hosts of a gang would go different ways, so the epoch must end before any does."""
+        self.env.count("gangs_broken")
+        if message.epoch == self.epoch:
+            reason = f"host {sender.node} cannot go on with its gang: {message.reason}"
             self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))

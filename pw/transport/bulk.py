@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from pw.core.errors import TransferFailed
+from pw.core.errors import OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
 from pw.transport.chunks import ChunkReceiver, ChunkSender, Inflow
 from pw.transport.pieces import Push, checked
@@ -162,7 +162,8 @@ class BulkPlane:
             else:
                 target = aligned_buffer(size_bytes)
         except (OSError, MemoryError) as error:
-            raise TransferFailed(f"cannot reserve {size_bytes} bytes to land: {error}") from error
+            words = f"no room for {size_bytes} bytes that were to land here: {error}"
+            raise OutOfHostMemory(words) from error
         self._expected[transfer] = _Expected(segment, Inflow(transfer, target), deliver)
         return Landing(
             transfer=transfer,

@@ -60,6 +60,8 @@ class Link:
         """Routing id on our ROUTER, b"" for the socket we dialled with, None before the hello."""
         self.incarnation: int | None = None
         """None until the peer's hello has come."""
+        self.silence_s = 0.0
+        """How long the peer may be silent; known once its hello has come."""
         self.sent = 0
         self.received = 0
         self.pieces: list[bytes] = []

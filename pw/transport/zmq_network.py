@@ -20,7 +20,9 @@ no link: a frame of a stranger that is not a hello is answered with one goodbye,
 kept its link while we lost ours hears of it at once, and not by our silence.
 
 Silence is judged only by a process that has listened: after all input has been read, and never by
-one that finds that it was itself stopped, or is behind with its own mailbox.
+one that finds that it was itself stopped, or is behind with its own mailbox. How long a peer may be
+silent is the peer's to say, in its hello: hosts want to be given up soon, so that others can take
+their place, while clients want to keep what they own through a long pause.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from pw.transport.zmq_socket import EdgeSocket
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
+LONGEST_SILENCE_S = 600.0
+"""A peer that wants to be waited for longer than this is waited for as long as we like."""
 HIGH_WATER_FRAMES = 4096
 BACKLOG_MESSAGES = 20_000
 _STRANGERS_REMEMBERED = 1000
@@ -59,7 +63,8 @@ class ZmqNetwork:
         advertise: host name or address to tell others when `bind` is a wildcard.
         versions: what to say in the hello; by default what is installed.
         heartbeat_s: an open link carries a frame at least this often.
-        silence_s: a peer that says nothing for so long is lost.
+        silence_s: a peer that says nothing for so long is lost, unless its hello named another bound.
+        own_silence_s: what to ask of peers in our hello; 0 for what they like.
         connect_s: a peer that does not answer the first call for so long is lost.
         high_water_frames: what libzmq queues for one peer, in each direction, before senders wait.
 
@@ -78,6 +83,7 @@ class ZmqNetwork:
         versions: Versions | None = None,
         heartbeat_s: float = 1.0,
         silence_s: float = 10.0,
+        own_silence_s: float = 0.0,
         connect_s: float = 10.0,
         high_water_frames: int = HIGH_WATER_FRAMES,
     ) -> None:
@@ -86,7 +92,7 @@ class ZmqNetwork:
         """Where others reach this node; empty if it does not listen."""
         self._loop = loop
         self._versions = versions or Versions.installed()
-        self._hello = Hello(*self._versions, name, incarnation)
+        self._hello = Hello(*self._versions, name, incarnation, own_silence_s)
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._connect_s = connect_s
@@ -369,6 +375,8 @@ class ZmqNetwork:
         link.incarnation = hello.incarnation
         link.received = 1
         link.heard_s = self._loop.time()
+        named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
+        link.silence_s = hello.silence_s if named else self._silence_s
         if source:
             self._sources[source] = link
         log(
@@ -439,8 +447,8 @@ class ZmqNetwork:
                 if now_s - link.made_s > self._connect_s:
                     self._lose(link, f"could not be reached at {link.endpoint}")
                 continue
-            if now_s - link.heard_s > self._silence_s and not self._listen_to(link, now_s):
-                self._lose(link, f"silent for {self._silence_s:g} s", Goodbye())
+            if now_s - link.heard_s > link.silence_s and not self._listen_to(link, now_s):
+                self._lose(link, f"silent for {link.silence_s:g} s", Goodbye())
                 continue
             idle = now_s - link.spoke_s >= 0.9 * self._heartbeat_s
             if idle and not link.socket.is_waiting(link.route):
@@ -450,4 +458,4 @@ class ZmqNetwork:
         """Read what has come; whether the peer was heard after all, or may yet be."""
         socket = self._router if link.source else link.socket
         unread = socket is not None and socket.has_input()
-        return unread or now_s - link.heard_s <= self._silence_s
+        return unread or now_s - link.heard_s <= link.silence_s

@@ -1,0 +1,102 @@
+"""The command: one cluster with a spare host, the same training twice, in peace and under fire.
+
+With two islands the model is a pipeline over them; with one, both of its stages share the hosts of that.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import pw
+from examples.train_lm.corpus import Batch, Corpus
+from examples.train_lm.model import ModelConfig, OptimizerConfig, init_params
+from examples.train_lm.pipeline import build_pipeline, initial_state
+from examples.train_lm.schedule import one_forward_one_backward
+from examples.train_through_failures.chaos import Chaos, Kill
+from examples.train_through_failures.training import train
+
+MODEL = ModelConfig(width=64, heads=2, blocks=2, context=32)
+MICRO_BATCHES = 2
+ROWS = 8
+
+
+class Peace:
+    """Looks on while nothing happens."""
+
+    def dispatched(self, step: int) -> None:
+        pass
+
+    def checkpointed(self, step: int) -> None:
+        pass
+
+    def finished(self, step: int, loss: float) -> None:
+        pass
+
+
+def main(
+    islands: Annotated[int, typer.Option(min=1, max=2, help="Islands of the cluster.")] = 2,
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts of each island.")] = 1,
+    spares: Annotated[int, typer.Option(min=0, help="Hosts that can take another one's place.")] = 1,
+    steps: Annotated[int, typer.Option(min=4, help="Steps to train, each time.")] = 200,
+    kills: Annotated[int, typer.Option(min=0, help="Hosts to kill.")] = 6,
+    seed: Annotated[int, typer.Option(help="Decides what is killed when.")] = 0,
+    log_level: Annotated[str, typer.Option(help="What the cluster says about it.")] = "error",
+) -> None:
+    """Trains a small language model while its hosts are killed, and compares the losses."""
+    console = Console(soft_wrap=True, highlight=False)
+    corpus = Corpus.standard_library()
+    optimizer = OptimizerConfig()
+
+    def batches(step: int) -> Batch:
+        return corpus.training_batch(
+            seed=0, step=step, micro_batches=MICRO_BATCHES, rows=ROWS, context=MODEL.context
+        )
+
+    params = init_params(MODEL, 0)
+    states = initial_state(optimizer, params[0]), initial_state(optimizer, params[1])
+    with pw.LocalCluster(
+        islands, hosts, spare_hosts=spares, standby=True, log_level=log_level
+    ) as cluster:
+        pipeline = build_pipeline(
+            MODEL,
+            optimizer,
+            one_forward_one_backward(MICRO_BATCHES),
+            ("island-0", f"island-{islands - 1}"),
+            hosts,
+        )
+        begun_s = time.monotonic()
+        expected = train(pipeline, states, batches, steps, Peace())
+        took_s = time.monotonic() - begun_s
+        console.print(f"in peace: {steps} steps in {took_s:.1f} s, final loss {expected[-1]!r}")
+
+        def report(kill: Kill) -> None:
+            console.print(f"  {kill}")
+
+        chaos = Chaos(cluster, islands * hosts, steps, kills, seed, report)
+        begun_s = time.monotonic()
+        try:
+            losses = train(pipeline, states, batches, steps, chaos)
+        finally:
+            chaos.end()
+        took_s = time.monotonic() - begun_s
+        console.print(f"under fire: {steps} steps in {took_s:.1f} s, final loss {losses[-1]!r}")
+    recoveries = [kill.recovery_s for kill in chaos.kills if kill.recovery_s is not None]
+    longest_s = max(recoveries, default=0.0)
+    alike = losses == expected
+    console.print(
+        f"{len(chaos.kills)} kills, the longest recovery {longest_s:.1f} s; all {steps} losses are "
+        f"{'the same, bit for bit' if alike else 'NOT the same'}"
+    )
+    if not alike:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,99 @@
+"""What a runtime child leaves to the one after it: arrays in one anonymous memory file.
+
+A file begins with the arrays, each row-major at a boundary that JAX can alias, and ends with an index of
+them. The next child maps the file and makes arrays of it without a copy. There is no name to clean up:
+when neither the supervisor nor a child holds the file, its pages are gone, even after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pw.cli.supervision import Parcel
+from pw.core.sharding import Box, dtype_of, packed_offsets
+from pw.devices.replicas import Saved
+from pw.transport.log import log
+
+PIECE_BYTES = 16 << 20
+"""Written between two beats: some ten milliseconds, where memory is not short."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """Where in the file a replica is."""
+
+    array: int
+    box: Box
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+
+def pack(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
+    """Write arrays to a new anonymous file; when memory runs out, as many as there is room for.
+
+    Args:
+        replicas: array ids, boxes, and what is in them, in any layout; asked for one after the other.
+        beat: called now and then, because this may take a while.
+
+    Raises:
+        OSError: there is no room even for the index.
+    """
+    parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
+    index: list[Entry] = []
+    try:
+        for array, box, data in replicas:
+            (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
+            try:
+                _write(parcel.descriptor, start, data, beat)
+            except OSError as error:
+                log("error", "hand-over is not complete", "", "", {"reason": error})
+                break
+            index.append(Entry(array, box, data.shape, data.dtype.name, start))
+            parcel.index_offset = start + data.nbytes
+        os.ftruncate(parcel.descriptor, parcel.index_offset)
+        os.pwrite(parcel.descriptor, msgspec.msgpack.encode(index), parcel.index_offset)
+    except BaseException:
+        parcel.close()
+        raise
+    return parcel
+
+
+def _write(descriptor: int, offset: int, data: npt.NDArray[Any], beat: Callable[[], None]) -> None:
+    left = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+    while left:
+        # Writing is quicker than copying to mapped pages, which would be zeroed first.
+        written = os.pwrite(descriptor, left[:PIECE_BYTES], offset)
+        left, offset = left[written:], offset + written
+        beat()
+
+
+def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Saved]:
+    """Map what another process has packed: read-only arrays, without a copy. Takes the parcel.
+
+    Args:
+        parcel: what `pack` has made.
+        dropped: called, in any thread, when the last of the arrays is gone.
+    """
+    try:
+        pages = mmap.mmap(parcel.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    finally:
+        parcel.close()
+    weakref.finalize(pages, dropped).atexit = False
+    whole = np.frombuffer(pages, np.uint8)
+    index = msgspec.msgpack.decode(pages[parcel.index_offset :], type=list[Entry])
+    replicas: list[Saved] = []
+    for entry in index:
+        dtype = dtype_of(entry.dtype)
+        end = entry.offset + math.prod(entry.shape) * dtype.itemsize
+        data = whole[entry.offset : end].view(dtype).reshape(entry.shape)
+        replicas.append((entry.array, entry.box, data))
+    return replicas

@@ -1,0 +1,80 @@
+"""`pw sim`: run the cluster simulator, and replay what it found."""
+
+from __future__ import annotations
+
+import typer
+
+from pw.core.errors import Error
+from pw.testing.sim import PROFILES, Outcome, Profile, run_campaign, simulate
+from pw.testing.sim.mutations import MUTATIONS
+from pw.testing.sim.profiles import FAULTS
+from pw.testing.sim.report import failure, summary
+from pw.testing.sim.shrink import shrink
+
+SHOWN = 5
+"""Failures whose last events are printed; the others are only named."""
+
+
+def chosen_profile(
+    name: str, hosts: int | None, clients: int | None, runs: int | None, without: str
+) -> Profile:
+    """A profile in the wanted size. Raises Error if there is none of that name, or no such fault."""
+    if name not in PROFILES:
+        raise Error(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
+    faults = [fault for fault in without.split(",") if fault]
+    if unknown := set(faults) - set(FAULTS):
+        raise Error(f"there is no fault {unknown.pop()!r}; there are {', '.join(FAULTS)}")
+    return PROFILES[name].sized(hosts, clients, runs).without(*faults)
+
+
+def seeds_of(text: str) -> range:
+    """The seeds that `first:end` or `count` names. Raises Error if that is neither."""
+    first, _, end = text.rpartition(":")
+    try:
+        return range(int(first or 0), int(end))
+    except ValueError:
+        raise Error(f"--seeds takes first:end or a count, not {text!r}") from None
+
+
+def replay(
+    seed: int, profile: Profile, *, trace: bool, smallest: bool, mutation: str | None
+) -> bool:
+    """Run one seed, print what happened; whether nothing was violated."""
+    if mutation is not None and mutation not in MUTATIONS:
+        raise Error(f"there is no mutation {mutation!r}; there are {', '.join(MUTATIONS)}")
+    outcome = simulate(seed, profile, trace=trace, mutation=mutation)
+    if smallest and outcome.violation is not None:
+        outcome = shrink(seed, profile, outcome.violation.monitor, mutation)
+    if trace:
+        _print(outcome.trace)
+        outcome.trace = []
+    if outcome.violation is not None:
+        _print(failure(outcome))
+        return False
+    typer.echo(
+        f"seed {seed}: {outcome.events} events, {outcome.simulated_s:.1f} s, nothing violated"
+    )
+    return True
+
+
+def search(seeds: range, profile: Profile, jobs: int) -> bool:
+    """Run many seeds and report; whether nothing was violated."""
+    found = 0
+
+    def look(outcome: Outcome) -> None:
+        nonlocal found
+        if outcome.violation is None:
+            return
+        found += 1
+        if found > SHOWN:
+            outcome.trace = []
+        _print(failure(outcome))
+
+    campaign = run_campaign(seeds, profile, jobs=jobs, on_outcome=look)
+    _print(summary(campaign))
+    return not campaign.failures
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo(line)

@@ -1,0 +1,137 @@
+"""What a user does before hosts go: `checkpoint` copies arrays, `drain` leaves a host on purpose.
+
+The runtime makes lost arrays again by running again what made them, as far back as it knows. A checkpoint
+is where that ends: copies in the memory of other hosts are faster than running again, and after a
+donation they are the only way back. Bytes go from host to host; nothing comes to this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from pw.client import runtime
+from pw.client.array import Array, wait_for
+from pw.client.graph import ProgramTracer
+from pw.client.jit import under_jax_trace
+from pw.client.signature import signature_of
+from pw.core.errors import ArgumentError, TracerError
+from pw.transport.log import log
+
+__all__ = ["Checkpoint", "checkpoint", "drain"]
+
+
+class Checkpoint:
+    """A checkpoint under way; it happens whether or not anybody looks at this."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until all copies are where they are safe, for at most `timeout` seconds.
+
+        Raises:
+            TimeoutError: it took longer; the checkpoint goes on.
+            Error: what kept an array from being copied.
+        """
+        self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Whether all copies are where they are safe, or one cannot be made."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        # Shielded: the checkpoint does not end with the task that waits for it.
+        yield from asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            return "<pw.Checkpoint: under way>"
+        error = self._future.exception()
+        return f"<pw.Checkpoint: {'done' if error is None else f'failed, {error}'}>"
+
+
+def checkpoint(tree: Any) -> Checkpoint:
+    """Copy arrays to the memory of other hosts, so that they survive the loss of theirs.
+
+    Takes effect in order with computations: what is donated afterwards is copied as it is now. Returns
+    at once; the copies are used by themselves when a host is lost. A copy lives as long as
+    something can need it, so that calling this now and then on what a training loop carries along is all
+    there is to do.
+
+    Args:
+        tree: tree of pw arrays. Numbers, numpy arrays and jax arrays in it are in this process, and
+            left alone.
+
+    Raises:
+        ArgumentError: there is something else in the tree.
+        ArrayDeleted: an array was deleted or donated before.
+        NotOwner: the arrays belong to different sessions.
+        TracerError: called in a function that is being traced.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    if under_jax_trace([leaf for _, leaf in leaves]):
+        raise TracerError(
+            "pw.checkpoint was called in a function that JAX traces; call it on what the function returns"
+        )
+    arrays: list[Array] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, ProgramTracer):
+            leaf._needed("pw.checkpoint()")
+        elif isinstance(leaf, Array):
+            leaf.check_owner(arrays[0]._runtime if arrays else leaf._runtime)
+            arrays.append(leaf)
+        else:
+            _check_host_value(path, leaf)
+    if not arrays:
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return Checkpoint(nothing)
+    future = arrays[0]._runtime.checkpoint([array._id for array in arrays])
+    future.add_done_callback(_log_failure)
+    return Checkpoint(future)
+
+
+def _check_host_value(path: Any, leaf: Any) -> None:
+    try:
+        signature_of(leaf)
+    except ArgumentError:
+        where = jax.tree_util.keystr(path) or "its argument"
+        raise ArgumentError(
+            f"pw.checkpoint was given {leaf!r} of type {type(leaf).__name__} at {where}; it takes pw "
+            "arrays, and lets numbers, numpy arrays and jax arrays be"
+        ) from None
+
+
+def _log_failure(future: Future[None]) -> None:
+    """For those who do not look at the result."""
+    error = future.exception()
+    if error is not None:
+        log("warning", "checkpoint failed", "client", "", {"error": f"{error}"})
+
+
+def drain(host: str, *, timeout_s: float | None = None) -> None:
+    """Move all work and data off a host, so that it can be switched off without anybody noticing.
+
+    Computations on its island pause while another host takes its place, and go on with the same values.
+    Returns when the host holds nothing any more.
+
+    Args:
+        host: its name, as in `pw status`.
+        timeout_s: how long to wait, in seconds; the drain goes on afterwards.
+
+    Raises:
+        TimeoutError: it took longer.
+        Error: there is no such host, or nothing that could take its place.
+    """
+    future = runtime.current().drain(host)
+    if timeout_s is None:
+        wait_for(future)
+    else:
+        future.result(timeout_s)

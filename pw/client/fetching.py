@@ -1,0 +1,39 @@
+"""A value on its way from hosts to this process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from pw.client.notes import Part
+from pw.core.sharding import ArraySpec, box_slices, dtype_of
+
+
+class Fetching(Future[Any]):
+    """A value on its way; put together by the thread that asks for the result."""
+
+    def __init__(self, spec: ArraySpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._whole: np.ndarray[Any, Any] | None = None
+
+    def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
+        """The whole value, read-only. Raises the error it failed with, or TimeoutError."""
+        parts: list[Part] = super().result(timeout)
+        if self._whole is None:
+            self._whole = _assembled(self._spec, parts)
+        return self._whole
+
+
+def _assembled(spec: ArraySpec, parts: list[Part]) -> np.ndarray[Any, Any]:
+    whole_box = tuple((0, size) for size in spec.shape)
+    if len(parts) == 1 and parts[0][0] == whole_box:
+        whole = parts[0][1]
+    else:
+        whole = np.empty(spec.shape, dtype_of(spec.dtype))
+        for box, part in parts:
+            whole[box_slices(box)] = part
+    whole.flags.writeable = False
+    return whole

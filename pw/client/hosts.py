@@ -1,0 +1,90 @@
+"""What a client knows of hosts: which there are, where its slices lie now, and who has met the client.
+
+A host that comes back is another process: it knows no client until that has identified itself again, so
+whatever tells of a new process (its end, another endpoint, a slice that is bound anew) makes the client
+do so before the next message. Saying it once too often does no harm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pw.core.actor import Env
+from pw.core.ids import store_of
+from pw.core.messages import Attached, Identify, Peer, SliceBound
+from pw.core.sharding import ArraySpec, DeviceAddress
+
+Devices = tuple[DeviceAddress, ...]
+
+
+class Hosts:
+    """The way from virtual devices to object stores."""
+
+    def __init__(self, env: Env) -> None:
+        self._env = env
+        self._endpoints: dict[str, str] = {}
+        self._slices: dict[int, Devices] = {}
+        self._identity: Identify | None = None
+        self._identified: set[str] = set()
+        self._members: tuple[str, ...] = ()
+        self.bindings = 0
+        """Grows whenever a slice is bound: what could not be had before may be there now."""
+        self.bounds: Counter[int] = Counter()
+        """How often each slice was bound."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hosts of formed islands."""
+        return self._members
+
+    def attached(self, message: Attached) -> None:
+        """From now on the client has a number, and a ticket that proves it."""
+        self._identity = Identify(message.client, message.ticket)
+
+    def listed(self, peers: tuple[Peer, ...]) -> None:
+        """These hosts exist now; one that has moved is a new process."""
+        endpoints = {peer.node: peer.endpoint for peer in peers}
+        for node, endpoint in endpoints.items():
+            if node != self._env.address.node:
+                self._env.introduce(node, endpoint)
+            if self._endpoints.get(node) != endpoint:
+                self._identified.discard(node)
+        self._identified.intersection_update(endpoints)
+        self._endpoints = endpoints
+        self._members = tuple(peer.node for peer in peers if peer.member)
+
+    def lost(self, node: str) -> None:
+        """Whoever answers to this name next is a new process."""
+        self._identified.discard(node)
+
+    def bind(self, message: SliceBound) -> bool:
+        """The slice lies there now; whether it has been bound before, and not been lost since."""
+        moved = message.slice in self._slices
+        self._slices[message.slice] = message.devices
+        self._identified.difference_update(device.host for device in message.devices)
+        self.bindings += 1
+        self.bounds[message.slice] += 1
+        return moved
+
+    def unbind(self, slice: int) -> None:
+        """The slice lies nowhere until it is bound again."""
+        self._slices.pop(slice, None)
+
+    def devices(self, spec: ArraySpec) -> Devices | None:
+        """Where each shard of such an array is; None while its slice is not bound."""
+        bound = self._slices.get(spec.placement.slice)
+        if bound is None:
+            return None
+        return tuple(bound[index] for index in spec.placement.devices)
+
+    def bound(self, spec: ArraySpec) -> int:
+        """How often the slice of such an array has been bound; 0 while it is not."""
+        slice = spec.placement.slice
+        return self.bounds[slice] if slice in self._slices else 0
+
+    def send(self, host: str, message: object) -> None:
+        """Send to a host's object store, which knows from then on who this is."""
+        if host not in self._identified and self._identity is not None:
+            self._identified.add(host)
+            self._env.send(store_of(host), self._identity)
+        self._env.send(store_of(host), message)

@@ -1,0 +1,67 @@
+"""A program as one host runs it: its plan, indexed by what the executor looks up for every launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pw.core.plan import Execute, HostPlan, Instruction, Receive
+from pw.core.program import Program
+from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement
+from pw.devices.coordinator import is_local
+
+
+@dataclass(slots=True)
+class HostProgram:
+    """An installed program."""
+
+    body: Program
+    plan: HostPlan
+    keys: tuple[bytes | None, ...]
+    """The backend's name of each computation; None for those that do not run here."""
+    segments: dict[int, tuple[Instruction, ...]]
+    bindings: dict[int, Binding]
+    located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
+    outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
+    local_edges: set[int] = field(default_factory=set)
+    """Edges that this host completes by itself, without waiting."""
+    gangs: set[int] = field(default_factory=set)
+    """Computations that run here and on other hosts."""
+
+    @classmethod
+    def of(cls, number: int, body: Program, plan: HostPlan) -> HostProgram:
+        """Index the plan of program `number` for the plan's host."""
+        segments = {part.segment: part.instructions for part in plan.segments}
+        instructions = [instruction for part in plan.segments for instruction in part.instructions]
+        used = {i.computation for i in instructions if isinstance(i, Execute)}
+        program = cls(
+            body,
+            plan,
+            tuple(
+                f"{number}/{index}".encode() if index in used else None
+                for index in range(len(body.computations))
+            ),
+            segments,
+            {binding.slice: binding for binding in plan.bindings},
+        )
+        for output, slot in plan.outputs:
+            program.outputs_of_slot.setdefault(slot, []).append(output)
+        for receive in instructions:
+            if isinstance(receive, Receive) and is_local(
+                receive, program.devices(receive.spec), plan.host
+            ):
+                program.local_edges.add(receive.edge)
+        for index in used:
+            placement = body.computations[index].placement
+            if any(device.host != plan.host for device in program.at(placement)):
+                program.gangs.add(index)
+        return program
+
+    def at(self, placement: Placement) -> tuple[DeviceAddress, ...]:
+        """The physical device at every position of `placement`."""
+        if placement not in self.located:
+            self.located[placement] = self.bindings[placement.slice].located(placement)
+        return self.located[placement]
+
+    def devices(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
+        """The physical device at every position of the mesh of `spec`."""
+        return self.at(spec.placement)

@@ -1,0 +1,178 @@
+"""How every array of a client came to be, as far back as it may be needed again.
+
+A *record* is a run: the program, what it read, what it made. A record is kept while one of its results
+is *needed*: because the client holds it, or because another kept record reads it. An array of which there
+are copies in host memory needs no record any more, so a checkpoint is where lineage ends; so is an input,
+which the client keeps. What is kept is bounded: the oldest records go first, and what they made can then
+no longer be rebuilt.
+
+Nothing here sends a message: `drain` says which copies and inputs have lost their last reader.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pw.core.sharding import ArraySpec
+from pw.sched.programs import RegisteredProgram
+
+RECORDS_KEPT = 16_384
+"""Runs of one client that can be run again."""
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One run, so that it can be run again."""
+
+    order: int
+    """The run's number: what it reads was made by runs with lower ones."""
+    program: RegisteredProgram
+    args: tuple[int | bytes, ...]
+    results: tuple[int, ...]
+    wanted: int = 0
+    """Results that are needed."""
+    attempts: int = 0
+    """How often it was run again because hosts were lost."""
+
+
+@dataclass(slots=True, eq=False)
+class Origin:
+    """Where an array came from, and who needs it."""
+
+    spec: ArraySpec
+    maker: Record | None
+    """None for an input, and for what can not be run again."""
+    is_input: bool = False
+    held: bool = True
+    readers: int = 0
+    """Kept records that read it."""
+    copied: bool = False
+    """A checkpoint has put copies of all of it in host memory."""
+
+
+@dataclass(slots=True)
+class Unneeded:
+    """What nothing can ask for again."""
+
+    copies: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+
+
+class Lineage:
+    """The origins of one client's arrays."""
+
+    def __init__(self, records_kept: int = RECORDS_KEPT) -> None:
+        self.origins: dict[int, Origin] = {}
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._records_kept = records_kept
+        self._unneeded = Unneeded()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def programs(self) -> set[int]:
+        """Numbers of the programs of all kept records."""
+        return {record.program.program for record in self._records.values()}
+
+    def add_input(self, array: int, spec: ArraySpec) -> None:
+        """The client uploads an array."""
+        self.origins[array] = Origin(spec, None, is_input=True)
+
+    def add_run(
+        self,
+        order: int,
+        program: RegisteredProgram,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+    ) -> Record:
+        """A run is submitted; its results are held by the client."""
+        record = Record(order, program, args, results, len(results))
+        origins = self.origins
+        for array, output in zip(results, program.body.outputs, strict=True):
+            origins[array] = Origin(output.spec, record)
+        if results:
+            self._records[order] = record
+            for arg in args:
+                if isinstance(arg, int) and (origin := origins.get(arg)) is not None:
+                    origin.readers += 1
+            if len(self._records) > self._records_kept:
+                self._cut(next(iter(self._records.values())))
+        return record
+
+    def release(self, arrays: Iterable[int]) -> None:
+        """The client no longer holds these arrays, or has donated them."""
+        for array in arrays:
+            origin = self.origins.get(array)
+            if origin is not None and origin.held:
+                origin.held = False
+                self._reconsider(array)
+
+    def copied(self, array: int) -> None:
+        """All of an array is in host memory now: how it was made does not matter any more."""
+        origin = self.origins.get(array)
+        if origin is not None and not origin.copied:
+            origin.copied = True
+            if origin.maker is not None:
+                self._unwant([origin])
+
+    def copies_lost(self, array: int) -> None:
+        """Not all of an array is in host memory any more."""
+        origin = self.origins.get(array)
+        if origin is not None:
+            origin.copied = False
+
+    @property
+    def has_unneeded(self) -> bool:
+        """Whether `drain` has something to say."""
+        return bool(self._unneeded.copies)
+
+    def drain(self) -> Unneeded:
+        """What has become unneeded since the last call."""
+        unneeded, self._unneeded = self._unneeded, Unneeded()
+        return unneeded
+
+    # --- who still needs whom --------------------------------------------------------------------------
+
+    def _reconsider(self, array: int) -> None:
+        """Forget an array that nobody needs, and with it whatever was kept for its sake."""
+        origin = self.origins[array]
+        if origin.held or origin.readers:
+            return
+        self._forget(array, origin)
+        if origin.maker is not None:
+            self._unwant([origin])
+
+    def _forget(self, array: int, origin: Origin) -> None:
+        del self.origins[array]
+        if origin.is_input:
+            self._unneeded.inputs.append(array)
+        self._unneeded.copies.append(array)
+
+    def _unwant(self, origins: list[Origin]) -> None:
+        """These origins do without their makers (a loop: chains are long)."""
+        while origins:
+            origin = origins.pop()
+            maker, origin.maker = origin.maker, None
+            if maker is None:
+                continue
+            maker.wanted -= 1
+            if maker.wanted:
+                continue
+            if self._records.pop(maker.order, None) is None:
+                continue
+            for arg in maker.args:
+                read = self.origins.get(arg) if isinstance(arg, int) else None
+                if read is None:
+                    continue
+                read.readers -= 1
+                if not read.readers and not read.held:
+                    assert isinstance(arg, int)
+                    self._forget(arg, read)
+                    origins.append(read)
+
+    def _cut(self, record: Record) -> None:
+        """Too much is kept: what this record made can not be rebuilt from now on."""
+        made = [self.origins[array] for array in record.results if array in self.origins]
+        self._unwant([origin for origin in made if origin.maker is record])

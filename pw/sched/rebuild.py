@@ -1,0 +1,619 @@
+"""Gets back what clients had on hosts that were lost.
+
+Theory of operation. When an island leaves its epoch, every run in flight that needs it is cancelled
+everywhere, and what those runs would have made is *lost*, as is every array that lay on the island. A
+client with something lost, or with a slice that is not bound, is *recovering*: what it sends waits. When
+its slices are bound again (to the same ranks, on the hosts that have come back or on spares), the lost
+arrays are made from copies in host memory where there are any, and the rest is run again from there
+(`pw.sched.recovery` works out what). Repeated runs have numbers of their own, so that no edge of an old
+attempt can be taken for one of the new, and their results have the ids that the client knows. Then the
+client's stream goes on; it has noticed nothing but the time that it took.
+
+What can not be had back fails, with the reason. An island that does not come back at all is given up after
+a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pw.core.actor import Env
+from pw.core.errors import INFRASTRUCTURE, ArrayDeleted, ErrorReport, HostLost, NotOwner
+from pw.core.ids import client_of, scheduler_of, store_of
+from pw.core.messages import (
+    Answered,
+    ArrayPlaced,
+    CancelRun,
+    Checkpoint,
+    Copy,
+    CopyArrays,
+    Directory,
+    DropReplicas,
+    ForgetInputs,
+    Holding,
+    Holdings,
+    IslandLost,
+    OfferReplica,
+    Release,
+    Restore,
+    RunFailed,
+    SliceLost,
+    UninstallProgram,
+    UploadAgain,
+)
+from pw.core.sharding import ArraySpec, Binding, Box
+from pw.sched.clients import Array, Client, RunState
+from pw.sched.lineage import Record
+from pw.sched.programs import RegisteredProgram, holders
+from pw.sched.recovery import RecoveryPlan, plan_recovery, sources_of
+
+RESTORES = 8
+"""How often one array is made from copies before it is given up."""
+COPIES = 2
+"""Hosts that shall have a copy of whatever was checkpointed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Note to the controller: an island that left this epoch should have been formed by now."""
+
+    island: str
+    error: ErrorReport
+    loss: int
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the controller knows, shared between its parts."""
+
+    clients: dict[int, Client] = field(default_factory=dict)
+    bindings: dict[int, Binding] = field(default_factory=dict)
+    runs: dict[int, RunState] = field(default_factory=dict)
+    islands: set[str] = field(default_factory=set)
+    """Those that are ready."""
+    limited: set[str] = field(default_factory=set)
+    """Those that count their devices' memory."""
+
+    def placed(self, array: int, spec: ArraySpec) -> ArrayPlaced:
+        """What a scheduler needs to count the memory of an array that does not come from a run."""
+        binding = self.bindings[spec.placement.slice]
+        return ArrayPlaced(array, binding.located(spec.placement), spec.shard_bytes)
+
+
+@dataclass(slots=True)
+class _Copying:
+    """A checkpoint under way: the boxes that hosts have not confirmed."""
+
+    client: Client
+    request: int
+    missing: dict[int, set[tuple[str, Box]]]
+    """By array: who is to keep which box."""
+    givers: dict[tuple[int, Box], str] = field(default_factory=dict)
+    """Who has it on a device, and gives it to the others."""
+    error: ErrorReport | None = None
+
+    def without(self, node: str) -> bool:
+        """A host is gone, and with it what it was to keep or give; whether that is anything."""
+        found = False
+        for array, missing in self.missing.items():
+            left = {
+                (keeper, box)
+                for keeper, box in missing
+                if node not in (keeper, self.givers[array, box])
+            }
+            found = found or left != missing
+            self.missing[array] = left
+        return found
+
+
+class Rebuilder:
+    """The controller's part that deals with lost hosts; see the module."""
+
+    def __init__(
+        self,
+        env: Env,
+        ledger: Ledger,
+        recovery_s: float,
+        lower: Callable[[Client, RegisteredProgram], None],
+        settle: Callable[[Client], None],
+        resume: Callable[[Client], None],
+    ) -> None:
+        self._env = env
+        self._ledger = ledger
+        self._recovery_s = recovery_s
+        self._lower = lower
+        self._settle = settle
+        self._resume = resume
+        self._copies: dict[int, dict[str, frozenset[Box]]] = {}
+        """Boxes in host memory, by array and host."""
+        self._checkpoints: list[_Copying] = []
+        self._hosts: tuple[str, ...] = ()
+        self.draining: set[str] = set()
+        """Hosts that shall not keep anything."""
+        self._offered: set[tuple[int, Box, str]] = set()
+        self._losses = 0
+
+    # --- what was lost -------------------------------------------------------------------------------
+
+    def island_lost(self, message: IslandLost) -> None:
+        """An island left its epoch: hold the clients that need it, and cancel what was under way."""
+        ledger, error = self._ledger, message.error
+        self._losses += 1
+        gone = [n for n, binding in ledger.bindings.items() if binding.island == message.island]
+        for number in gone:
+            del ledger.bindings[number]
+            client = ledger.clients[client_of(number)]
+            client.unbound[number] = self._losses
+            self._env.send(client.address, SliceLost(number, error))
+        for client in ledger.clients.values():
+            for number, array in client.arrays.items():
+                if array.island == message.island and array.error is None:
+                    self._lose(client, number, array, error)
+                    array.hosts = ()
+            client.doomed = {
+                number: array
+                for number, array in client.doomed.items()
+                if array.island != message.island
+            }
+            for program in (*client.programs.values(), *client.retired.values()):
+                program.installing.discard(message.island)
+        self.interrupt(error, island=message.island)
+        if gone:
+            self._env.call_later(self._recovery_s, GiveUp(message.island, error, self._losses))
+        for client in list(ledger.clients.values()):
+            self.proceed(client)
+
+    def host_lost(self, node: str) -> None:
+        """What a host had in host memory is gone, unless its next incarnation says otherwise."""
+        self._offered.clear()
+        for array in [array for array, copies in self._copies.items() if node in copies]:
+            del self._copies[array][node]
+            client = self._ledger.clients.get(client_of(array))
+            origin = client.lineage.origins.get(array) if client else None
+            if client is None or origin is None:
+                continue
+            if origin.copied and sources_of(origin.spec, self._copies[array]) is None:
+                client.lineage.copies_lost(array)
+            if not self._copies[array]:
+                del self._copies[array]
+        for copying in list(self._checkpoints):
+            if copying.without(node):
+                copying.error = ErrorReport.of(
+                    HostLost(f"host {node} was lost while arrays were copied to or from it")
+                )
+            self._check(copying)
+
+    def interrupt(self, error: ErrorReport, *, island: str = "", runs: Iterable[int] = ()) -> None:
+        """Cancel the runs in flight that need this island, or are these, and all that need their results."""
+        ledger = self._ledger
+        chosen = set(runs)
+        lost: set[int] = set()
+        for run, state in list(ledger.runs.items()):
+            needed = any(arg in lost for arg in state.args if isinstance(arg, int))
+            if run not in chosen and island not in state.islands and not needed:
+                continue
+            del ledger.runs[run]
+            lost.update(state.results)
+            for touched in state.islands:
+                if touched in ledger.islands:
+                    self._env.send(scheduler_of(touched), CancelRun(run))
+            self.lose_results(state, error)
+
+    def lose_results(self, state: RunState, error: ErrorReport) -> None:
+        """A run has not made what it should: it is to be run again."""
+        client = self._ledger.clients[state.client]
+        if state.credited:
+            client.in_flight -= 1
+            self._settle(client)
+        self.drop(client, [(n, array) for n, array in state.donated if not array.uploading])
+        for number in state.results:
+            array = client.arrays.get(number)
+            if array is not None and array.error is None and number not in client.lost:
+                self._lose(client, number, array, error)
+
+    def _lose(self, client: Client, number: int, array: Array, error: ErrorReport) -> None:
+        client.lost.setdefault(number, error)
+        array.uploading.clear()
+
+    def arrays_lost(self, client: Client, arrays: tuple[int, ...]) -> bool:
+        """A host says that it has not got them; whether that was not known."""
+        error = ErrorReport.of(HostLost("a host was lost while it sent what the array is made of"))
+        found = False
+        for number in arrays:
+            array = client.arrays.get(number)
+            if array is not None and array.error is not None:
+                self._env.send(client.address, RunFailed(0, (number,), array.error))
+            if array is None or array.error is not None or array.uploading or number in client.lost:
+                continue
+            making = [state for state in self._ledger.runs.values() if number in state.results]
+            for state in making:
+                state.lost = error  # it is seen to when the run has ended
+            if not making:
+                self._lose(client, number, array, error)
+                found = True
+        return found
+
+    def drop(self, client: Client, arrays: Iterable[tuple[int, Array]]) -> None:
+        """Have the hosts that hold these arrays forget them, after the client's earlier work."""
+        by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
+        for number, array in arrays:
+            if array.hosts and array.island in self._ledger.islands:
+                numbers, hosts = by_island.setdefault(array.island, ([], []))
+                numbers.append(number)
+                hosts.append(array.hosts)
+        for island, (numbers, hosts) in by_island.items():
+            self._env.send(
+                scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts))
+            )
+
+    # --- getting it back -----------------------------------------------------------------------------
+
+    def proceed(self, client: Client) -> None:
+        """Rebuild what a client has lost, as soon as its slices are bound and its programs compiled."""
+        if client.unbound:
+            return
+        if client.lost:
+            plan = self._plan(client)
+            if self._waits_for_programs(client, plan):
+                return
+            lost = set(client.lost)
+            client.lost.clear()
+            self._fail(client, plan.lost)
+            self._carry_out(client, plan, lost)
+        self._top_up(client)
+        self._resume(client)
+
+    def _plan(self, client: Client) -> RecoveryPlan:
+        def exists(array: int) -> bool:
+            held = client.arrays.get(array)
+            return held is not None and array not in client.lost and held.error is None
+
+        wanted = [array for array in client.lost if array in client.arrays]
+        return plan_recovery(client.lineage, wanted, exists, self._copies, client.lost)
+
+    def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
+        """Have the hosts compile what is to be run again; true while they are at it."""
+        waits = False
+        for record in plan.runs:
+            program = record.program
+            if program.program not in client.programs and program.program not in client.retired:
+                client.retired[program.program] = program
+                self._lower(client, program)
+            waits = waits or bool(program.installing)
+        return waits
+
+    def _fail(self, client: Client, lost: dict[int, ErrorReport]) -> None:
+        """These arrays are gone for good."""
+        for number, error in lost.items():
+            array = client.arrays.get(number)
+            if array is not None:
+                array.error = error
+                self._env.send(client.address, RunFailed(0, (number,), error))
+
+    def _carry_out(self, client: Client, plan: RecoveryPlan, lost: set[int]) -> None:
+        """Make what the client holds under its own ids, and what is only needed for that under new ones.
+
+        The hosts replace what they have under an id; an array that nobody holds may still be about to be
+        dropped there, so its id is not used again.
+        """
+        names: dict[int, int] = {}
+        if plan.restores or plan.uploads or plan.runs:
+            self._env.log(
+                "info",
+                "rebuilding",
+                client=client.number,
+                from_copies=len(plan.restores),
+                from_client=len(plan.uploads),
+                runs=len(plan.runs),
+            )
+        for number, sources in plan.restores.items():
+            name, array = self._land(client, number, names)
+            array.restored += 1
+            devices = self._ledger.bindings[array.spec.placement.slice].located(
+                array.spec.placement
+            )
+            for host in array.hosts:
+                boxes = {
+                    array.spec.box(position)
+                    for position, device in enumerate(devices)
+                    if device.host == host
+                }
+                chosen = tuple(source for source in sources if source.box in boxes)
+                restore = Restore(name, number, array.spec, devices, chosen)
+                self._env.send(store_of(host), restore)
+            self._env.count("arrays_restored")
+        for number in plan.uploads:
+            name, _ = self._land(client, number, names)
+            self._env.send(client.address, UploadAgain(number, name))
+        temporary: list[tuple[int, Array]] = []
+        failed: dict[int, ErrorReport] = {}
+        for record in plan.runs:
+            self._repeat(client, record, lost, names, failed, temporary)
+        self._fail(client, failed)
+        self.drop(client, temporary)
+        for program in client.retired.values():
+            for island, hosts in program.hosts.items():
+                if island in self._ledger.islands:
+                    self._env.send(scheduler_of(island), UninstallProgram(program.program, hosts))
+        client.retired.clear()
+
+    def _land(self, client: Client, number: int, names: dict[int, int]) -> tuple[int, Array]:
+        """An array is about to arrive on its hosts; it goes again if the client does not hold it."""
+        spec = client.lineage.origins[number].spec
+        held = holders(spec, self._ledger.bindings)
+        assert held is not None, "slices are bound before anything is rebuilt"
+        island, hosts = held
+        array = client.arrays.get(number)
+        if array is None:
+            names[number] = number = client.repeat_id()
+            array = client.doomed[number] = Array(spec, island, hosts)
+        array.island, array.hosts, array.uploading = island, hosts, set(hosts)
+        self._env.send(scheduler_of(island), self._ledger.placed(number, spec))
+        return number, array
+
+    def _repeat(
+        self,
+        client: Client,
+        record: Record,
+        lost: set[int],
+        names: dict[int, int],
+        failed: dict[int, ErrorReport],
+        temporary: list[tuple[int, Array]],
+    ) -> None:
+        """Run a run again, under a new number."""
+        program = record.program
+        error = program.error or next(
+            (failed[a] for a in record.args if isinstance(a, int) and a in failed), None
+        )
+        if error is not None:
+            failed.update(dict.fromkeys(record.results, error))
+            return
+        record.attempts += 1
+        args = tuple(names.get(arg, arg) if isinstance(arg, int) else arg for arg in record.args)
+        awaits = []
+        for arg in args:
+            if isinstance(arg, int):
+                given = client.arrays.get(arg) or client.doomed.get(arg)
+                if given is not None and given.uploading:
+                    awaits.append(arg)
+        results = []
+        for number, output in zip(record.results, program.body.outputs, strict=True):
+            held = holders(output.spec, self._ledger.bindings)
+            assert held is not None, "slices are bound before anything is rebuilt"
+            array = client.arrays.get(number)
+            if array is not None and number in lost and not array.uploading:
+                array.island, array.hosts = held
+                results.append(number)
+                continue
+            name = client.repeat_id()
+            if array is None:
+                names.setdefault(number, name)
+            temporary.append((name, Array(output.spec, *held)))
+            results.append(name)
+        run = client.repeat_id()
+        state = RunState(
+            client.number,
+            record,
+            args,
+            tuple(results),
+            tuple(program.parts),
+            program.segment_count,
+            [],
+            credited=False,
+        )
+        self._ledger.runs[run] = state
+        self._env.count("runs_repeated")
+        for island, submit in program.submissions(
+            run, args, tuple(results), tuple(dict.fromkeys(awaits))
+        ):
+            self._env.send(scheduler_of(island), submit)
+
+    def arrival_failed(self, client: Client, number: int, array: Array, error: ErrorReport) -> bool:
+        """An upload or a restored array did not get there: get it in another way, so many times."""
+        again = error.kind in INFRASTRUCTURE or (array.restored and error.kind == "ArrayLost")
+        if not again or array.restored > RESTORES:
+            return False
+        array.restored += 1
+        if number in client.arrays:
+            self._lose(client, number, array, error)
+        else:
+            client.doomed.pop(number, None)
+        consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
+        self.interrupt(error, runs=consumers)
+        self.proceed(client)
+        return True
+
+    def give_up(self, note: GiveUp) -> None:
+        """An island has not come back: what lay there fails, and what needs it fails from now on."""
+        for client in list(self._ledger.clients.values()):
+            gone = {number for number, loss in client.unbound.items() if loss == note.loss}
+            if not gone:
+                continue
+            for number in gone:
+                del client.unbound[number]
+            self._env.log("warning", "island given up", island=note.island, client=client.number)
+            for program in client.programs.values():
+                if not gone.isdisjoint(program.body.slices()):
+                    program.error = note.error
+            failed = {
+                number: note.error
+                for number in client.lost
+                if (array := client.arrays.get(number)) is None
+                or array.spec.placement.slice in gone
+            }
+            for number in failed:
+                del client.lost[number]
+            self._fail(client, failed)
+            self.proceed(client)
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def hosts_are(self, directory: Directory) -> None:
+        """These hosts can keep copies."""
+        self._hosts = tuple(peer.node for peer in directory.peers)
+
+    def holds(self, host: str, message: Holdings) -> None:
+        """A host has boxes in its memory."""
+        useless = []
+        for holding in message.holdings:
+            self._confirm(host, holding)
+            client = self._ledger.clients.get(client_of(holding.array))
+            if client is None or holding.array not in client.lineage.origins:
+                useless.append(holding.array)
+            elif holding.boxes:
+                copies = self._copies.setdefault(holding.array, {})
+                copies[host] = copies.get(host, frozenset()).union(holding.boxes)
+        if useless:
+            self._env.send(store_of(host), DropReplicas(tuple(useless)))
+        for copying in list(self._checkpoints):
+            self._check(copying)
+
+    def _confirm(self, host: str, holding: Holding) -> None:
+        """A host has what it was to keep; without boxes: it will not have it (the array has failed)."""
+        for copying in self._checkpoints:
+            missing = copying.missing.get(holding.array)
+            if missing is not None and holding.boxes:
+                missing -= {(host, box) for box in holding.boxes}
+            elif missing is not None:
+                copying.missing[holding.array] = {part for part in missing if part[0] != host}
+
+    def checkpoint(self, client: Client, message: Checkpoint) -> None:
+        """Have arrays copied to host memory, after the client's earlier work."""
+        copying = _Copying(client, message.request, {})
+        by_island: dict[str, list[tuple[str, Copy]]] = {}
+        for number in dict.fromkeys(message.arrays):
+            array = client.arrays.get(number)
+            error = _objection(client, number, array)
+            if error is not None:
+                copying.error = error
+                continue
+            assert array is not None
+            devices = self._ledger.bindings[array.spec.placement.slice].located(
+                array.spec.placement
+            )
+            chosen: dict[str, list[int]] = {}
+            for _, positions in array.spec.distinct_boxes():
+                chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
+            missing = copying.missing.setdefault(number, set())
+            for host, at in chosen.items():
+                targets = self._targets(host, array.hosts)
+                copy = Copy(number, array.spec, devices, tuple(at), targets)
+                by_island.setdefault(array.island, []).append((host, copy))
+                for position in at:
+                    box = array.spec.box(position)
+                    copying.givers[number, box] = host
+                    missing |= {(keeper, box) for keeper in (host, *targets)}
+        for island, copies in by_island.items():
+            self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
+        self._checkpoints.append(copying)
+        self._check(copying)
+
+    def _targets(self, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
+        """Who keeps copies of what is on `host`: rather one that does not hold the array itself."""
+        others = [other for other in self._hosts if other != host and other not in self.draining]
+        if not others:
+            return ()
+        start = sum(host.encode())
+        turned = others[start % len(others) :] + others[: start % len(others)]
+        turned.sort(key=lambda other: other in holders)
+        return tuple(turned[: COPIES - 1])
+
+    def _check(self, copying: _Copying) -> None:
+        """Note the arrays of a checkpoint of which all copies are there, and answer when all are."""
+        for array in [array for array, missing in copying.missing.items() if not missing]:
+            del copying.missing[array]
+            origin = copying.client.lineage.origins.get(array)
+            if origin is not None and sources_of(origin.spec, self._copies.get(array, {})):
+                copying.client.lineage.copied(array)
+        if not copying.missing and copying in self._checkpoints:
+            self._checkpoints.remove(copying)
+            self._env.send(copying.client.address, Answered(copying.request, copying.error))
+
+    def link_lost(self, client: Client, host: str) -> None:
+        """What a client had sent to a host may not have come there: uploads are asked for again."""
+        for number, array in client.arrays.items():
+            if host in array.uploading and number not in client.lost:
+                self._env.send(client.address, UploadAgain(number, number))
+
+    def arrived(self, client: Client, number: int) -> None:
+        """An array is on its devices again: copies that were not asked for can go."""
+        origin = client.lineage.origins.get(number)
+        if origin is not None and not origin.copied:
+            self._drop_copies([number])
+
+    def forget(self, client: Client) -> None:
+        """What nothing of this client can need any more need not be kept anywhere."""
+        unneeded = client.lineage.drain()
+        if unneeded.inputs:
+            self._env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
+        if unneeded.copies and self._copies:
+            self._drop_copies(unneeded.copies)
+
+    def client_left(self, client: Client) -> None:
+        """Hosts drop its copies themselves; nothing of it is waited for any more."""
+        self._checkpoints = [c for c in self._checkpoints if c.client is not client]
+        self._drop_copies([n for n in self._copies if client_of(n) == client.number])
+
+    def _drop_copies(self, arrays: Iterable[int]) -> None:
+        by_host: dict[str, list[int]] = {}
+        for array in arrays:
+            for host in self._copies.pop(array, ()):
+                by_host.setdefault(host, []).append(array)
+        self._offered = {offer for offer in self._offered if offer[0] in self._copies}
+        for host, dropped in by_host.items():
+            self._env.send(store_of(host), DropReplicas(tuple(dropped)))
+
+    def _top_up(self, client: Client) -> None:
+        """Where a lost host had copies that a checkpoint asked for, have others make them."""
+        for array, copies in self._copies.items():
+            if client_of(array) != client.number:
+                continue
+            origin = client.lineage.origins.get(array)
+            if origin is None or not origin.copied:
+                continue
+            for box, _ in origin.spec.distinct_boxes():
+                there = [host for host, boxes in copies.items() if box in boxes]
+                self._copy_more(array, origin.spec, box, there)
+
+    def _copy_more(self, array: int, spec: ArraySpec, box: Box, there: list[str]) -> None:
+        lasting = [host for host in there if host not in self.draining]
+        if not there or len(lasting) >= COPIES:
+            return
+        for host in self._targets(there[0], tuple(there)):
+            if host not in there and (array, box, host) not in self._offered:
+                self._offered.add((array, box, host))
+                offer = OfferReplica(array, spec.dtype, (box,), there[0])
+                self._env.send(store_of(host), offer)
+
+    def emptied(self, host: str) -> bool:
+        """Whether nothing that is only on this host can still be needed; asks for copies elsewhere."""
+        if any(client.recovering for client in self._ledger.clients.values()):
+            return False
+        arriving = [
+            number
+            for client in self._ledger.clients.values()
+            for number, array in (*client.arrays.items(), *client.doomed.items())
+            if array.uploading and array.restored
+        ]
+        if arriving:
+            return False
+        alone = False
+        for array, copies in self._copies.items():
+            for box in copies.get(host, ()):
+                if not any(box in boxes for other, boxes in copies.items() if other != host):
+                    alone = True
+                    origin = self._ledger.clients[client_of(array)].lineage.origins[array]
+                    self._copy_more(array, origin.spec, box, [host])
+        return not alone
+
+
+def _objection(client: Client, number: int, array: Array | None) -> ErrorReport | None:
+    """Why an array cannot be checkpointed."""
+    if client_of(number) != client.number:
+        return ErrorReport.of(NotOwner("a checkpoint names an array of another client"))
+    if array is None:
+        return ErrorReport.of(
+            ArrayDeleted("a checkpoint names an array that was deleted or donated")
+        )
+    return array.error

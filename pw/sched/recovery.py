@@ -1,0 +1,116 @@
+"""What to do about arrays that were lost with a host: a pure function.
+
+From the arrays that are lost and still held, it works backwards through the lineage to what exists: arrays
+that are where they were, copies in host memory, and inputs that the client has kept. What must be
+run again comes out in the order of the original runs, so that everything a run reads is there before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pw.core.errors import ArrayLost, ErrorReport
+from pw.core.messages import Source
+from pw.core.sharding import ArraySpec, Box
+from pw.sched.lineage import Lineage, Record
+
+ATTEMPTS = 16
+"""How often one run is run again before its arrays are given up."""
+
+Copies = Mapping[int, Mapping[str, frozenset[Box]]]
+"""Boxes of arrays in host memory, by array and host."""
+
+
+@dataclass(slots=True)
+class RecoveryPlan:
+    """How to get lost arrays back."""
+
+    restores: dict[int, tuple[Source, ...]] = field(default_factory=dict)
+    """Arrays to be made from copies."""
+    uploads: list[int] = field(default_factory=list)
+    """Inputs to be asked for again."""
+    runs: list[Record] = field(default_factory=list)
+    """To be run again, in this order."""
+    lost: dict[int, ErrorReport] = field(default_factory=dict)
+    """What cannot be had back, and why."""
+
+
+def sources_of(spec: ArraySpec, copies: Mapping[str, frozenset[Box]]) -> tuple[Source, ...] | None:
+    """Who has which box of an array in host memory; None if a box is missing."""
+    sources = []
+    for box, _ in spec.distinct_boxes():
+        there = [Source(box, host) for host, boxes in copies.items() if box in boxes]
+        if not there:
+            return None
+        sources += there
+    return tuple(sources)
+
+
+def plan_recovery(
+    lineage: Lineage,
+    wanted: Iterable[int],
+    exists: Callable[[int], bool],
+    copies: Copies,
+    why: Mapping[int, ErrorReport],
+) -> RecoveryPlan:
+    """How to get the `wanted` arrays back.
+
+    Args:
+        lineage: where the client's arrays came from.
+        wanted: lost arrays that the client holds.
+        exists: whether an array is on devices, and good.
+        copies: what is in host memory, and on which hosts.
+        why: how an array was lost, where that is known.
+    """
+    plan = RecoveryPlan()
+    records: dict[int, Record] = {}
+    stack = list(wanted)
+    seen: set[int] = set()
+    while stack:
+        array = stack.pop()
+        if array in seen or exists(array):
+            continue
+        seen.add(array)
+        origin = lineage.origins.get(array)
+        sources = sources_of(origin.spec, copies.get(array, {})) if origin else None
+        if sources is not None:
+            plan.restores[array] = sources
+        elif origin is None or (origin.maker is None and not origin.is_input):
+            plan.lost[array] = _lost(why.get(array), _NO_ORIGIN)
+        elif origin.maker is None:
+            plan.uploads.append(array)
+        elif any(c.python for c in origin.maker.program.body.computations):
+            plan.lost[array] = _lost(why.get(array), _IMPURE)
+        elif origin.maker.attempts >= ATTEMPTS:
+            plan.lost[array] = _lost(
+                why.get(array), f"it was made again {ATTEMPTS} times, and lost again each time"
+            )
+        else:
+            records[origin.maker.order] = origin.maker
+            stack += [arg for arg in origin.maker.args if isinstance(arg, int)]
+    for order in sorted(records):
+        record = records[order]
+        missing = next((a for a in record.args if isinstance(a, int) and a in plan.lost), None)
+        if missing is None:
+            plan.runs.append(record)
+            continue
+        for array in record.results:
+            if array in seen and array not in plan.restores:
+                plan.lost[array] = plan.lost[missing]
+    return plan
+
+
+_NO_ORIGIN = (
+    "there are no copies of it, and how it was made is not known any more. Call pw.checkpoint on what "
+    "a program cannot do without"
+)
+_IMPURE = "a Python function had a part in making it, which may have run already and is not run again by itself"
+
+
+def _lost(cause: ErrorReport | None, reason: str) -> ErrorReport:
+    if cause is None:
+        return ErrorReport.of(ArrayLost(f"the array cannot be rebuilt: {reason}"))
+    return ErrorReport.of(
+        ArrayLost(f"the array cannot be rebuilt after {cause.message}: {reason}"), cause.where
+    )

@@ -1,0 +1,87 @@
+"""What waits in a client's queue on an island."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pw.core.messages import Arguments, Copy
+from pw.sched.admission import Request
+
+
+@dataclass(slots=True)
+class RunHere:
+    """What the segments of one run share on an island."""
+
+    run: int
+    program: int
+    arguments: Arguments
+    request: Request | None
+    """Its place in the order of admission; None where memory does not matter to it."""
+    introduced: set[str] = field(default_factory=set)
+    last_segment: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SegmentTask:
+    """One queued or launched gang."""
+
+    here: RunHere
+    segment: int
+    hosts: tuple[str, ...]
+    notify: tuple[str, ...]
+    unlaunched: set[int]
+    """Producer segments on other islands that have not been launched (G4)."""
+    unfinished: set[int]
+    """Producer segments on other islands that have not ended (G3)."""
+    awaits: set[int]
+    """Uploads that have not ended."""
+    arrival: int
+    estimate_us: float = 0.0
+
+
+@dataclass(slots=True)
+class DiscardTask:
+    """Arrays or a program to drop after the client's earlier work."""
+
+    arrays: tuple[int, ...]
+    hosts: tuple[tuple[str, ...], ...]
+    program: int
+    arrival: int
+
+
+@dataclass(slots=True)
+class CopyTask:
+    """Arrays to copy to host memory after the client's earlier work, and before its later work."""
+
+    copies: tuple[tuple[str, Copy], ...]
+    arrival: int
+
+
+Task = SegmentTask | DiscardTask | CopyTask
+
+
+@dataclass(slots=True)
+class ClientQueue:
+    """A client's tasks in order, and its claim on the island."""
+
+    client: int
+    share: float
+    priority: int
+    tasks: deque[Task] = field(default_factory=deque)
+    launched: int = 0
+    """Segments that have been launched and have not ended."""
+
+    @property
+    def head_arrival(self) -> int:
+        """Serial number of the oldest task."""
+        return self.tasks[0].arrival
+
+
+@dataclass(slots=True)
+class Drops:
+    """What one host is to drop, collected during a turn and sent behind the turn's launches."""
+
+    arrays: list[int] = field(default_factory=list)
+    programs: list[int] = field(default_factory=list)
+    clients: list[int] = field(default_factory=list)

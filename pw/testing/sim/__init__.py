@@ -1,0 +1,19 @@
+"""A whole cluster in one process on virtual time, with faults, from one seed.
+
+    outcome = simulate(seed=7, profile=PROFILES["chaos"])
+    assert outcome.violation is None
+
+The actors are those of production, unchanged. Simulated are time (`world`), processes (`node`), links
+(`network`), the bulk plane (`bulk`), devices (`devices`, `gangs`), supervisors (`host`) and users
+(`workload`, `programs`). `faults` go wrong; what every array must be says an `oracle`, what must hold at every
+step say the `monitors`, what may be left over a `census`. `mutations` show that all these see what they
+should. From the shell: `pw sim`.
+"""
+
+from __future__ import annotations
+
+from pw.testing.sim.campaign import Campaign, run_campaign
+from pw.testing.sim.profiles import PROFILES, Profile
+from pw.testing.sim.runner import Outcome, simulate
+
+__all__ = ["PROFILES", "Campaign", "Outcome", "Profile", "run_campaign", "simulate"]

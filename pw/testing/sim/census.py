@@ -1,0 +1,77 @@
+"""What actors hold: every collection in them that is not empty, found by looking, not by name.
+
+A new dictionary in an actor is part of the census from the day it is written; what may stay for good is
+listed here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sized
+from typing import Any
+
+PERMANENT = frozenset(
+    (
+        # machinery, and what an actor was given when it was made
+        *("_handlers", "_table", "_counters", "_registration", "env", "_env", "policy"),
+        # who is here, and which islands there are
+        *(
+            "_islands",
+            "_schedulers",
+            "islands",
+            "hosts",
+            "_hosts",
+            "_directory",
+            "_present",
+            "_absent",
+        ),
+        *("_next_sequence", "_lost", "_spares"),
+        # bounded memories of what is gone
+        *("_dropped", "_gone_clients", "_void_clients", "_gone_at", "_lost_at"),
+    )
+)
+"""Names of what need not be empty in the end."""
+
+
+def held(name: str, actor: object) -> Counter[str]:
+    """Sizes of all collections inside an actor and its parts that should become empty."""
+    found: Counter[str] = Counter()
+    for path, size in _collections(name, actor, set()):
+        found[path] += size
+    return found
+
+
+def _collections(path: str, thing: Any, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    for name, value in _attributes(thing):
+        if name in PERMANENT:
+            continue
+        inside = f"{path}.{name.strip('_')}"
+        if isinstance(value, (dict, set, list, deque, Counter)):
+            if _size(value):
+                yield inside, _size(value)
+        elif _is_part(value):
+            yield from _collections(inside, value, seen)
+
+
+def _size(value: Sized) -> int:
+    return len(+value) if isinstance(value, Counter) else len(value)
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(thing, "__dict__", {}).items()
+    for kind in type(thing).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(thing, name):
+                yield name, getattr(thing, name)
+
+
+def _is_part(value: Any) -> bool:
+    """Whether it is an object of the runtime that belongs to the actor, and not another actor."""
+    kind = type(value)
+    if not kind.__module__.startswith(("pw.sched.", "pw.devices.", "pw.client.")):
+        return False
+    return not hasattr(value, "turn_ended") or kind.__name__ == "Replicas"

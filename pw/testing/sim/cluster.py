@@ -1,0 +1,151 @@
+"""A simulated cluster: the production actors of a controller and of all hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.ids import CONTROLLER, RESOURCES, Address
+from pw.core.messages import (
+    CoordinationStarted,
+    IslandStatus,
+    StartCoordination,
+    StopCoordination,
+)
+from pw.sched.controller import Controller, ControllerVersions
+from pw.sched.policy import POLICIES
+from pw.sched.resources import ResourceManager
+from pw.sched.scheduler import IslandScheduler
+from pw.testing.sim.bulk import SimBulk
+from pw.testing.sim.census import held
+from pw.testing.sim.gangs import Gangs
+from pw.testing.sim.host import Groups, SimHost, silence_s
+from pw.testing.sim.node import SimNode
+from pw.testing.sim.world import World
+
+SECRET = b"simulated"
+
+
+class _Services(Actor):
+    """Coordination services that are up after a moment."""
+
+    def __init__(self, env: Env, node: SimNode) -> None:
+        super().__init__(env)
+        self._node = node
+        self._random = node.world.streams("services")
+
+    @handles(StartCoordination)
+    def _start(self, sender: Address, message: StartCoordination) -> None:
+        answer = CoordinationStarted(message.island, message.epoch, "simulated:1", "")
+        send: Callable[[], None] = lambda: self.env.send(RESOURCES, answer)  # noqa: E731
+        self._node.world.after(self._random.uniform(1e-3, 3e-2), self._node.call, send)
+
+    @handles(StopCoordination)
+    def _stop(self, sender: Address, message: StopCoordination) -> None:
+        """There is nothing to give back."""
+
+
+class SimCluster:
+    """Controller and hosts; clients are made by the workload."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.gangs = Gangs(world)
+        self.groups = Groups(self)
+        self.planes: dict[int, SimBulk] = {}
+        self.alterations: list[Callable[[SimHost], None]] = []
+        """What is done to each new incarnation of a host before it speaks (see `mutations`)."""
+        self.on_spawn: list[Callable[[IslandScheduler], None]] = []
+        """What is done to each new scheduler."""
+        random = world.streams("cluster")
+        self.policy = random.choice(sorted(POLICIES))
+        self.schedulers: dict[str, IslandScheduler] = {}
+        self._start_controller()
+        self.hosts: list[SimHost] = []
+        self.islands: dict[str, list[SimHost]] = {}
+        self._spares: dict[int, list[str]] = {}
+        left = world.profile.hosts
+        while left:
+            size = min(left, random.choice((1, 2, 2, 3, 4)))
+            left -= size
+            island = f"island-{len(self.islands)}"
+            devices = random.choice((1, 2, 2, 4))
+            members = [
+                SimHost(self, f"{island}-h{rank}", island, size, devices) for rank in range(size)
+            ]
+            self.islands[island] = members
+            self.hosts += members
+            if random.random() < world.profile.spares:
+                anywhere = random.random() < 0.5
+                spare = SimHost(
+                    self,
+                    f"spare-of-{island}",
+                    "" if anywhere else island,
+                    size,
+                    devices,
+                    spare=True,
+                )
+                self.hosts.append(spare)
+                self._spares.setdefault(devices, []).append(spare.name)
+        for host in self.hosts:
+            world.after(random.uniform(0.0, 0.05), host.start)
+
+    def _start_controller(self) -> None:
+        self.node = node = SimNode(self.world, CONTROLLER, 1, CONTROLLER, 1.0, silence_s)
+        schedulers = self.schedulers
+
+        def spawn(island: str) -> None:
+            schedulers[island] = node.add(
+                f"scheduler/{island}",
+                lambda env: IslandScheduler(env, island, POLICIES[self.policy]()),
+            )
+            for alter in self.on_spawn:
+                alter(schedulers[island])
+
+        resources = node.add("resources", lambda env: ResourceManager(env, SECRET))
+        node.add("services", lambda env: _Services(env, node))
+
+        def status() -> tuple[IslandStatus, ...]:
+            return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
+
+        self.status = status
+        self.resources = resources
+        self.controller = node.add(
+            "controller",
+            lambda env: Controller(
+                env,
+                SECRET,
+                ControllerVersions("sim", "sim"),
+                self.policy,
+                spawn,
+                status,
+                lambda: dict(node.counters),
+            ),
+        )
+
+    def hosts_of(self, island: str) -> list[str]:
+        """Names of all hosts that an island may consist of."""
+        members = self.islands[island]
+        return [host.name for host in members] + self._spares.get(members[0].devices, [])
+
+    def formed(self) -> bool:
+        """Whether every island is ready of which no host has left for good."""
+        ready = {status.island for status in self.status() if status.state == "ready"}
+        whole = {
+            island
+            for island, members in self.islands.items()
+            if not any(host.finished for host in members)
+        }
+        return ready >= whole
+
+    def census(self) -> Counter[str]:
+        """All that is held anywhere, which must be nothing when all clients have gone."""
+        found: Counter[str] = Counter()
+        for host in self.hosts:
+            for what, count in host.census().items():
+                found[f"{host.name} {what}"] += count
+        for actor in (self.controller, self.resources, *self.schedulers.values()):
+            name = getattr(actor, "island", type(actor).__name__)
+            found += held(name, actor)
+        return +found

@@ -1,0 +1,380 @@
+"""Simulated devices of one host: the promises of `pw.devices.backend`, after modelled delays.
+
+Ops are done strictly in order, one execution at a time. A computation over several hosts starts when
+all of them have reached it (see `Gangs`) and computes a digest of its inputs (see `digests`). What a
+careful backend could notice is checked here: values that are read before they are made or after they
+were given away, made twice, replicas that differ, and buffers that are never dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalError
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
+from pw.devices import backend as ops
+from pw.devices.backend import Value
+from pw.testing.sim.digests import DOES_NOT_COMPILE
+from pw.testing.sim.world import Violation
+
+if TYPE_CHECKING:
+    from pw.testing.sim.gangs import Gangs, Layout
+    from pw.testing.sim.node import SimNode
+
+OP_S = 4e-6
+COMPILE_S = 2e-3
+COMPUTE_S = 150e-6
+BUILD_BYTES_PER_S = 4e9
+
+
+class Shards(dict[int, np.ndarray[Any, Any]]):
+    """The buffers of one value on one host, by the ordinal of the device."""
+
+    __slots__ = ("__weakref__",)
+
+
+_DONATED = Shards()
+"""In the place of buffers that a computation has taken over."""
+
+
+@dataclass(slots=True)
+class Installed:
+    """A computation as this host runs it."""
+
+    name: str
+    artifact: bytes
+    computation: Computation
+    layout: Layout
+
+
+class SimBackend:
+    """The devices of one incarnation of a host (see `pw.devices.backend.Backend`)."""
+
+    def __init__(self, node: SimNode, gangs: Gangs) -> None:
+        self.node = node
+        self.host = node.name
+        self.epoch = 0
+        """Of the group that the host has joined."""
+        self.meeting: Installed | None = None
+        """The computation over several hosts that this host has reached and that has not started."""
+        self.closed = False
+        self.live_bytes: Counter[int] = Counter()
+        """Bytes of buffers on each device."""
+        self.peak_bytes: Counter[int] = Counter()
+        self._world = node.world
+        self._gangs = gangs
+        self._random = node.world.streams(f"devices/{node.name}")
+        self._queue: deque[ops.Op] = deque()
+        self._installed: dict[bytes, Installed] = {}
+        self._running = False
+        self._pump_planned = False
+        self._compiling_until_s = 0.0
+        self._refs: dict[int, weakref.ref[Shards]] = {}
+        self._filled = 0
+
+    # --- what actors ask for -------------------------------------------------------------------------
+
+    def install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: ops.Done,
+    ) -> None:
+        """Compile a computation, one after the other."""
+        error: ErrorReport | None = None
+        if artifact.startswith(DOES_NOT_COMPILE):
+            words = f"the computation {computation.name!r} does not compile"
+            error = ErrorReport.of(CompileError(words), self.host)
+        start_s = max(self._world.now_s, self._compiling_until_s)
+        delay_s = COMPILE_S * self.node.slowness * self._random.uniform(0.5, 2.0)
+        self._compiling_until_s = start_s + delay_s
+
+        def compiled() -> None:
+            if error is None:
+                layout = self._gangs.layout(computation, devices)
+                self._installed[key] = Installed(computation.name, artifact, computation, layout)
+            self._answer(lambda: done(error))
+
+        self._world.at(self._compiling_until_s, self._awake, compiled)
+
+    def forget(self, key: bytes) -> None:
+        """Drop an installed computation after everything compiled and submitted so far."""
+        at_s = max(self._world.now_s, self._compiling_until_s)
+        self._world.at(
+            at_s, self._awake, lambda: self.submit([ops.Call(lambda: self._forget(key))])
+        )
+
+    def _forget(self, key: bytes) -> None:
+        self._installed.pop(key, None)
+
+    def submit(self, batch: Sequence[ops.Op]) -> None:
+        """Run `batch` after all ops submitted before."""
+        self._queue += batch
+        self._plan_pump()
+
+    def snapshot(
+        self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
+    ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
+        """Host copies of the boxes here, if the value is ready now."""
+        shards = value.payload
+        if value.error is not None or value.building is not None or not isinstance(shards, Shards):
+            return None
+        if shards is _DONATED:
+            return None
+        return [
+            (box, shards[devices[positions[0]].ordinal])
+            for box, positions in host_boxes(spec, devices, self.host)
+        ]
+
+    def counters(self) -> dict[str, int]:
+        """What this backend holds."""
+        return {"device_bytes": sum(self.live_bytes.values())}
+
+    def close(self) -> None:
+        """Stop; no `done` is called afterwards."""
+        if not self.closed:
+            self.closed = True
+            self._queue.clear()
+            self._installed.clear()
+            self._gangs.left(self)
+
+    @property
+    def installed(self) -> int:
+        """Computations that can be run."""
+        return len(self._installed)
+
+    @property
+    def buffers(self) -> int:
+        """Values whose buffers are still referenced."""
+        return len(self._refs)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return not self._queue and not self._running
+
+    # --- the queue -----------------------------------------------------------------------------------
+
+    def _awake(self, action: Callable[[], None]) -> None:
+        """Do something on a thread of this process, which may be stopped just now."""
+        if self.closed or not self.node.alive:
+            return
+        if self.node.paused:
+            self._world.at(self.node.paused_until_s, self._awake, action)
+        else:
+            action()
+
+    def _answer(self, function: Callable[[], None]) -> None:
+        if not self.closed:
+            self.node.call(lambda: None if self.closed else function())
+
+    def _plan_pump(self) -> None:
+        if not self._pump_planned and not self._running and not self.closed:
+            self._pump_planned = True
+            self._world.after(OP_S * self.node.slowness, self._awake, self._pump)
+
+    def _pump(self) -> None:
+        self._pump_planned = False
+        queue = self._queue
+        while queue and not self._running and not self.closed:
+            op = queue[0]
+            if isinstance(op, ops.Execute):
+                if any(self._is_building(arg) for arg in op.args):
+                    return
+                queue.popleft()
+                self._running = True
+                self._execute(op)
+            elif isinstance(op, ops.Move):
+                if self._is_building(op.source):
+                    return
+                queue.popleft()
+                self._move(op)
+            else:
+                queue.popleft()
+                if isinstance(op, ops.Build):
+                    self._build(op)
+                elif isinstance(op, ops.Call):
+                    op.function()
+                elif isinstance(op, ops.Watch):
+                    self._watch(op, 0)
+                else:
+                    self._read(op)
+
+    def _is_building(self, value: Value, then: Callable[[], None] | None = None) -> bool:
+        """Whether a value is still assembled; `then` (by default: go on) is called afterwards."""
+        if value.building is None:
+            return False
+        value.building.append(then or self._pump)
+        return True
+
+    # --- ops -----------------------------------------------------------------------------------------
+
+    def _execute(self, op: ops.Execute) -> None:
+        installed = self._installed.get(op.key)
+        for value in op.results:
+            if value.payload is not None:
+                raise Violation("a value is made once", f"{op.key!r} on {self.host} runs again")
+        if installed is None:
+            raise Violation(
+                "computations are installed before they run", f"{op.key!r} on {self.host}"
+            )
+        self._gangs.reach(self, installed, op)
+
+    def executed(
+        self, op: ops.Execute, error: ErrorReport | None, results: Sequence[Shards]
+    ) -> None:
+        """A computation that this host has reached has ended."""
+        if self.closed:
+            return
+        self._running = False
+        for value, shards in zip(op.results, results, strict=False):
+            self._fill(value, shards)
+        if error is not None:
+            for value in op.results:
+                value.error = error
+        self._awake(self._pump)
+
+    def poison(self, op: ops.Execute) -> ErrorReport | None:
+        """What is wrong with an argument, if anything is."""
+        for value in op.args:
+            if (failure := self._failure(value)) is not None:
+                return failure
+        return None
+
+    def arguments(self, installed: Installed, op: ops.Execute) -> list[Shards]:
+        """The buffers that a computation reads; those that it takes over are gone afterwards."""
+        found: list[Shards] = [value.payload for value in op.args]
+        computation = installed.computation
+        for position in computation.donated:
+            value = op.args[position]
+            kept = position in op.copied or op.args.count(value) > 1
+            if not kept and not value.shared:
+                value.payload = _DONATED
+        return found
+
+    def _move(self, op: ops.Move) -> None:
+        failure = self._failure(op.source)
+        if failure is not None:
+            op.result.error = failure
+            return
+        source: Shards = op.source.payload
+        shards = self._empty(op.spec, op.devices)
+        for piece in op.pieces:
+            held = source[op.source_devices[piece.source_device].ordinal]
+            data = held[box_slices(piece.source_box)]
+            for position in piece.destination_devices:
+                shards[op.devices[position].ordinal][box_slices(piece.destination_box)] = data
+        self._fill(op.result, shards)
+
+    def _build(self, op: ops.Build) -> None:
+        shards = self._empty(op.spec, op.devices)
+        written: Counter[int] = Counter()
+        total = 0
+        for positions, box, data in op.parts:
+            for position in positions:
+                ordinal = op.devices[position].ordinal
+                shards[ordinal][box_slices(box)] = data
+                written[ordinal] += data.size
+                total += data.nbytes
+        for ordinal, shard in shards.items():
+            if written[ordinal] != shard.size:
+                what = f"{written[ordinal]} of {shard.size} elements on {self.host}"
+                raise Violation("arrays are built from all their parts", what)
+        delay_s = total / BUILD_BYTES_PER_S * self.node.slowness
+        if total <= 4096:
+            self._fill(op.result, shards)
+            if op.done is not None:
+                self._answer_none(op.done)
+            return
+        op.result.building = []
+        done, value = op.done, op.result
+
+        def built() -> None:
+            waiting, value.building = value.building, None
+            self._fill(value, shards)
+            if done is not None:
+                self._answer_none(done)
+            for then in waiting:
+                then()
+
+        self._world.after(delay_s, self._awake, built)
+
+    def _answer_none(self, done: ops.Done) -> None:
+        self._answer(lambda: done(None))
+
+    def _watch(self, op: ops.Watch, start: int) -> None:
+        for index in range(start, len(op.values)):
+            value = op.values[index]
+            if self._is_building(value, lambda index=index: self._watch(op, index)):  # type: ignore[misc]
+                return
+            failure = None if value.payload is _DONATED else self._failure(value)
+            if failure is not None:
+                self._answer(lambda failure=failure: op.done(failure))  # type: ignore[misc]
+                return
+        self._answer_none(op.done)
+
+    def _read(self, op: ops.Read) -> None:
+        if self._is_building(op.value, lambda: self._read(op)):
+            return
+        failure = self._failure(op.value)
+        if failure is not None:
+            self._answer(lambda: op.done(failure))
+            return
+        shards: Shards = op.value.payload
+        wanted = [(op.devices[position].ordinal, box) for position, box in op.boxes]
+        if any(ordinal not in shards for ordinal, _ in wanted):
+            elsewhere = InternalError("the read names a device that does not hold the value")
+            report = ErrorReport.of(elsewhere, self.host)
+            self._answer(lambda: op.done(report))
+            return
+        views = [shards[ordinal][box_slices(box)] for ordinal, box in wanted]
+        self._answer(lambda: op.done(views))
+
+    # --- values --------------------------------------------------------------------------------------
+
+    def _failure(self, value: Value) -> ErrorReport | None:
+        if value.error is not None:
+            return value.error
+        if value.payload is None:
+            raise Violation("values are made before they are used", f"on {self.host}")
+        if value.payload is _DONATED:
+            return ErrorReport.of(ArrayDeleted("the buffers were donated"), self.host)
+        return None
+
+    def _empty(self, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Shards:
+        shape, dtype = spec.sharding.shard_shape(spec.shape), dtype_of(spec.dtype)
+        shards = Shards()
+        for device in devices:
+            if device.host == self.host:
+                shards[device.ordinal] = np.zeros(shape, dtype)
+        return shards
+
+    def _fill(self, value: Value, shards: Shards) -> None:
+        if value.error is not None:
+            return
+        if value.payload is not None:
+            raise Violation("a value is made once", f"on {self.host}")
+        value.payload = shards
+        for ordinal, shard in shards.items():
+            self.live_bytes[ordinal] += shard.nbytes
+            self.peak_bytes[ordinal] = max(self.peak_bytes[ordinal], self.live_bytes[ordinal])
+        sizes = tuple((ordinal, shard.nbytes) for ordinal, shard in shards.items())
+
+        self._filled += 1
+        serial = self._filled
+
+        def dropped(ref: weakref.ref[Shards]) -> None:
+            del self._refs[serial]
+            for ordinal, size_bytes in sizes:
+                self.live_bytes[ordinal] -= size_bytes
+
+        self._refs[serial] = weakref.ref(shards, dropped)

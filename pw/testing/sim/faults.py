@@ -1,0 +1,145 @@
+"""What goes wrong during a run, planned before it begins.
+
+Losses of frames, failed transfers and failed computations are drawn where they happen; here are the
+faults that have a place and a duration: partitions, pauses, crashes of processes and machines, and
+clients that die. `heal` ends them all: from then on everything must come right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from pw.core.ids import CONTROLLER
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.network import HEARTBEAT_S
+from pw.testing.sim.node import SimNode
+from pw.testing.sim.workload import SimClient
+
+WATCHDOG_S = 3.0
+"""After how long a supervisor kills a runtime that does not answer."""
+
+
+class Faults:
+    """Plans the faults of a run and undoes them in the end."""
+
+    def __init__(self, cluster: SimCluster, clients: list[SimClient]) -> None:
+        self._cluster = cluster
+        self._clients = clients
+        self._world = cluster.world
+        profile = self._world.profile
+        scale = max(1.0, profile.hosts / 12)
+        kinds: tuple[tuple[str, float, Callable[[Random], None]], ...] = (
+            ("partition", profile.partitions * scale, self._partition),
+            ("pause", profile.pauses * scale, self._pause),
+            ("crash", profile.crashes * scale, self._crash),
+            ("machine", profile.machine_crashes * scale, self._crash_machine),
+            ("client", profile.client_deaths, self._kill_client),
+        )
+        for name, expected, action in kinds:
+            random = self._world.streams(f"faults/{name}")
+            count = int(expected) + (random.random() < expected % 1.0)
+            for _ in range(random.randint(0, 2 * count) if count else 0):
+                at_s = 0.2 + random.random() ** 2 * profile.span_s
+                self._world.at(at_s, self._inject, action, random)
+
+    def _inject(self, action: Callable[[Random], None], random: Random) -> None:
+        if not self._world.calm:
+            action(random)
+
+    def _note(self, fault: str, *nodes: str) -> None:
+        self._world.ledger.note(fault, *nodes)
+        self._world.trace.add((self._world.now_s, "FAULT", "", f"{fault}: {', '.join(nodes)}"))
+
+    # --- what can happen -----------------------------------------------------------------------------
+
+    def _partition(self, random: Random) -> None:
+        """Some nodes do not reach some others for a while, in one direction or both."""
+        world = self._world
+        names = sorted(world.nodes)
+        some = sorted(random.sample(names, min(len(names), random.choice((1, 1, 1, 2, 3)))))
+        others = [name for name in names if name not in some]
+        if random.random() < 0.4 and others:
+            others = [random.choice(others)]
+        until_s = world.now_s + random.choice((0.05, 0.5, 2.0, 5.0, 15.0)) * random.uniform(
+            0.5, 1.5
+        )
+        inwards, outwards = random.choice(((True, True), (True, False), (False, True)))
+        self._note("partition" if inwards and outwards else "one-way partition", *some, *others)
+        for one in some:
+            for other in others:
+                if outwards:
+                    self._block(one, other, until_s)
+                if inwards:
+                    self._block(other, one, until_s)
+
+    def _block(self, source: str, target: str, until_s: float) -> None:
+        blocked = self._world.blocked
+        blocked[source, target] = max(until_s, blocked.get((source, target), 0.0))
+        node = self._world.nodes.get(target)
+        if node is not None:
+            self._world.after(HEARTBEAT_S, node.network.probe, source)
+
+    def _pause(self, random: Random) -> None:
+        """A process stops and goes on later, not knowing that it was away."""
+        node = self._random_node(random)
+        if node is not None:
+            self._note("pause", node.name)
+            length_s = random.choice((0.1, 2.0, 6.0, 20.0)) * random.uniform(0.5, 1.5)
+            node.paused_until_s = max(node.paused_until_s, self._world.now_s + length_s)
+            for peer in node.network.peers():
+                other = self._world.nodes.get(peer)
+                if other is not None:
+                    self._world.after(HEARTBEAT_S, other.network.probe, node.name)
+            if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
+                self._world.after(WATCHDOG_S, self._watched, node)
+
+    def _watched(self, node: SimNode) -> None:
+        for host in self._cluster.hosts:
+            if host.node is node and node.paused:
+                self._world.ledger.note("hung runtime killed", host.name)
+                host.crash(machine=False)
+                host.restart_later(0.1)
+
+    def _random_node(self, random: Random) -> SimNode | None:
+        names = [name for name in sorted(self._world.nodes) if name != CONTROLLER]
+        return self._world.nodes[random.choice(names)] if names else None
+
+    def _crash(self, random: Random) -> None:
+        """The runtime of a host dies; its supervisor starts it again, at once or later."""
+        host = random.choice(self._cluster.hosts)
+        if host.node is not None:
+            self._note("crash", host.name)
+            host.crash(machine=False)
+            host.restart_later(random.choice((0.1, 1.0, 5.0)) * random.uniform(0.5, 1.5))
+
+    def _crash_machine(self, random: Random) -> None:
+        """A machine dies and comes back much later, or only when all faults have ended."""
+        host = random.choice(self._cluster.hosts)
+        if host.node is not None:
+            self._note("machine crash", host.name)
+            host.crash(machine=True)
+            if random.random() < 0.7:
+                host.restart_later(random.uniform(3.0, 20.0))
+
+    def _kill_client(self, random: Random) -> None:
+        client = random.choice(self._clients)
+        if client.node.alive and not client.finished:
+            self._note("client killed", client.name)
+            client.die()
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """Faults stop: links carry, the stopped go on, the dead come back."""
+        world = self._world
+        world.calm = True
+        world.blocked.clear()
+        world.trace.add((world.now_s, "FAULT", "", "all faults have ended"))
+        for name in sorted(world.nodes):
+            node = world.nodes[name]
+            if node.paused:
+                node.paused_until_s = world.now_s
+        for host in self._cluster.hosts:
+            if host.node is None:
+                host.restart_later(0.5)

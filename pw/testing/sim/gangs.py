@@ -1,0 +1,226 @@
+"""Computations over several hosts: they start when all have come, and hang or fail when one is gone.
+
+Two hosts that wait for each other in different computations have enqueued them in different orders; that
+is what gang scheduling must prevent (DESIGN G1), and is reported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pw.core.errors import ComputationFailed, ErrorReport
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
+from pw.devices import backend as ops
+from pw.testing.sim.devices import COMPUTE_S, Installed, Shards, SimBackend
+from pw.testing.sim.digests import RAISES, compute
+from pw.testing.sim.world import Violation, World
+
+_Index = tuple[slice, ...]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the shards of one argument or result lie."""
+
+    spec: ArraySpec
+    by_host: dict[str, list[tuple[int, _Index]]]
+    """Ordinals and boxes on each host."""
+    whole: tuple[str, int] | None
+    """A device that has all of it."""
+    replicated: bool
+
+
+class Layout:
+    """Where a computation's shards lie, worked out once for all hosts."""
+
+    def __init__(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> None:
+        virtual = dict(zip(computation.placement.devices, devices, strict=True))
+        self.hosts = tuple(dict.fromkeys(device.host for device in devices))
+        self.inputs = [_place(spec, virtual) for spec in computation.inputs]
+        self.outputs = [_place(spec, virtual) for spec in computation.outputs]
+
+
+def _place(spec: ArraySpec, virtual: dict[int, DeviceAddress]) -> _Place:
+    by_host: dict[str, list[tuple[int, _Index]]] = {}
+    whole = None
+    boxes = set()
+    for position, index in enumerate(spec.placement.devices):
+        device, box = virtual[index], spec.box(position)
+        boxes.add(box)
+        by_host.setdefault(device.host, []).append((device.ordinal, box_slices(box)))
+        if all(stop - start == size for (start, stop), size in zip(box, spec.shape, strict=True)):
+            whole = whole or (device.host, device.ordinal)
+    return _Place(spec, by_host, whole, len(boxes) < len(spec.placement.devices))
+
+
+@dataclass(slots=True)
+class _Member:
+    backend: SimBackend
+    installed: Installed
+    op: ops.Execute
+
+
+class Gangs:
+    """Brings the hosts of a computation together."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups: dict[tuple[str, int], SimBackend] = {}
+        """Members of groups by host and epoch; epochs of different islands do not mix."""
+        self._waiting: dict[tuple[str, int], _Member] = {}
+        self._layouts: dict[tuple[int, tuple[DeviceAddress, ...]], tuple[Computation, Layout]] = {}
+        self._random = world.streams("gangs")
+
+    def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> Layout:
+        """The layout of a computation on these devices."""
+        key = (id(computation), devices)
+        known = self._layouts.get(key)
+        if known is None:  # the computation is kept as well, so that its id stays its own
+            known = self._layouts[key] = (computation, Layout(computation, devices))
+        return known[1]
+
+    # --- members -------------------------------------------------------------------------------------
+
+    def joined(self, backend: SimBackend, epoch: int) -> None:
+        """A host has joined the group of an epoch."""
+        backend.epoch = epoch
+        self._groups[backend.host, epoch] = backend
+
+    def left(self, backend: SimBackend) -> None:
+        """A host has left its group, or died: those that wait for it hang, or fail."""
+        key = (backend.host, backend.epoch)
+        if self._groups.get(key) is not backend:
+            return
+        del self._groups[key]
+        self._waiting.pop(key, None)
+        for member in list(self._waiting.values()):
+            same = member.backend.epoch == backend.epoch
+            if same and backend.host in member.installed.layout.hosts:
+                self._bereaved(member, backend.host)
+
+    def _bereaved(self, member: _Member, lost: str) -> None:
+        """A member will never come; the collective of this one may fail, or wait for ever."""
+        world = self._world
+        if self._random.random() < 0.5:
+            world.ledger.injected["collective hangs"] += 1
+            return
+        world.ledger.injected["collective fails"] += 1
+        name = member.installed.name
+        words = f"the computation {name!r} failed: the connection to {lost} was closed by the peer"
+        report = ErrorReport.of(ComputationFailed(words), member.backend.host)
+        world.after(self._random.uniform(1e-3, 2.0), self._give_up, member, report)
+
+    def _give_up(self, member: _Member, report: ErrorReport) -> None:
+        key = (member.backend.host, member.backend.epoch)
+        if self._waiting.get(key) is member:
+            del self._waiting[key]
+            member.backend.meeting = None
+            member.backend.executed(member.op, report, ())
+
+    # --- meetings ------------------------------------------------------------------------------------
+
+    def reach(self, backend: SimBackend, installed: Installed, op: ops.Execute) -> None:
+        """A host has come to a computation; it starts when all have."""
+        member = _Member(backend, installed, op)
+        hosts = installed.layout.hosts
+        failure = backend.poison(op)
+        if (
+            failure is not None
+        ):  # nothing is enqueued, here; the other hosts had better know as well
+            backend.executed(op, failure, ())
+            return
+        if len(hosts) == 1:
+            self._start([member])
+            return
+        backend.meeting = installed
+        epoch = backend.epoch
+        self._waiting[backend.host, epoch] = member
+        here = []
+        self._world.checked["G1"] += 1
+        for host in hosts:
+            if (host, epoch) not in self._groups:
+                self._bereaved(member, host)
+                return
+            other = self._waiting.get((host, epoch))
+            if other is None:
+                continue
+            if other.op.key != op.key:
+                if backend.host in other.installed.layout.hosts:
+                    raise Violation(
+                        "G1",
+                        f"{backend.host} waits in {op.key!r} and {host} in {other.op.key!r}",
+                    )
+                continue
+            here.append(other)
+        if len(here) == len(hosts):
+            for other in here:
+                del self._waiting[other.backend.host, epoch]
+                other.backend.meeting = None
+            self._start(here)
+
+    def _start(self, members: list[_Member]) -> None:
+        """All are there: take the inputs, and compute."""
+        world = self._world
+        first = members[0].installed
+        failure: ErrorReport | None = None
+        held = [member.backend.arguments(member.installed, member.op) for member in members]
+        host = members[0].backend.host
+        if first.artifact.startswith(RAISES):
+            words = f"the computation {first.name!r} failed: it always does"
+            failure = ErrorReport.of(ComputationFailed(words), host)
+        rate = 0.0 if world.calm else world.profile.computation_failure
+        if failure is None and rate and self._random.random() < rate:
+            words = world.ledger.failure(first.name)
+            failure = ErrorReport.of(ComputationFailed(words), host)
+        slowness = max(member.backend.node.slowness for member in members)
+        delay_s = COMPUTE_S * slowness * self._random.expovariate(1.0)
+        shared: list[np.ndarray[Any, Any]] = []
+        if failure is None:
+            inputs = self._inputs(first, members, held)
+            shared = compute(first.artifact, inputs, first.computation.outputs)
+            world.checked["executions"] += 1
+        for member in members:
+            results = [
+                _cut(whole, place, member.backend.host)
+                for whole, place in zip(shared, first.layout.outputs, strict=False)
+            ]
+            spread_s = 1e-5 * self._random.random() * member.backend.node.slowness
+            world.after(delay_s + spread_s, member.backend.executed, member.op, failure, results)
+
+    def _inputs(
+        self, first: Installed, members: list[_Member], held: list[list[Shards]]
+    ) -> list[bytes]:
+        """The bytes of each whole argument, put together from the shards on all hosts."""
+        by_host = {m.backend.host: args for m, args in zip(members, held, strict=True)}
+        inputs = []
+        for index, place in enumerate(first.layout.inputs):
+            if place.whole is not None and not place.replicated:
+                host, ordinal = place.whole
+                inputs.append(by_host[host][index][ordinal].tobytes())
+                continue
+            spec = place.spec
+            whole = np.empty(spec.shape, dtype_of(spec.dtype))
+            seen: dict[str, bytes] = {}
+            for host, shards in place.by_host.items():
+                payload = by_host[host][index]
+                for ordinal, box in shards:
+                    shard = payload[ordinal]
+                    whole[box] = shard
+                    if place.replicated:
+                        data = shard.tobytes()
+                        if seen.setdefault(str(box), data) != data:
+                            what = f"argument {index} of {first.name!r} on {host}"
+                            raise Violation("replicas are equal", what)
+            inputs.append(whole.tobytes())
+        return inputs
+
+
+def _cut(whole: np.ndarray[Any, Any], place: _Place, host: str) -> Shards:
+    shards = Shards()
+    for ordinal, box in place.by_host[host]:
+        shards[ordinal] = whole[box]
+    return shards

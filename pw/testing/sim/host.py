@@ -1,0 +1,235 @@
+"""A simulated host: its supervisor, and the runtime child that the supervisor starts again and again.
+
+The child holds the production actors of a host over simulated devices. What a child hands over when it
+leaves its island is kept by the supervisor and given to the next child; a crash of the whole machine
+loses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import CONTROLLER, client_of
+from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
+from pw.devices.coordinator import ShardCoordinator
+from pw.devices.executor import HostExecutor
+from pw.devices.replicas import Saved
+from pw.devices.store import ObjectStore
+from pw.testing.sim.bulk import SimBulk
+from pw.testing.sim.census import held
+from pw.testing.sim.devices import SimBackend
+from pw.testing.sim.node import SimNode
+
+if TYPE_CHECKING:
+    from pw.testing.sim.cluster import SimCluster
+
+_Joined = Callable[[IslandJoined | IslandJoinFailed], None]
+
+HOST_SILENCE_S = 3.0
+CLIENT_SILENCE_S = 10.0
+
+
+def silence_s(peer: str) -> float:
+    """After how long a silent peer is given up."""
+    return CLIENT_SILENCE_S if peer.startswith("client") else HOST_SILENCE_S
+
+
+class SimHost:
+    """One host of an island (see `pw.devices.membership.HostProcess`)."""
+
+    def __init__(
+        self,
+        cluster: SimCluster,
+        name: str,
+        island: str,
+        island_hosts: int,
+        devices: int,
+        *,
+        spare: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.world = cluster.world
+        self.name = name
+        self.island = island
+        self.island_hosts = island_hosts
+        self.devices = devices
+        self.spare = spare
+        self.incarnation = 0
+        self.node: SimNode | None = None
+        self.replicas: list[Saved] = []
+        """What the last child has handed over."""
+        self.finished = False
+        """It has left for good."""
+        self._random = self.world.streams(f"host/{name}")
+        slow = self._random.random() < self.world.profile.slow_hosts
+        self.slowness = self._random.uniform(3.0, 30.0) if slow else 1.0
+        if slow:
+            self.world.ledger.injected["slow host"] += 1
+        self._fixed_port = self._random.random() < 0.3
+        self._leaving = False
+
+    # --- the supervisor ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a runtime child, unless one lives."""
+        if self.node is not None or self.finished:
+            return
+        self.incarnation += 1
+        self._leaving = False
+        endpoint = self.name if self._fixed_port else f"{self.name}#{self.incarnation}"
+        node = SimNode(self.world, self.name, self.incarnation, endpoint, self.slowness, silence_s)
+        self.node = node
+        node.network.introduce(CONTROLLER, CONTROLLER)
+        self.backend = backend = SimBackend(node, self.cluster.gangs)
+        self.bulk = bulk = SimBulk(node, self.cluster.planes)
+        registration = RegisterHost(
+            self.island,
+            self.island_hosts,
+            self.devices,
+            "sim",
+            endpoint,
+            self.incarnation,
+            spare=self.spare or self.incarnation > 1,
+        )
+        counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
+        replicas, self.replicas = self.replicas, []
+        self.store = node.add(
+            "store", lambda env: ObjectStore(env, backend, bulk, counters, replicas)
+        )
+        self.coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
+        self.executor = node.add(
+            "executor",
+            lambda env: HostExecutor(
+                env, registration, self, backend, self.store, self.coordinator
+            ),
+        )
+        for alter in self.cluster.alterations:
+            alter(self)
+        self.executor.register()
+
+    def restart_later(self, delay_s: float) -> None:
+        """Start a child after a while."""
+        self.world.after(delay_s, self.start)
+
+    def crash(self, *, machine: bool) -> None:
+        """The child dies at once; with the machine, so does what it had handed over."""
+        if machine:
+            self.replicas = []
+        node, self.node = self.node, None
+        if node is not None:
+            node.die()
+            node.network.vanish(seen=not machine)
+            self.backend.close()
+
+    # --- what the child asks for ---------------------------------------------------------------------
+
+    def join(self, form: FormIsland, joined: _Joined) -> None:
+        """Join the epoch's group; all its hosts must come."""
+        self.cluster.groups.join(self, form, joined)
+
+    def hand_over(self, replicas: list[Saved]) -> None:
+        """Keep copies of arrays for the next child."""
+        self.replicas = [(array, box, data.copy()) for array, box, data in replicas]
+
+    def stop(self, reason: str, error: ErrorReport | None) -> None:
+        """End this incarnation; a new one is started after a moment."""
+        self._leave(reason, self._random.uniform(0.05, 0.6))
+
+    def finish(self, reason: str) -> None:
+        """End for good."""
+        self.finished = True
+        self._leave(reason, 0.0)
+
+    def _leave(self, reason: str, restart_s: float) -> None:
+        node = self.node
+        if node is None or self._leaving:
+            return
+        self._leaving = True
+        self.world.trace.add((self.world.now_s, self.name, "", f"leaves: {reason}"))
+        self.world.after(1e-3, self._end, node, restart_s)
+
+    def _end(self, node: SimNode, restart_s: float) -> None:
+        if self.node is not node:
+            return  # it has crashed meanwhile
+        if node.paused:
+            self.world.at(node.paused_until_s, self._end, node, restart_s)
+            return
+        node.network.close()
+        node.die()
+        self.node = None
+        self.backend.close()
+        self.restart_later(restart_s)
+
+    def held_by(self, client: int) -> list[int]:
+        """Arrays of a client in this host's store."""
+        store: Any = self.store
+        arrays = list(store._entries) if self.node is not None else []
+        return [array for array in arrays if client_of(array) == client]
+
+    def census(self) -> dict[str, int]:
+        """All that this host may hold, which must be nothing in the end."""
+        if self.node is None:
+            return {}
+        found = held("store", self.store) + held("executor", self.executor)
+        found += held("coordinator", self.coordinator)
+        found["landings"] += self.bulk.landings
+        found["installed"] += self.backend.installed
+        found["buffers"] += self.backend.buffers
+        return dict(found)
+
+
+class Groups:
+    """Where the hosts of an epoch meet (the role of jax.distributed)."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._waiting: dict[tuple[str, int], list[tuple[SimHost, SimNode, FormIsland, _Joined]]]
+        self._waiting = {}
+        self._random = self._world.streams("groups")
+
+    def join(self, host: SimHost, form: FormIsland, joined: _Joined) -> None:
+        """Wait for all hosts of the epoch, or for too long."""
+        key = (form.island, form.epoch)
+        members = self._waiting.setdefault(key, [])
+        assert host.node is not None
+        members.append((host, host.node, form, joined))
+        if len(members) == len(form.hosts):
+            del self._waiting[key]
+            delay_s = self._random.uniform(0.005, 0.1)
+            fails = self._random.random() < self._world.profile.join_failures
+            fails = fails and not self._world.calm
+            if fails:
+                self._world.ledger.note("join failed", *form.hosts)
+            for member in members:
+                self._world.after(delay_s, self._joined, *member, fails)
+        else:
+            self._world.after(10.0, self._give_up, key, host, host.node, form, joined)
+
+    def _joined(
+        self, host: SimHost, node: SimNode, form: FormIsland, joined: _Joined, failed: bool
+    ) -> None:
+        if not node.alive:
+            return
+        if failed:
+            error = ErrorReport("PlacementError", "the group could not be joined", host.name)
+            node.call(lambda: joined(IslandJoinFailed(form.island, form.epoch, error)))
+            return
+        self._cluster.gangs.joined(host.backend, form.epoch)
+        answer = IslandJoined(form.island, form.epoch, "simulated", host.devices, None)
+        node.call(lambda: joined(answer))
+
+    def _give_up(
+        self,
+        key: tuple[str, int],
+        host: SimHost,
+        node: SimNode,
+        form: FormIsland,
+        joined: _Joined,
+    ) -> None:
+        members = self._waiting.get(key)
+        if members is not None and any(member[1] is node for member in members):
+            members[:] = [member for member in members if member[1] is not node]
+            self._joined(host, node, form, joined, True)

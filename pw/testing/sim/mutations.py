@@ -1,0 +1,316 @@
+"""Deliberate breakages, to see that the simulator sees.
+
+Each breaks one promise of one actor from outside: it alters a message on its way, or the handler of one
+actor. A simulator that does not notice one of these within a few seeds has a hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from pw.core.actor import Actor
+from pw.core.ids import CONTROLLER, Address
+from pw.core.messages import (
+    Discard,
+    EdgeCredit,
+    EdgeData,
+    EdgeFailed,
+    Fetched,
+    GangBroken,
+    Launch,
+    LeaveIsland,
+    PeerLost,
+    RunsSettled,
+    SliceBound,
+    Submit,
+    UploadAgain,
+)
+from pw.devices.replicas import Saved
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.host import SimHost
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One breakage."""
+
+    what: str
+    """What no longer holds."""
+    profile: str
+    """The mildest profile in which that matters."""
+    caught_by: frozenset[str]
+    """Monitors that may notice."""
+    install: Callable[[SimCluster], None]
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def _mutation(name: str, profile: str, *caught_by: str) -> Callable[[Any], Any]:
+    def register(install: Callable[[SimCluster], None]) -> Callable[[SimCluster], None]:
+        what = (install.__doc__ or "").strip()
+        MUTATIONS[name] = Mutation(what, profile, frozenset(caught_by), install)
+        return install
+
+    return register
+
+
+def _tamper(
+    cluster: SimCluster,
+    kind: type,
+    alter: Callable[[Random, Address, Any], list[Any] | None],
+) -> None:
+    """Have messages of one kind altered on their way."""
+    random = cluster.world.streams("mutation")
+
+    def tamper(sender: Address, to: Address, message: Any) -> list[Any] | None:
+        return alter(random, to, message) if isinstance(message, kind) else None
+
+    cluster.world.tamper = tamper
+
+
+def _rehandle(actor: Actor, kind: type, wrap: Callable[[Callable[..., None]], Any]) -> None:
+    """Replace an actor's handler of one kind of message."""
+    actor._handlers[kind] = wrap(actor._handlers[kind])
+
+
+# --- gang scheduling ---------------------------------------------------------------------------------
+
+
+@_mutation("reorder-launches", "calm", "G1", "liveness")
+def _reorder(cluster: SimCluster) -> None:
+    """Two launches reach one host of a gang in the opposite order."""
+    held: dict[str, Launch] = {}
+
+    def alter(random: Random, to: Address, message: Launch) -> list[Any] | None:
+        first = held.pop(to.node, None)
+        if first is not None:
+            return [
+                replace(message, sequence=first.sequence),
+                replace(first, sequence=message.sequence),
+            ]
+        if message.arguments is not None and message.last and random.random() < 0.05:
+            held[to.node] = message
+            return []
+        return None
+
+    _tamper(cluster, Launch, alter)
+
+
+@_mutation("duplicate-launch", "calm", "once")
+def _duplicate(cluster: SimCluster) -> None:
+    """A host gets one launch twice, under two numbers."""
+    shift: dict[tuple[str, int], int] = {}
+
+    def alter(random: Random, to: Address, message: Launch | Discard) -> list[Any] | None:
+        key = (to.node, message.epoch)
+        moved = replace(message, sequence=message.sequence + shift.get(key, 0))
+        if isinstance(message, Launch) and key not in shift and random.random() < 0.2:
+            shift[key] = 1
+            return [moved, replace(moved, sequence=moved.sequence + 1)]
+        return [moved]
+
+    _tamper(cluster, Launch | Discard, alter)  # type: ignore[arg-type]
+
+
+@_mutation("launch-before-producers", "calm", "G4")
+def _unordered(cluster: SimCluster) -> None:
+    """A segment is launched before the segments that make its inputs (DESIGN G4)."""
+
+    def spawned(actor: Actor) -> None:
+        def wrap(handler: Callable[..., None]) -> Any:
+            def submit(sender: Address, message: Submit) -> None:
+                nothing: tuple[tuple[tuple[str, int], ...], ...] = tuple(
+                    () for _ in message.depends
+                )
+                handler(sender, replace(message, depends=nothing))
+
+            return submit
+
+        _rehandle(actor, Submit, wrap)
+
+    cluster.on_spawn.append(spawned)
+
+
+@_mutation("forget-to-wait-for-an-upload", "calm", "values are made before they are used", "oracle")
+def _impatient(cluster: SimCluster) -> None:
+    """A run is launched before its arguments have arrived."""
+
+    def spawned(actor: Actor) -> None:
+        def wrap(handler: Callable[..., None]) -> Any:
+            return lambda sender, message: handler(sender, replace(message, awaits=()))
+
+        _rehandle(actor, Submit, wrap)
+
+    cluster.on_spawn.append(spawned)
+
+
+@_mutation("ignore-an-epoch", "crashes", "epochs")
+def _timeless(cluster: SimCluster) -> None:
+    """A host takes a launch that was meant for its island's last epoch."""
+    replay_launches(cluster)
+
+    def careless(host: SimHost) -> None:
+        executor: Any = host.executor
+        in_sequence = executor._in_sequence
+        executor._in_sequence = lambda epoch, *rest: in_sequence(executor._epoch, *rest)
+
+    cluster.alterations.append(careless)
+
+
+def replay_launches(cluster: SimCluster) -> None:
+    """When a host gets its first launch of an epoch, have it get its first one of the last epoch before."""
+    first: dict[str, tuple[Address, Launch]] = {}
+
+    def alter(random: Random, to: Address, message: Launch) -> list[Any] | None:
+        sender = Address(CONTROLLER, f"scheduler/{to.node.rpartition('-')[0]}")
+        old = first.get(to.node)
+        if old is None or old[1].epoch < message.epoch:
+            first[to.node] = (sender, message)
+            node = cluster.world.nodes.get(to.node)
+            if old is not None and node is not None:
+                node.post(to.actor, old[1], old[0])
+        return None
+
+    _tamper(cluster, Launch, alter)
+
+
+@_mutation("gang-not-broken", "devices", "liveness", "G1")
+def _brave(cluster: SimCluster) -> None:
+    """A host that has lost an input of its gang is not heard."""
+    _tamper(cluster, GangBroken, lambda random, to, message: [])
+
+
+@_mutation("lose-leave", "crashes", "liveness")
+def _stay(cluster: SimCluster) -> None:
+    """A host is not told that its island's epoch is over."""
+    _tamper(cluster, LeaveIsland, lambda random, to, message: [])
+
+
+# --- data --------------------------------------------------------------------------------------------
+
+
+@_mutation("drop-handshake", "calm", "liveness")
+def _no_credit(cluster: SimCluster) -> None:
+    """A sender is not told where the bytes of an edge go."""
+    _tamper(cluster, EdgeCredit, lambda random, to, message: [] if random.random() < 0.3 else None)
+
+
+@_mutation("cross-edges", "calm", "oracle", "replicas are equal")
+def _cross(cluster: SimCluster) -> None:
+    """An edge brings what another edge should have brought."""
+    last: dict[int, bytes] = {}
+
+    def alter(random: Random, to: Address, message: EdgeData) -> list[Any] | None:
+        data = last.get(len(message.data), message.data)
+        last[len(message.data)] = message.data
+        return [replace(message, data=data)] if random.random() < 0.1 else None
+
+    _tamper(cluster, EdgeData, alter)
+
+
+@_mutation("lose-poison", "calm", "liveness")
+def _no_poison(cluster: SimCluster) -> None:
+    """A receiver is not told that its sender has failed."""
+    _tamper(cluster, EdgeFailed, lambda random, to, message: [])
+
+
+@_mutation("wrong-client", "calm", "oracle")
+def _mixed_up(cluster: SimCluster) -> None:
+    """A client gets what another client has asked for."""
+    last: dict[int, tuple[str, bytes]] = {}
+
+    def alter(random: Random, to: Address, message: Fetched) -> list[Any] | None:
+        node, data = last.get(len(message.data), (to.node, message.data))
+        last[len(message.data)] = (to.node, message.data)
+        return [replace(message, data=data)] if node != to.node else None
+
+    _tamper(cluster, Fetched, alter)
+
+
+@_mutation("stale-binding", "crashes", "oracle", "liveness")
+def _stale(cluster: SimCluster) -> None:
+    """After an island is formed again, a client looks for its arrays on the wrong hosts."""
+    seen: set[int] = set()
+
+    def alter(random: Random, to: Address, message: SliceBound) -> list[Any] | None:
+        if to.node == CONTROLLER:
+            return None
+        again = message.slice in seen
+        seen.add(message.slice)
+        return [replace(message, devices=message.devices[::-1])] if again else None
+
+    _tamper(cluster, SliceBound, alter)
+
+
+@_mutation("lose-upload-again", "crashes", "liveness")
+def _no_second_time(cluster: SimCluster) -> None:
+    """A client is not asked for an input that was lost."""
+    _tamper(cluster, UploadAgain, lambda random, to, message: [])
+
+
+@_mutation("spoil-replicas", "crashes", "oracle", "replicas are equal")
+def _spoil(cluster: SimCluster) -> None:
+    """What a host hands over is not what its devices held."""
+
+    def careless(host: SimHost) -> None:
+        def hand_over(replicas: list[Saved]) -> None:
+            SimHost.hand_over(host, [(array, box, data[::-1]) for array, box, data in replicas])
+
+        setattr(host, "hand_over", hand_over)  # noqa: B010  (a method of one object)
+
+    cluster.alterations.append(careless)
+
+
+# --- what is given back ------------------------------------------------------------------------------
+
+
+@_mutation("skip-free", "calm", "census")
+def _hoard(cluster: SimCluster) -> None:
+    """Hosts keep arrays that their clients have deleted."""
+
+    def alter(random: Random, to: Address, message: Discard) -> list[Any] | None:
+        return [replace(message, arrays=message.arrays[1:])]
+
+    _tamper(cluster, Discard, alter)
+
+
+@_mutation("lose-a-discard", "calm", "epochs last")
+def _no_discard(cluster: SimCluster) -> None:
+    """A host never hears that it may drop something."""
+    _tamper(cluster, Discard, lambda random, to, message: [] if random.random() < 0.2 else None)
+
+
+@_mutation("lease-never-ends", "clients", "census")
+def _immortal(cluster: SimCluster) -> None:
+    """The controller does not notice that a client has died."""
+
+    def wrap(handler: Callable[..., None]) -> Any:
+        def lost(sender: Address, message: PeerLost) -> None:
+            if not message.node.startswith("client"):
+                handler(sender, message)
+
+        return lost
+
+    _rehandle(cluster.controller, PeerLost, wrap)
+
+
+@_mutation("lose-a-credit", "calm", "credits")
+def _no_refund(cluster: SimCluster) -> None:
+    """A client does not get back what a run has cost."""
+    _tamper(cluster, RunsSettled, lambda random, to, message: [] if random.random() < 0.1 else None)
+
+
+@_mutation("double-credit", "calm", "credits")
+def _refund_twice(cluster: SimCluster) -> None:
+    """A client gets back more than its runs have cost."""
+    _tamper(
+        cluster,
+        RunsSettled,
+        lambda random, to, message: [replace(message, count=message.count + 1)],
+    )

@@ -1,0 +1,366 @@
+"""Links between simulated nodes: the state machine of `pw.transport.zmq_network`, without sockets.
+
+A *wire* is one connection, made by the node that dials; frames on it arrive in order, later, or never.
+Each end keeps a *link* to its peer: frames are numbered from the hello, and a missing or repeated
+number, a hello of another incarnation, a goodbye, or silence ends the link with a `PeerLost`. Frames of
+a wire that the receiver does not know (its link has ended, or it is a newer process at the same
+endpoint) are dropped and answered with a goodbye.
+
+Heartbeats are not sent one by one. What they would bring to light is looked up by a *probe*, planned
+whenever something has happened that silences a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pw.core.ids import Address
+from pw.core.messages import PeerLost
+
+if TYPE_CHECKING:
+    from pw.testing.sim.node import SimNode
+
+CONNECT_S = 8.0
+HEARTBEAT_S = 1.0
+LATENCY_S = 60e-6
+
+_HELLO, _GOODBYE, _DATA = 0, 1, 2
+_UNNUMBERED = -1
+
+Envelope = tuple[str, Address, Any]
+
+
+class _Wire:
+    """One connection: who made it to where, and when its last frame arrives in each direction."""
+
+    __slots__ = ("acceptor", "dialler", "endpoint", "last_s", "target")
+
+    def __init__(self, dialler: SimNetwork, target: str, endpoint: str) -> None:
+        self.dialler = dialler
+        self.acceptor: SimNetwork | None = None
+        self.target = target
+        self.endpoint = endpoint
+        self.last_s = [0.0, 0.0]
+
+
+class _Link:
+    """One end's idea of its peer."""
+
+    __slots__ = (
+        "incarnation",
+        "node",
+        "out",
+        "pieces",
+        "received",
+        "sent",
+        "silent_since_s",
+        "source",
+    )
+
+    def __init__(self, node: str, out: _Wire) -> None:
+        self.node = node
+        self.out = out
+        """The wire on which this end speaks."""
+        self.source: _Wire | None = None
+        """The wire on which it listens; None before the hello."""
+        self.incarnation: int | None = None
+        self.sent = 0
+        self.received = 0
+        self.pieces: list[Envelope] = []
+        self.silent_since_s: float | None = None
+
+
+class SimNetwork:
+    """A node's links to all others (see `pw.transport.network.Network`)."""
+
+    def __init__(self, node: SimNode, endpoint: str, silence_s: Callable[[str], float]) -> None:
+        self.node = node
+        self.name = node.name
+        self.endpoint = endpoint
+        self._world = node.world
+        self._silence_of = silence_s
+        self._links: dict[str, _Link] = {}
+        self._sources: dict[_Wire, _Link] = {}
+        self._endpoints: dict[str, str] = {}
+        self._to_ship: list[_Link] = []
+        if endpoint:
+            node.world.listeners[endpoint] = self
+
+    # --- what actors ask for -------------------------------------------------------------------------
+
+    def send(self, to: Address, sender: Address, message: object) -> None:
+        """Take a message for another node; it leaves with the next `flush`."""
+        link = self._links.get(to.node) or self._dial(to.node)
+        if link is None:
+            self.node.counters["messages_unroutable"] += 1
+            return
+        if not link.pieces:
+            self._to_ship.append(link)
+        link.pieces.append((to.actor, sender, message))
+
+    def flush(self) -> None:
+        """Let everything go that was sent in this turn, in one frame for each peer."""
+        if self._to_ship:
+            links, self._to_ship = self._to_ship, []
+            for link in links:
+                if link.pieces and self._links.get(link.node) is link:
+                    pieces, link.pieces = link.pieces, []
+                    self._ship(link, _DATA, pieces)
+
+    def introduce(self, node: str, endpoint: str) -> None:
+        """Make `node` reachable at `endpoint`."""
+        self._endpoints[node] = endpoint
+        link = self._links.get(node)
+        if link is not None and link.out.dialler is self and link.out.endpoint != endpoint:
+            self._lose(link, f"moved to {endpoint}", goodbye=True)
+
+    def forget(self, node: str) -> None:
+        """Drop the link to `node` and its endpoint."""
+        self._endpoints.pop(node, None)
+        link = self._links.get(node)
+        if link is not None:
+            self._drop(link, goodbye=True)
+
+    # --- the end of this process ---------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say goodbye to all peers."""
+        for link in list(self._links.values()):
+            self._drop(link, goodbye=True)
+        self._unlisten()
+
+    def vanish(self, seen: bool) -> None:
+        """The process has died; if `seen`, its kernel closes the connections."""
+        random = self._world.streams(f"death/{self.name}/{self.node.incarnation}")
+        for link in self._links.values():
+            peer = self._peer(link)
+            if peer is None:
+                continue
+            accepted = link.out.dialler is self and link.out.acceptor is peer
+            if seen and accepted and random.random() < 0.5:
+                delay_s = random.uniform(0.0, 0.005)
+                self._world.after(delay_s, peer.connection_lost, self.name, link.out)
+            else:
+                self._world.after(random.uniform(0.0, HEARTBEAT_S), peer.probe, self.name)
+        self._links.clear()
+        self._sources.clear()
+        self._unlisten()
+
+    def _unlisten(self) -> None:
+        if self._world.listeners.get(self.endpoint) is self:
+            del self._world.listeners[self.endpoint]
+
+    def connection_lost(self, peer: str, wire: _Wire) -> None:
+        """The next frame finds no connection."""
+        link = self._links.get(peer)
+        if self.node.alive and link is not None and link.out is wire:
+            self._lose(link, "connection lost", goodbye=False)
+
+    # --- outgoing ------------------------------------------------------------------------------------
+
+    def _dial(self, node: str) -> _Link | None:
+        endpoint = self._endpoints.get(node)
+        if endpoint is None:
+            return None
+        link = _Link(node, _Wire(self, node, endpoint))
+        self._links[node] = link
+        self._say_hello(link)
+        self._world.after(CONNECT_S, self._give_up, link)
+        return link
+
+    def _give_up(self, link: _Link) -> None:
+        if self.node.alive and link.incarnation is None:
+            self._lose(link, f"could not be reached at {link.out.endpoint}", goodbye=False)
+
+    def _say_hello(self, link: _Link) -> None:
+        self._ship(link, _HELLO, (self.name, self.node.incarnation))
+
+    def _ship(self, link: _Link, kind: int, payload: Any) -> None:
+        sequence, link.sent = link.sent, link.sent + 1
+        self._transmit(link.out, link.node, kind, sequence, payload)
+
+    def _transmit(self, wire: _Wire, target: str, kind: int, sequence: int, payload: Any) -> None:
+        """Put a frame on a wire: late, lost or doubled as the link's stream says."""
+        world = self._world
+        profile = world.profile
+        random = world.streams(f"link/{self.name}>{target}")
+        slowness = self.node.slowness
+        delay_s = LATENCY_S * slowness * (1.0 + random.expovariate(1.0))
+        copies = 1
+        if not world.calm:
+            draw = random.random()
+            if draw < profile.frame_loss:
+                world.ledger.note("frame lost", self.name, target)
+                copies = 0
+            elif draw < profile.frame_loss + profile.frame_duplicate:
+                world.ledger.note("frame doubled", self.name, target)
+                copies = 2
+            if profile.latency_spike and random.random() < profile.latency_spike:
+                world.ledger.injected["frame late"] += 1
+                delay_s += random.uniform(0.001, 0.3)
+        side = 0 if wire.dialler is self else 1
+        free_s = max(world.now_s, world.blocked_until(self.name, target))
+        arrives_s = max(free_s + delay_s, wire.last_s[side])
+        wire.last_s[side] = arrives_s
+        for _ in range(copies):
+            world.at(arrives_s, self._arrive, wire, side, target, kind, sequence, payload)
+        if not copies and sequence != _UNNUMBERED:
+            world.after(random.uniform(0.1, HEARTBEAT_S), self._beat, target, wire)
+
+    def _beat(self, peer: str, wire: _Wire) -> None:
+        """A heartbeat, which shows the peer that a frame before it is missing."""
+        link = self._links.get(peer)
+        if self.node.alive and link is not None and link.out is wire:
+            self._ship(link, _DATA, [])
+
+    # --- incoming ------------------------------------------------------------------------------------
+
+    def _arrive(
+        self, wire: _Wire, side: int, target: str, kind: int, sequence: int, payload: Any
+    ) -> None:
+        """A frame that this node sent has come to the other end of the wire."""
+        world = self._world
+        there = world.listeners.get(wire.endpoint) if side == 0 else wire.dialler
+        if there is None or not there.node.alive:
+            return  # nobody listens there (any more)
+        if there.node.paused_until_s > world.now_s:
+            again = (wire, side, target, kind, sequence, payload)
+            world.at(there.node.paused_until_s, self._arrive, *again)
+            return
+        there.frame(wire, side, self.name, kind, sequence, payload)
+
+    def frame(
+        self, wire: _Wire, side: int, sender: str, kind: int, sequence: int, payload: Any
+    ) -> None:
+        """A frame has come."""
+        link = self._sources.get(wire)
+        if link is None and side == 1:
+            link = self._links.get(wire.target)
+            link = link if link is not None and link.out is wire else None
+            if link is not None and link.source is not None:
+                link = None
+        if link is None:
+            self._from_stranger(wire, side, sender, kind, sequence, payload)
+        elif kind == _GOODBYE:
+            self._lose(link, "closed", goodbye=False)
+        elif link.source is None:
+            if kind == _HELLO and sequence == 0:
+                self._accept(link, wire, payload[1])
+        elif sequence != link.received:
+            reason = f"frames lost (expected {link.received}, got {sequence})"
+            self._lose(link, reason, goodbye=True)
+        else:
+            link.received += 1
+            link.silent_since_s = None
+            for actor, address, message in payload:
+                self.node.post(actor, message, address)
+
+    def _from_stranger(
+        self, wire: _Wire, side: int, sender: str, kind: int, sequence: int, payload: Any
+    ) -> None:
+        if kind == _HELLO and side == 0 and sequence == 0:
+            self._greeted(wire, payload)
+        elif kind != _GOODBYE:
+            self.node.counters["frames_from_strangers"] += 1
+            self._transmit(wire, sender, _GOODBYE, _UNNUMBERED, None)
+
+    def _greeted(self, wire: _Wire, hello: tuple[str, int]) -> None:
+        """Somebody has dialled us."""
+        name, incarnation = hello
+        link = self._links.get(name)
+        if link is not None and link.incarnation is not None:
+            if incarnation < link.incarnation:
+                self._transmit(wire, name, _GOODBYE, _UNNUMBERED, None)
+                return
+            newer = incarnation > link.incarnation
+            reason = "replaced by a newer incarnation" if newer else "connected anew"
+            self._lose(link, reason, goodbye=newer)
+            link = None
+        wire.acceptor = self
+        if link is None:
+            link = _Link(name, wire)
+            self._links[name] = link
+            self._accept(link, wire, incarnation)
+            self._say_hello(link)
+        else:
+            self._accept(link, wire, incarnation)
+
+    def _accept(self, link: _Link, source: _Wire, incarnation: int) -> None:
+        link.source = source
+        link.incarnation = incarnation
+        link.received = 1
+        self._sources[source] = link
+        if self._world.blocked_until(link.node, self.name):
+            self._world.after(HEARTBEAT_S, self.probe, link.node)
+
+    # --- ends of links -------------------------------------------------------------------------------
+
+    def _lose(self, link: _Link, reason: str, *, goodbye: bool) -> None:
+        if self._links.get(link.node) is link:
+            self._drop(link, goodbye)
+            self.node.counters["peers_lost"] += 1
+            self.node.post_to_all(PeerLost(link.node, reason))
+
+    def _drop(self, link: _Link, goodbye: bool) -> None:
+        del self._links[link.node]
+        if link.source is not None:
+            self._sources.pop(link.source, None)
+        link.pieces = []
+        if goodbye and link.incarnation is not None:
+            self._transmit(link.out, link.node, _GOODBYE, _UNNUMBERED, None)
+        peer = self._peer(link)
+        if peer is not None:
+            random = self._world.streams(f"link/{self.name}>{link.node}")
+            self._world.after(random.uniform(0.0, HEARTBEAT_S), peer.probe, self.name)
+
+    def _peer(self, link: _Link) -> SimNetwork | None:
+        node = self._world.nodes.get(link.node)
+        return None if node is None else node.network
+
+    def peers(self) -> list[str]:
+        """Nodes to which there is a link."""
+        return list(self._links)
+
+    # --- silence -------------------------------------------------------------------------------------
+
+    def probe(self, peer: str) -> None:
+        """Look whether heartbeats of a peer come through, and give it up if they have not for long."""
+        link, world = self._links.get(peer), self._world
+        if not self.node.alive or link is None or link.incarnation is None:
+            return
+        if self.node.paused:
+            world.at(self.node.paused_until_s + HEARTBEAT_S, self.probe, peer)
+            return
+        there = self._peer(link)
+        blocked_in = world.blocked_until(peer, self.name)
+        blocked_out = world.blocked_until(self.name, peer)
+        speaks = there is not None and there.hears(link.source, link.incarnation)
+        is_up = there is not None and not there.node.paused
+        if speaks and is_up and not blocked_in:
+            link.silent_since_s = None
+            return
+        known = there is not None and self._reaches(link, there)
+        if known and not speaks and is_up and not blocked_in and not blocked_out:
+            self._lose(link, "closed", goodbye=False)  # our heartbeat is a stranger's to it
+            return
+        silence_s = self._silence_of(peer)
+        if link.silent_since_s is None:
+            link.silent_since_s = world.now_s
+        if world.now_s - link.silent_since_s >= silence_s:
+            self._lose(link, f"silent for {silence_s:g} s", goodbye=True)
+            return
+        world.after(HEARTBEAT_S / 2, self.probe, peer)
+
+    def hears(self, wire: _Wire | None, incarnation: int) -> bool:
+        """Whether this process, of this incarnation, speaks on a wire."""
+        if self.node.incarnation != incarnation:
+            return False
+        return any(link.out is wire for link in self._links.values())
+
+    def _reaches(self, link: _Link, there: SimNetwork) -> bool:
+        """Whether what we say comes to the peer's present process."""
+        wire = link.out
+        if wire.dialler is self:
+            return self._world.listeners.get(wire.endpoint) is there
+        return wire.dialler is there

@@ -1,0 +1,249 @@
+"""A simulated process: the mailbox, turns and timers of `pw.transport.node.Node`, on virtual time.
+
+What comes from outside (a frame, a timer, a completion of the devices) goes into the mailbox and asks
+for a turn. A turn begins when the process has time, empties the mailbox, ends with `turn_ended` on the
+actors concerned and with one flush of the network. A slow process takes longer for each message, so more
+of them meet in one turn. A paused one handles nothing and finds everything when it wakes.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pw.core.actor import Actor, Env, Timer
+from pw.core.ids import Address
+from pw.testing.sim.network import SimNetwork
+from pw.testing.sim.world import Event, Violation, World
+
+A = TypeVar("A", bound=Actor)
+
+MESSAGE_S = 8e-6
+"""What a process needs for one message."""
+
+
+class _Alarm:
+    """A note in waiting; it can still be cancelled while it lies in the mailbox."""
+
+    __slots__ = ("cancelled", "event", "note")
+
+    def __init__(self, note: object) -> None:
+        self.note = note
+        self.cancelled = False
+        self.event: Event | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.event is not None:
+            self.event.cancel()
+
+
+class SimEnv:
+    """What one actor sees of its node (see `pw.core.actor.Env`)."""
+
+    def __init__(self, node: SimNode, actor: str) -> None:
+        self._node = node
+        self._world = node.world
+        self._address = Address(node.name, actor)
+        self.introduce = node.network.introduce
+        self.forget = node.network.forget
+
+    @property
+    def address(self) -> Address:
+        """This actor's own address."""
+        return self._address
+
+    def send(self, to: Address, message: object) -> None:
+        """Send `message`; it is handled, or leaves, later in this turn."""
+        node, world = self._node, self._world
+        if not node.alive:
+            return
+        messages: list[Any] | None = None
+        if world.tamper is not None:
+            messages = world.tamper(self._address, to, message)
+        for each in (message,) if messages is None else messages:
+            watchers = world.sent_watchers.get(type(each))
+            if watchers is not None:
+                for watch in watchers:
+                    watch(self._address, to, each)
+            if to.node == node.name:
+                node.post(to.actor, each, self._address)
+            else:
+                node.network.send(to, self._address, each)
+                node.request_turn()
+
+    def now_s(self) -> float:
+        """Seconds on this node's own clock."""
+        node = self._node
+        return node.clock_offset_s + node.clock_rate * self._world.now_s
+
+    def call_later(self, delay_s: float, note: object) -> Timer:
+        """Deliver `note` to this actor after `delay_s` seconds of its clock."""
+        alarm = _Alarm(note)
+        node = self._node
+        delay_s = max(0.0, delay_s) / node.clock_rate
+        alarm.event = self._world.after(delay_s, node.post, self._address.actor, alarm)
+        return alarm
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        """Note one line in the trace."""
+        text = " ".join(f"{key}={value}" for key, value in fields.items())
+        where = f"{self._address.node}/{self._address.actor}"
+        self._world.trace.add((self._world.now_s, where, "", f"log {level}: {event} {text}"))
+
+    def count(self, counter: str, amount: int = 1) -> None:
+        """Add to a counter of the node."""
+        self._node.counters[counter] += amount
+
+
+class SimNode:
+    """One incarnation of a process.
+
+    Args:
+        world: where it lives.
+        name: name of the node.
+        incarnation: grows with every start of a node of this name.
+        endpoint: where others can connect; empty if nowhere.
+        slowness: how many times slower than others it is.
+        silence_s: after how long a silent peer is given up, by the name of the peer.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        incarnation: int,
+        endpoint: str,
+        slowness: float,
+        silence_s: Callable[[str], float],
+    ) -> None:
+        self.world = world
+        self.name = name
+        self.incarnation = incarnation
+        self.slowness = slowness
+        self.alive = True
+        self.paused_until_s = 0.0
+        self.counters: Counter[str] = Counter()
+        random = world.streams(f"clock/{name}/{incarnation}")
+        skew = world.profile.clock_skew
+        self.clock_rate = 1.0 + random.uniform(-skew, skew)
+        self.clock_offset_s = random.uniform(0.0, 1e6) if skew else 0.0
+        self._actors: dict[str, Actor] = {}
+        self._mailbox: deque[tuple[str, Address | None, Any]] = deque()
+        self._turn_requested = False
+        self._busy_until_s = 0.0
+        self._busy_with = 0
+        self.network = SimNetwork(self, endpoint, silence_s)
+        world.nodes[name] = self
+
+    def add(self, actor: str, factory: Callable[[Env], A]) -> A:
+        """Make an actor with an environment of its own and start to deliver to it."""
+        made = factory(SimEnv(self, actor))
+        self._actors[actor] = made
+        return made
+
+    @property
+    def actors(self) -> dict[str, Actor]:
+        """The actors by name."""
+        return self._actors
+
+    @property
+    def paused(self) -> bool:
+        """Whether the process is stopped at the moment."""
+        return self.paused_until_s > self.world.now_s
+
+    def post(self, actor: str, message: object, sender: Address | None = None) -> None:
+        """Put a message into the mailbox; `sender` is the actor itself if not given."""
+        if self.alive:
+            self._mailbox.append((actor, sender, message))
+            if not self._turn_requested:
+                self.request_turn()
+
+    def post_to_all(self, message: object) -> None:
+        """Put a message into the mailbox once for every actor."""
+        for actor in self._actors:
+            self.post(actor, message)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a completion on the loop."""
+        self.post("", function)
+
+    def request_turn(self) -> None:
+        """Have the mailbox handled and the network flushed when there is time."""
+        if not self._turn_requested and self.alive:
+            self._turn_requested = True
+            world = self.world
+            at_s = max(world.now_s, self._busy_until_s, self.paused_until_s)
+            world.at(at_s, self._turn)
+
+    def die(self) -> None:
+        """Nothing happens here any more."""
+        self.alive = False
+        self._mailbox.clear()
+        if self.world.nodes.get(self.name) is self:
+            del self.world.nodes[self.name]
+
+    def _turn(self) -> None:
+        world = self.world
+        self._turn_requested = False
+        if not self.alive:
+            return
+        if self.paused_until_s > world.now_s:
+            self.request_turn()
+            return
+        self._turn_requested = True  # what is sent meanwhile belongs to this turn
+        handled = 0
+        mailbox = self._mailbox
+        while mailbox:
+            handled += self._handle(mailbox)
+        self._turn_requested = False
+        if self.alive:
+            self.network.flush()
+            self._busy_until_s = world.now_s + handled * MESSAGE_S * self.slowness
+
+    def _handle(self, mailbox: deque[tuple[str, Address | None, Any]]) -> int:
+        world, name = self.world, self.name
+        note, watched = world.trace.add, world.handled_watchers
+        touched: dict[str, Actor] = {}
+        handled = 0
+        while mailbox:
+            actor, sender, message = mailbox.popleft()
+            handled += 1
+            try:
+                if not actor:
+                    message()
+                    continue
+                target = self._actors.get(actor)
+                if type(message) is _Alarm:
+                    if message.cancelled:
+                        continue
+                    message = message.note
+                if target is None:
+                    self.counters["messages_undeliverable"] += 1
+                    continue
+                sender = sender or Address(name, actor)
+                note((world.now_s, f"{name}/{actor}", f"{sender.node}/{sender.actor}", message))
+                watchers = watched.get(type(message))
+                if watchers is not None:
+                    for watch in watchers:
+                        watch(sender, Address(name, actor), message)
+                touched[actor] = target
+                target.receive(sender, message)
+            except Violation:
+                raise
+            except Exception as error:
+                raise self._crashed(actor or "a completion", error) from error
+        for actor, target in touched.items():
+            try:
+                target.turn_ended()
+            except Violation:
+                raise
+            except Exception as error:
+                raise self._crashed(actor, error) from error
+        return handled
+
+    def _crashed(self, actor: str, error: Exception) -> Violation:
+        text = "".join(traceback.format_exception(error))
+        return Violation("actors never raise", f"{actor} on {self.name} raised\n{text}")

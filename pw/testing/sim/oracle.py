@@ -1,0 +1,141 @@
+"""What every array must be: computed one program after the other, without any cluster.
+
+An array may also end in an error, if the program asks for it (a computation that does not compile, or
+always fails) or if a fault excuses it: one that was injected, and that touched the client, the controller
+or a host of an island that the array, or anything it was made from, has been on. And no fault of a host
+excuses the loss of what can be made again: an array of a client that keeps all its inputs, in whose making
+nothing was donated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pw.core.errors import Error
+from pw.core.sharding import ArraySpec, box_slices, dtype_of
+from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
+from pw.testing.sim.ledger import Ledger
+from pw.testing.sim.programs import Draft
+
+INFRASTRUCTURE = frozenset(
+    ("HostLost", "ArrayLost", "TransferFailed", "ConnectionFailed", "Disconnected")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """One array as it must be."""
+
+    spec: ArraySpec
+    data: bytes | None
+    """None if it can only fail."""
+    kinds: frozenset[str]
+    """Errors that its programs ask for."""
+    computations: frozenset[str]
+    slices: frozenset[int]
+    """All that it was made with, and where."""
+    durable: bool
+    """It can be made again from inputs that the client has kept."""
+
+
+class Oracle:
+    """The truth about one client's arrays."""
+
+    def __init__(
+        self, client: str, keeps: bool, ledger: Ledger, nodes_of: Callable[[int], tuple[str, ...]]
+    ) -> None:
+        self._client = client
+        self._keeps = keeps
+        """The client keeps the values of all that it has uploaded."""
+        self._ledger = ledger
+        self._nodes_of = nodes_of
+        """Nodes that matter to a slice of the client."""
+        self.arrays: dict[int, Truth] = {}
+
+    def put(self, array: int, spec: ArraySpec, value: np.ndarray[Any, Any]) -> None:
+        """An upload."""
+        nothing: frozenset[str] = frozenset()
+        slices = frozenset((spec.placement.slice,))
+        data = value.tobytes()
+        self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps)
+
+    def run(self, draft: Draft, args: tuple[int | bytes, ...], results: tuple[int, ...]) -> None:
+        """A run, in the client's order."""
+        body = draft.body
+        values: dict[tuple[int, int], bytes | None] = {}
+        known = [self.arrays[arg] for arg in args if isinstance(arg, int)]
+        kinds = frozenset().union(*(truth.kinds for truth in known))
+        for index, arg in enumerate(args):
+            values[-1, index] = arg if isinstance(arg, bytes) else self.arrays[arg].data
+        blobs = [draft.blobs[computation.artifact] for computation in body.computations]
+        if any(blob.startswith(DOES_NOT_COMPILE) for blob in blobs):
+            kinds |= {"CompileError"}
+        if "CompileError" in kinds:  # the controller knows, and does not start the run
+            values = dict.fromkeys(values)
+        for number, node in enumerate(body.nodes):
+            computation, blob = body.computations[node.computation], blobs[node.computation]
+            given = [values[arg.node, arg.index] for arg in node.args]
+            inputs = [data for data in given if data is not None]
+            made: list[Any] = [None] * len(computation.outputs)
+            if not computes(blob):
+                kinds |= {"ComputationFailed"}
+            elif len(inputs) == len(given):
+                whole = compute(blob, inputs, computation.outputs)
+                made = [array.tobytes() for array in whole]
+            for index, data in enumerate(made):
+                values[number, index] = data
+        names = frozenset(computation.name for computation in body.computations)
+        computations = names.union(*(truth.computations for truth in known))
+        slices = frozenset(body.slices()).union(*(truth.slices for truth in known))
+        durable = not body.donated and all(truth.durable for truth in known)
+        for array, output in zip(results, body.outputs, strict=True):
+            data = values[output.value.node, output.value.index]
+            asked = kinds if data is None else frozenset[str]()
+            self.arrays[array] = Truth(output.spec, data, asked, computations, slices, durable)
+
+    def check_value(self, array: int, parts: list[tuple[Any, np.ndarray[Any, Any]]]) -> str | None:
+        """What is wrong with a value that was fetched, if anything is."""
+        truth = self.arrays[array]
+        spec = truth.spec
+        whole = np.zeros(spec.shape, dtype_of(spec.dtype))
+        covered = 0
+        for box, part in parts:
+            whole[box_slices(box)] = part
+            covered += part.size
+        if covered != whole.size:
+            return f"array {array:x} came with {covered} of {whole.size} elements"
+        if truth.data is None:
+            return f"array {array:x} has a value, but can only be {sorted(truth.kinds)}"
+        if whole.tobytes() != truth.data:
+            return f"array {array:x} ({spec.dtype}{list(spec.shape)}) has a wrong value"
+        return None
+
+    def check_error(self, array: int, error: BaseException, *, held: bool = True) -> str | None:
+        """What is wrong with an error, if nothing asked for it and no fault excuses it.
+
+        Nobody makes an array again that the client does not hold any more.
+        """
+        truth = self.arrays[array]
+        kind, words = type(error).__name__, str(error)
+        if kind in truth.kinds:
+            return None
+        said = f"array {array:x} ended in {kind}: {words}"
+        if not isinstance(error, Error):
+            return said
+        if kind == "ComputationFailed":
+            injected = self._ledger.failed_computation(words.split(" [on ")[0])
+            if injected is not None:
+                return None if injected in truth.computations else f"{said} (of another array)"
+            if "closed by the peer" not in words:
+                return said
+        elif kind not in INFRASTRUCTURE:
+            return said
+        has_place = not self._ledger.injected["drain"]
+        if held and has_place and truth.durable and f"{self._client} has no room" not in words:
+            return f"{said} (it could be made again)"
+        nodes = [node for number in truth.slices for node in self._nodes_of(number)]
+        return None if self._ledger.touched(nodes) else f"{said} (no fault excuses that)"

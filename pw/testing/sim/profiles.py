@@ -1,0 +1,110 @@
+"""How large a simulated cluster is, and what goes wrong in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Rates are probabilities for each frame or transfer, or expected counts for a whole run."""
+
+    name: str
+    hosts: int = 6
+    clients: int = 3
+    runs: int = 40
+    """Runs of all clients together."""
+    span_s: float = 8.0
+    """Virtual time in which clients work and faults happen."""
+    frame_loss: float = 0.0
+    frame_duplicate: float = 0.0
+    latency_spike: float = 0.0
+    """Frames that are late by up to 0.3 s, and all that come after them on their link."""
+    bulk_failure: float = 0.0
+    landing_refused: float = 0.0
+    computation_failure: float = 0.0
+    """For each execution."""
+    partitions: float = 0.0
+    pauses: float = 0.0
+    crashes: float = 0.0
+    machine_crashes: float = 0.0
+    """Nobody sees the connections end, and the supervisor dies as well."""
+    client_deaths: float = 0.0
+    slow_hosts: float = 0.0
+    """Share of hosts that are 3 to 30 times slower."""
+    clock_skew: float = 0.0
+    """How much faster or slower a node's clock may run."""
+    spares: float = 0.0
+    """For each island, the probability that a spare host waits for a place in it."""
+    drains: float = 0.0
+    """Probability that a client has one host drained."""
+    join_failures: float = 0.0
+    """Probability that a group cannot be joined."""
+    broken_programs: bool = True
+    """Clients also bring programs that do not compile, or raise."""
+
+    def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
+        """The same faults in a cluster of another size."""
+        return dataclasses.replace(
+            self,
+            hosts=hosts or self.hosts,
+            clients=clients or self.clients,
+            runs=runs or self.runs,
+        )
+
+    def without(self, *faults: str) -> Profile:
+        """The same cluster with these kinds of faults left out."""
+        nothing: dict[str, Any] = dict.fromkeys(faults, 0.0)
+        return dataclasses.replace(self, **nothing)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Kinds of faults that the profile of this name has and this one has not."""
+        whole = PROFILES.get(self.name, self)
+        return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
+
+
+FAULTS = tuple(
+    field.name
+    for field in dataclasses.fields(Profile)
+    if field.type == "float" and field.name != "span_s"
+)
+"""Fields of a profile that say how often something goes wrong."""
+
+_NETWORK: dict[str, Any] = {
+    "frame_loss": 0.001,
+    "frame_duplicate": 0.001,
+    "latency_spike": 0.003,
+    "partitions": 2.0,
+    "clock_skew": 0.02,
+}
+_CRASHES: dict[str, Any] = {
+    "crashes": 2.0,
+    "machine_crashes": 0.5,
+    "pauses": 0.7,
+    "join_failures": 0.03,
+    "spares": 0.3,
+}
+_CLIENTS: dict[str, Any] = {"client_deaths": 2.0}
+_DEVICES: dict[str, Any] = {
+    "bulk_failure": 0.01,
+    "landing_refused": 0.01,
+    "computation_failure": 0.01,
+    "slow_hosts": 0.2,
+}
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("calm"),
+        Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
+        Profile("clients", **_CLIENTS),
+        Profile("devices", **_DEVICES),
+        Profile("network", span_s=20.0, **_NETWORK),
+        Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3),
+        Profile("crashes", span_s=20.0, **_CRASHES),
+        Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _CLIENTS | _DEVICES)),
+    )
+}

@@ -1,0 +1,191 @@
+"""Random programs: chains, fans, diamonds, pipelines across islands, reshardings, donation.
+
+A client works with a few *kinds* of arrays (a shape and a way to lie on one of its slices); programs
+take and return arrays of these kinds, so that what one makes another can use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from pw.core.messages import Artifact
+from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.testing.sim.digests import DOES_NOT_COMPILE, RAISES
+
+_SHAPES = ((4,), (16,), (8, 4), (64,), (4, 4, 2))
+_LARGE = ((8, 4096), (32, 1024))
+"""More than travels inside a control message, even split over a few hosts."""
+_DTYPES = ("uint8", "uint8", "uint16", "uint32")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A slice that a client has, in the client's own terms."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A program before it is registered."""
+
+    body: Program
+    artifacts: tuple[Artifact, ...]
+    blobs: dict[bytes, bytes]
+
+
+def random_spec(
+    random: Random, part: Slice, shape: tuple[int, ...], dtype: str, devices: tuple[int, ...] = ()
+) -> ArraySpec:
+    """An array of this shape that lies on a slice in one of the ways in which it can."""
+    if not devices:
+        size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
+        start = random.randrange(part.size - size + 1)
+        devices = tuple(range(start, start + size))
+    if len(devices) > 1 and random.random() < 0.15:
+        shuffled = list(devices)
+        random.shuffle(shuffled)
+        devices = tuple(shuffled)
+    count = len(devices)
+    for _ in range(4):
+        sizes: tuple[int, ...] = (count,)
+        if count % 2 == 0 and count > 2 and random.random() < 0.4:
+            sizes = (2, count // 2)
+        names = ("x", "y")[: len(sizes)]
+        free = list(names)
+        axes: list[tuple[str, ...]] = []
+        for _ in shape:
+            taken = tuple(name for name in free if random.random() < 0.6)
+            free = [name for name in free if name not in taken]
+            axes.append(taken)
+        sharding = Sharding(names, sizes, tuple(axes))
+        if all(n % p == 0 for n, p in zip(shape, sharding.partitions(len(shape)), strict=True)):
+            return ArraySpec(shape, dtype, sharding, Placement(part.number, devices))
+    return ArraySpec(shape, dtype, Sharding(("x",), (count,)), Placement(part.number, devices))
+
+
+def random_kinds(random: Random, slices: Sequence[Slice]) -> list[ArraySpec]:
+    """The kinds of arrays that a client works with."""
+    shapes = [random.choice(_SHAPES), random.choice(_SHAPES)]
+    if random.random() < 0.6:
+        shapes.append(random.choice(_LARGE))
+    dtype = random.choice(_DTYPES)
+    return [
+        random_spec(random, random.choice(slices), shape, "uint8" if shape in _LARGE else dtype)
+        for shape in shapes
+        for _ in range(random.choice((1, 2)))
+    ]
+
+
+def random_program(
+    random: Random,
+    slices: Sequence[Slice],
+    kinds: Sequence[ArraySpec],
+    name: str,
+    *,
+    broken: bool = False,
+) -> Draft:
+    """A program over these slices that takes and returns arrays of these kinds.
+
+    Args:
+        random: where chance comes from.
+        slices: where its computations may run.
+        kinds: what its inputs and outputs may be.
+        name: says whose it is, and makes its results differ from those of all other programs.
+        broken: one of its computations does not compile, or always fails.
+    """
+    form = random.choice(("chain", "chain", "pipeline", "fan", "diamond", "copy", "any"))
+    inputs = [random.choice(kinds) for _ in range(random.choice((1, 1, 2)))]
+    values = [Value(-1, index) for index in range(len(inputs))]
+    specs = list(inputs)
+    computations: list[Computation] = []
+    nodes: list[Node] = []
+    blobs: dict[bytes, bytes] = {}
+    wanted = {"copy": 0, "chain": random.randint(1, 5), "pipeline": random.randint(2, 6)}
+    count = wanted.get(form, random.randint(2, 5))
+    if broken:
+        count = max(count, 1)
+    bad = random.randrange(count) if broken else -1
+    order = list(slices)
+    for number in range(count):
+        part = random.choice(order) if form != "pipeline" else order[number % len(order)]
+        if form in ("chain", "pipeline") and number:
+            given = [len(values) - 1]
+        elif form == "fan" and number:
+            given = [random.randrange(len(inputs))]
+        elif form == "diamond" and number == count - 1:
+            given = list({random.randrange(len(values)), len(values) - 1})
+        else:
+            given = random.choices(range(len(values)), k=random.choice((1, 1, 2)))
+        size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
+        start = random.randrange(part.size - size + 1)
+        devices = tuple(range(start, start + size))
+        takes = []
+        for index in given:
+            spec = specs[index]
+            own = spec.placement.slice == part.number and set(spec.placement.devices) == set(
+                devices
+            )
+            if own and random.random() < 0.7:
+                takes.append(spec)
+            else:
+                takes.append(random_spec(random, part, spec.shape, spec.dtype, devices))
+        makes = []
+        for _ in range(random.choice((1, 1, 1, 2))):
+            model = random.choice(kinds)
+            fits = set(model.placement.devices) == set(devices)
+            if fits and model.placement.slice == part.number and random.random() < 0.7:
+                makes.append(model)
+            else:
+                makes.append(random_spec(random, part, model.shape, model.dtype, devices))
+        prefix = random.choice((DOES_NOT_COMPILE, RAISES)) if number == bad else b"computes"
+        blob = prefix + f" {name}/{number}".encode()
+        digest = hashlib.sha256(blob).digest()
+        blobs[digest] = blob
+        donated = tuple(i for i in range(len(takes)) if random.random() < 0.2)
+        computations.append(
+            Computation(
+                f"{name}/{number}",
+                digest,
+                Placement(part.number, devices),
+                tuple(takes),
+                tuple(makes),
+                donated,
+            )
+        )
+        nodes.append(Node(number, tuple(values[index] for index in given)))
+        for index, spec in enumerate(makes):
+            values.append(Value(number, index))
+            specs.append(spec)
+    outputs = _outputs(random, kinds, values, specs, len(inputs))
+    gone = tuple(index for index in range(len(inputs)) if random.random() < 0.15)
+    body = Program(name, tuple(computations), tuple(nodes), tuple(inputs), outputs, gone)
+    artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(blobs.items()))
+    return Draft(body, artifacts, blobs)
+
+
+def _outputs(
+    random: Random,
+    kinds: Sequence[ArraySpec],
+    values: Sequence[Value],
+    specs: Sequence[ArraySpec],
+    inputs: int,
+) -> tuple[Output, ...]:
+    """The last value and perhaps others, each as a kind of its shape if there is one."""
+    chosen = {len(values) - 1}
+    for index in range(inputs, len(values) - 1):
+        if random.random() < 0.25:
+            chosen.add(index)
+    if random.random() < 0.05:
+        chosen.add(0)
+    outputs = []
+    for index in sorted(chosen):
+        spec = specs[index]
+        alike = [k for k in kinds if (k.shape, k.dtype) == (spec.shape, spec.dtype)]
+        outputs.append(Output(values[index], random.choice(alike) if alike else spec))
+    return tuple(outputs)

@@ -1,0 +1,59 @@
+"""What a person reads after a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pw.testing.sim.campaign import Campaign
+from pw.testing.sim.runner import Outcome
+
+LAST_EVENTS = 40
+
+
+def summary(campaign: Campaign) -> list[str]:
+    """What was injected, what was checked, and how fast that went."""
+    profile = campaign.profile
+    size = f"{profile.hosts} hosts, {profile.clients} clients, {profile.runs} runs a seed"
+    lines = [
+        f"{campaign.seeds} seeds of profile {profile.name!r}: {size}",
+        f"  injected   {_counted(campaign.injected)}",
+        f"  checked    {_counted(campaign.checked)}",
+        f"  fetched    {campaign.values} values, {campaign.errors} errors that were asked for or excused",
+        f"  simulated  {campaign.simulated_s / 3600:.2f} h in {campaign.wall_s:.1f} s, "
+        f"{campaign.events} events: {campaign.simulated_hours_a_minute:.2f} simulated hours a minute",
+    ]
+    failed = len(campaign.failures)
+    if not failed:
+        return [*lines, "  violated   nothing"]
+    monitors = Counter(each.violation.monitor for each in campaign.failures if each.violation)
+    return [*lines, f"  violated   {failed} seeds: {_counted(monitors)}"]
+
+
+def command(outcome: Outcome) -> str:
+    """What to type in order to see a seed again, event for event."""
+    profile = outcome.profile
+    without = f" --without {','.join(profile.left_out)}" if profile.left_out else ""
+    return (
+        f"pw sim --profile {profile.name} --hosts {profile.hosts} --clients {profile.clients} "
+        f"--runs {profile.runs}{without} --seed {outcome.seed} --trace"
+    )
+
+
+def failure(outcome: Outcome, last: int = LAST_EVENTS) -> list[str]:
+    """One violation: which, and what happened before.
+
+    Args:
+        outcome: of the seed that failed.
+        last: how many events to show.
+    """
+    violation = outcome.violation
+    assert violation is not None
+    lines = [f"seed {outcome.seed} violates {violation.monitor!r}: {violation.what}"]
+    events = outcome.trace[-last:]
+    if events:
+        lines += [f"the last {len(events)} events:", *(f"  {line}" for line in events)]
+    return [*lines, f"replay it with: {command(outcome)}"]
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing"

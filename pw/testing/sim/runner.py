@@ -1,0 +1,127 @@
+"""One seed from beginning to end: work under faults, then liveness, then the census."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.faults import Faults
+from pw.testing.sim.monitors import Monitors
+from pw.testing.sim.mutations import MUTATIONS
+from pw.testing.sim.profiles import Profile
+from pw.testing.sim.trace import Trace
+from pw.testing.sim.workload import SimClient
+from pw.testing.sim.world import Violation, World
+
+EVENTS_PER_RUN = 20_000
+"""Far more than a run of a small program takes; who needs more makes no progress."""
+LIVENESS_S = 300.0
+AFTERMATH_S = 700.0
+"""Longer than anything is kept for somebody who may still come (`pw.devices.coordinator`)."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one seed."""
+
+    seed: int
+    profile: Profile
+    violation: Violation | None = None
+    injected: Counter[str] = field(default_factory=Counter)
+    checked: Counter[str] = field(default_factory=Counter)
+    events: int = 0
+    simulated_s: float = 0.0
+    wall_s: float = 0.0
+    values: int = 0
+    errors: int = 0
+    trace: list[str] = field(default_factory=list)
+    """The last events, or all of them if that was asked for."""
+
+
+def simulate(
+    seed: int, profile: Profile, *, trace: bool = False, mutation: str | None = None
+) -> Outcome:
+    """Run one seed.
+
+    Args:
+        seed: decides everything that may vary.
+        profile: how large the cluster is and what goes wrong in it.
+        trace: keep a line for each event.
+        mutation: name of a deliberate breakage (see `mutations`).
+    """
+    started_s = time.perf_counter()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        outcome = _simulate(seed, profile, trace, mutation)
+    finally:
+        if was_enabled:
+            gc.enable()
+    outcome.wall_s = time.perf_counter() - started_s
+    return outcome
+
+
+def _simulate(seed: int, profile: Profile, trace: bool, mutation: str | None) -> Outcome:
+    world = World(seed, profile, Trace(full=trace))
+    outcome = Outcome(seed, profile)
+    clients: list[SimClient] = []
+    try:
+        _play(world, clients, mutation)
+    except Violation as violation:
+        outcome.violation = violation
+    outcome.injected = world.ledger.injected
+    outcome.checked = world.checked
+    outcome.events = world.events
+    outcome.simulated_s = world.now_s
+    outcome.values = sum(client.fetched for client in clients)
+    outcome.errors = sum(client.failed for client in clients)
+    if trace or outcome.violation is not None:
+        outcome.trace = world.trace.lines()
+    return outcome
+
+
+def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
+    profile = world.profile
+    cluster = SimCluster(world)
+    if mutation is not None:
+        MUTATIONS[mutation].install(cluster)
+    monitors = Monitors(cluster)
+    share = -(-profile.runs // profile.clients)
+    clients += [SimClient(cluster, number, share) for number in range(profile.clients)]
+    faults = Faults(cluster, clients)
+
+    def done() -> bool:
+        return all(client.finished for client in clients)
+
+    budget = EVENTS_PER_RUN * profile.runs
+    world.run(profile.span_s, budget, done)
+    faults.heal()
+    for client in clients:
+        client.final = True
+    if not world.run(world.now_s + LIVENESS_S, budget, done):
+        raise Violation("liveness", _stuck(cluster, clients))
+    if not world.run(world.now_s + 30.0, budget, cluster.formed):
+        raise Violation("liveness", "islands are not formed though all hosts are up")
+    world.run(world.now_s + AFTERMATH_S, budget, lambda: False)
+    if cluster.census():
+        gc.collect()
+    monitors.check_census()
+
+
+def _stuck(cluster: SimCluster, clients: list[SimClient]) -> str:
+    """Who waits for what, long after the last fault."""
+    waiting = [
+        f"{client.name} waits for {', '.join(client.open.values()) or 'its turn'}"
+        for client in clients
+        if not client.finished
+    ]
+    waiting += [
+        f"{host.name} holds {dict(+Counter(host.census()))}"
+        for host in cluster.hosts
+        if +Counter(host.census())
+    ]
+    waiting += [f"{status.island} is {status.state}" for status in cluster.status()]
+    return "long after the last fault " + "; ".join(waiting)

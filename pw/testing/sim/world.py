@@ -1,0 +1,134 @@
+"""The simulated world: virtual time, a queue of events, and what everybody may look at.
+
+Time jumps from event to event. Events of the same moment happen in the order in which they were
+planned, so a run is a function of its seed and nothing else. Whoever finds that a promise is broken
+raises `Violation`, which ends the run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pw.core.ids import Address
+from pw.testing.sim.ledger import Ledger
+from pw.testing.sim.profiles import Profile
+from pw.testing.sim.streams import Streams
+from pw.testing.sim.trace import Trace
+
+if TYPE_CHECKING:
+    from pw.testing.sim.network import SimNetwork
+    from pw.testing.sim.node import SimNode
+
+Watcher = Callable[[Address, Address, Any], None]
+"""Called with sender, receiver and message."""
+Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
+"""What is sent in a message's place; None for the message itself."""
+
+
+class Violation(Exception):
+    """A monitor found that something which must never happen has happened."""
+
+    def __init__(self, monitor: str, what: str) -> None:
+        super().__init__(monitor, what)
+        self.monitor = monitor
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.monitor}: {self.what}"
+
+
+class Event:
+    """Something planned; it can be called off."""
+
+    __slots__ = ("action", "args")
+
+    def __init__(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.action: Callable[..., None] | None = action
+        self.args = args
+
+    def cancel(self) -> None:
+        """It will not happen."""
+        self.action = None
+        self.args = ()
+
+
+class World:
+    """Clock, event queue, random streams, and the nodes that exist.
+
+    Args:
+        seed: decides everything that may vary.
+        profile: how large the world is and what goes wrong in it.
+        trace: where what happens is noted.
+    """
+
+    def __init__(self, seed: int, profile: Profile, trace: Trace) -> None:
+        self.seed = seed
+        self.profile = profile
+        self.streams = Streams(seed)
+        self.trace = trace
+        self.ledger = Ledger()
+        self.now_s = 0.0
+        self.events = 0
+        self.nodes: dict[str, SimNode] = {}
+        self.listeners: dict[str, SimNetwork] = {}
+        """Who accepts connections at an endpoint."""
+        self.blocked: dict[tuple[str, str], float] = {}
+        """Directions in which nothing passes, and until when."""
+        self.calm = False
+        """Faults have stopped."""
+        self.sent_watchers: dict[type, list[Watcher]] = {}
+        self.handled_watchers: dict[type, list[Watcher]] = {}
+        self.tamper: Tamper | None = None
+        self.checked: Counter[str] = Counter()
+        """How often each monitor has looked."""
+        self._queue: list[tuple[float, int, Event]] = []
+        self._serial = 0
+
+    def at(self, time_s: float, action: Callable[..., None], *args: Any) -> Event:
+        """Plan `action(*args)` for a moment, which must not have passed."""
+        event = Event(action, args)
+        self._serial += 1
+        heapq.heappush(self._queue, (time_s, self._serial, event))
+        return event
+
+    def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> Event:
+        """Plan `action(*args)` for `delay_s` seconds from now."""
+        return self.at(self.now_s + delay_s, action, *args)
+
+    def step(self, until_s: float = float("inf")) -> bool:
+        """Let the next event happen; False if there is none before `until_s`."""
+        queue = self._queue
+        while queue:
+            if queue[0][0] > until_s:
+                return False
+            self.now_s, _, event = heapq.heappop(queue)
+            action = event.action
+            if action is not None:
+                self.events += 1
+                action(*event.args)
+                return True
+        return False
+
+    def run(self, until_s: float, limit: int, stop: Callable[[], bool]) -> bool:
+        """Go on until `stop()`; False if the time or `limit` events have passed before."""
+        end = self.events + limit
+        while not stop():
+            if self.events >= end or not self.step(until_s):
+                return stop()
+        return True
+
+    def blocked_until(self, source: str, target: str) -> float:
+        """When something sent now can pass; 0 if at once."""
+        until = self.blocked.get((source, target))
+        return 0.0 if until is None or until <= self.now_s else until
+
+    def watch_sent(self, kind: type, watcher: Watcher) -> None:
+        """Have every message of a type looked at when it is sent."""
+        self.sent_watchers.setdefault(kind, []).append(watcher)
+
+    def watch_handled(self, kind: type, watcher: Watcher) -> None:
+        """Have every message of a type looked at before it is handled."""
+        self.handled_watchers.setdefault(kind, []).append(watcher)

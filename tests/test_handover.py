@@ -1,0 +1,341 @@
+"""What a runtime child leaves reaches the next one, and a child that hangs is replaced."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pw.cli import handover
+from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, Watch
+from tests.daemons import ROOT, Program, send, until
+
+BOX = ((0, 2), (3, 7))
+VALUES: dict[str, np.ndarray[Any, Any]] = {
+    "matrix": np.arange(8, dtype=np.float32).reshape(2, 4),
+    "column": np.arange(20, dtype=np.int16).reshape(4, 5)[:, 2],
+    "transposed": np.arange(6.0).reshape(2, 3).T,
+    "scalar": np.array(3.5),
+    "nothing": np.zeros((0, 3), np.float32),
+    "bfloat16": np.array([1, 2.5, -3], ml_dtypes.bfloat16),
+    "bool": np.array([True, False, True]),
+    "bytes": np.frombuffer(bytes(range(100)), np.uint8),
+}
+
+
+def packed(values: list[np.ndarray[Any, Any]]) -> Parcel:
+    return handover.pack(((7 + i, BOX, value) for i, value in enumerate(values)), lambda: None)
+
+
+def test_arrays_of_any_layout_come_back_aligned_and_read_only() -> None:
+    values = list(VALUES.values())
+    replicas = handover.unpack(packed(values), lambda: None)
+    assert [(array, box) for array, box, _ in replicas] == [
+        (7 + i, BOX) for i in range(len(values))
+    ]
+    for value, (_, _, copy) in zip(values, replicas, strict=True):
+        assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
+        np.testing.assert_array_equal(copy, value)
+        assert copy.ctypes.data % 64 == 0
+        assert not copy.flags.writeable
+
+
+def test_a_mapped_array_can_be_aliased_by_jax_and_donated() -> None:
+    """Donation of what aliases read-only pages must copy, not write."""
+    import jax
+
+    value = np.arange(4096, dtype=np.float32)
+    ((_, _, copy),) = handover.unpack(packed([value]), lambda: None)
+    x = jax.device_put(copy)
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(x)
+    np.testing.assert_array_equal(doubled, value * 2)
+    np.testing.assert_array_equal(copy, value)
+
+
+def test_the_file_is_let_go_when_the_last_array_is_gone() -> None:
+    told: list[bool] = []
+    replicas = handover.unpack(packed([np.arange(5), np.arange(6)]), lambda: told.append(True))
+    del replicas[0]
+    gc.collect()
+    assert not told
+    del replicas
+    gc.collect()
+    assert told == [True]
+
+
+def test_what_there_is_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.pwrite
+
+    def short_of_memory(descriptor: int, data: bytes, offset: int) -> int:
+        if len(data) > 10_000:
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", short_of_memory)
+    small, large = np.arange(10), np.zeros(20_000, np.uint8)
+    ((array, _, copy),) = handover.unpack(packed([small, large, small]), lambda: None)
+    assert array == 7
+    np.testing.assert_array_equal(copy, small)
+
+
+# --- the socket ----------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Both ends of the socket, in one process."""
+
+    def __init__(self, parcel: Parcel | None = None) -> None:
+        self.supervisor = ChildLink(Watch(1.0, 3.0))
+        self.supervisor.begin(5, True, parcel)
+        self.child = SupervisorLink(os.dup(self.supervisor.child_descriptor))
+        self.supervisor.started()
+
+
+@pytest.fixture
+def descriptors() -> Iterator[Callable[[], int]]:
+    """Counts this process's open descriptors; none may be left at the end."""
+
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    yield count
+    assert count() == before
+
+
+def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[], int]) -> None:
+    pair = Pair()
+    assert pair.child.begin() == (Begin(5, True, -1), None)
+    kept: Parcel | None = None
+    for value in (np.arange(3), np.arange(4)):
+        parcel = packed([value])
+        assert pair.child.hand_over(parcel)
+        parcel.close()
+        kept = pair.supervisor.listen(kept)
+    assert kept is not None
+    open_here = descriptors()
+    for _ in range(2):  # the first of these children dies without having left anything
+        after = Pair(kept)
+        begun = after.child.begin()
+        assert begun is not None
+        assert begun[1] is not None
+        ((_, _, copy),) = handover.unpack(begun[1], lambda: None)
+        np.testing.assert_array_equal(copy, np.arange(4))
+        after.child.close()
+        kept = after.supervisor.listen(kept)
+        assert after.supervisor.ended
+        after.supervisor.close()
+        del copy
+    assert descriptors() == open_here
+    assert kept is not None
+    pair.child.hand_over(None)
+    assert pair.supervisor.listen(kept) is None
+    pair.child.close()
+    pair.supervisor.close()
+
+
+def test_a_parcel_that_nobody_uses_is_not_kept(descriptors: Callable[[], int]) -> None:
+    kept = packed([np.arange(3)])
+    pair = Pair(kept)
+    begun = pair.child.begin()
+    assert begun is not None
+    assert begun[1] is not None
+    replicas = handover.unpack(begun[1], pair.child.dropped)
+    assert pair.supervisor.listen(kept) is kept
+    del replicas
+    gc.collect()
+    assert pair.supervisor.listen(kept) is None
+    # What is handed over afterwards is not what was dropped.
+    parcel = packed([np.arange(2)])
+    assert pair.child.hand_over(parcel)
+    parcel.close()
+    pair.child.dropped()
+    last = pair.supervisor.listen(None)
+    assert last is not None
+    last.close()
+    pair.child.close()
+    pair.supervisor.close()
+
+
+def test_a_child_hears_that_its_supervisor_ended_before_it_began() -> None:
+    supervisor = ChildLink(Watch(1.0, 3.0))
+    child = SupervisorLink(os.dup(supervisor.child_descriptor))
+    supervisor.started()
+    supervisor.close()
+    assert child.begin() is None
+    child.close()
+
+
+WATCHED: dict[str, tuple[list[tuple[str, float]], bool]] = {
+    "beats": ([("beat", 1), ("ask", 2), ("beat", 2), ("ask", 3), ("ask", 4), ("ask", 5)], False),
+    "is silent": ([("beat", 1), ("ask", 2), ("ask", 3), ("ask", 4), ("ask", 4.5)], True),
+    "is at its limit": ([("beat", 1), ("ask", 2), ("ask", 3), ("ask", 4)], False),
+    "has not begun to beat": ([("ask", moment) for moment in range(60)], False),
+    "was not listened to": ([("beat", 1), ("ask", 2), ("ask", 9)], False),
+    "was not listened to and then is silent": (
+        [("beat", 1), ("ask", 2), ("ask", 9), ("ask", 10), ("ask", 11), ("ask", 11.5)],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WATCHED)
+def test_a_child_that(what: str) -> None:
+    """With a heartbeat of one second and a silence of three."""
+    happens, silent = WATCHED[what]
+    watch = Watch(1.0, 3.0)
+    judged: list[bool] = []
+    for event, now_s in happens:
+        if event == "beat":
+            watch.beat(now_s)
+        else:
+            judged.append(watch.is_silent(now_s))
+    assert judged[-1] is silent
+    assert not any(judged[:-1])
+
+
+# --- the real supervisor, over a runtime that is none ---------------------------------------------------
+
+CHILD = """
+import json, os, signal, sys, threading, time
+import numpy as np
+from pw.cli import handover
+from pw.cli.supervision import SupervisorLink
+
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+link = SupervisorLink(int(arguments["--supervisor-fd"]))
+begin, parcel = link.begin()
+replicas = [] if parcel is None else handover.unpack(parcel, link.dropped)
+found = {array: data.tolist() for array, _, data in replicas}
+
+def beat():
+    while True:
+        link.beat()
+        time.sleep(0.2)
+
+threading.Thread(target=beat, daemon=True).start()
+print(json.dumps([os.getpid(), begin.spare, found]), flush=True)
+for line in open(arguments["--controller"].removeprefix("ipc://")):
+    what, value = json.loads(line)
+    if what == "leave":
+        with_what = [(1, ((0, 3),), np.array(value))]
+        link.hand_over(handover.pack(with_what, link.beat) if value else None)
+        os._exit(75)
+    if what == "finish":
+        os._exit(0)
+signal.pause()
+"""
+
+
+class Supervised:
+    """`pw-worker` whose runtime does what it is told through a named pipe."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.pipe = folder / "orders"
+        os.mkfifo(self.pipe)
+        module = folder / "path" / "fake_runtime.py"
+        module.parent.mkdir()
+        module.write_text(CHILD)
+        body = f"""
+            import sys
+            from pw.cli import worker
+            sys.argv = ["pw-worker", "--controller", "ipc://{self.pipe}", "--island", "i"]
+            sys.argv += {list(options)!r}
+            worker.STANDBY_AFTER_S = 0.0
+            worker.RUNTIME = "fake_runtime"
+            worker.main()
+            """
+        path = os.pathsep.join([str(module.parent), str(ROOT)])
+        self.program = Program(folder, ["-c", textwrap.dedent(body)], PYTHONPATH=path)
+        self.children = 0
+
+    def next_child(self) -> tuple[int, bool, dict[str, Any]]:
+        """Process id, whether it is a spare, and what it was given."""
+        self.children += 1
+        until(
+            lambda: self.program.out.count("\n") >= self.children,
+            f"child {self.children}; {self.program.err}",
+        )
+        pid, spare, found = json.loads(self.program.out.splitlines()[self.children - 1])
+        return pid, spare, found
+
+    def tell(self, what: str, value: object = None) -> None:
+        with self.pipe.open("w") as pipe:
+            pipe.write(json.dumps([what, value]) + "\n")
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    started = Supervised(tmp_path, "--no-standby")
+    yield started
+    started.program.kill()
+
+
+@pytest.mark.processes
+def test_the_next_child_gets_what_the_last_one_left(supervised: Supervised) -> None:
+    program = supervised.program
+    first, spare, found = supervised.next_child()
+    assert (spare, found) == (False, {})
+    supervised.tell("leave", [1, 2, 3])
+    second, spare, found = supervised.next_child()
+    assert (spare, found) == (True, {"1": [1, 2, 3]})
+    send(second, signal.SIGKILL)
+    third, spare, found = supervised.next_child()
+    assert (spare, found) == (True, {"1": [1, 2, 3]})
+    supervised.tell("leave", [])
+    fourth, _, found = supervised.next_child()
+    assert found == {}
+    assert len({first, second, third, fourth}) == 4
+    supervised.tell("finish")
+    assert program.end() == 0, program.err
+    assert [name for name in os.listdir("/dev/shm") if "pw" in name] == []
+
+
+@pytest.mark.processes
+def test_a_child_that_was_stopped_is_killed_and_replaced(supervised: Supervised) -> None:
+    program = supervised.program
+    first, _, _ = supervised.next_child()
+    supervised.tell("leave", [4])
+    second, _, _ = supervised.next_child()
+    send(second, signal.SIGSTOP)
+    third, _, found = supervised.next_child()
+    assert found == {"1": [4]}
+    assert program.family() == {program.process.pid, third}
+    words = rf"runtime is stuck and is killed node=\S+ process={second} silence_s=3.0"
+    assert len([line for line in program.err.splitlines() if "stuck" in line]) == 1
+    assert re.search(words, program.err)
+    assert first != second != third
+
+
+@pytest.mark.processes
+def test_a_child_that_stands_by_is_next(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, "--standby")
+    program = supervised.program
+    try:
+        first, _, _ = supervised.next_child()
+        for number in range(2):
+            until(lambda: len(program.family()) == 3, "a child stands by")
+            (waiting,) = program.family() - {program.process.pid, first}
+            if number:
+                send(waiting, signal.SIGKILL)
+            supervised.tell("leave", [number])
+            second, spare, found = supervised.next_child()
+            assert (second == waiting) is (number == 0)
+            assert (spare, found) == (True, {"1": [number]})
+            first = second
+        supervised.tell("finish")
+        assert program.end() == 0, program.err
+        program.until_alone()
+    finally:
+        program.kill()

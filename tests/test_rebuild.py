@@ -1,0 +1,358 @@
+"""What clients had on lost hosts comes back: from copies, by running again, or with a reason why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.core.errors import INFRASTRUCTURE, ErrorReport
+from pw.core.ids import CONTROL, session_of
+from pw.core.messages import (
+    Answered,
+    Checkpoint,
+    CreateArray,
+    DrainHost,
+    ForgetInputs,
+    InputGone,
+    Inquire,
+    PeerLost,
+    UploadAgain,
+)
+from pw.core.sharding import ArraySpec
+from tests.actors import World
+from tests.scripted import LARGE, SMALL, Client, chain, split
+from tests.supervised import SupervisedHost
+
+X = np.arange(SMALL)
+
+
+class Survivor(Client):
+    """A client that asks again when a host cannot say what became of an array."""
+
+    keeps_inputs = True
+
+    def receive(self, sender: Any, message: Any) -> None:
+        super().receive(sender, message)
+        if isinstance(message, PeerLost):
+            self.known.discard(message.node)
+        elif isinstance(message, UploadAgain):
+            if self.keeps_inputs:
+                value, spec = self.uploads[message.array], self.specs[message.array]
+                self.uploads[message.name], self.specs[message.name] = value, spec
+                self.send_again(message.name, value, spec)
+            else:
+                self.tell(InputGone(message.name))
+
+    def send_again(self, array: int, value: Any, spec: ArraySpec) -> None:
+        from pw.core.messages import Upload
+        from pw.core.packing import pack
+        from pw.core.sharding import box_slices, host_boxes
+
+        devices = self.devices(spec)
+        for host in dict.fromkeys(device.host for device in devices):
+            boxes = host_boxes(spec, devices, host)
+            data = pack([value[box_slices(box)] for box, _ in boxes])
+            self.tell_host(host, Upload(array, spec, devices, data))
+
+    def announce(self, value: Any, spec: ArraySpec) -> int:
+        """An upload while the slice is not bound: the bytes follow when they are asked for."""
+        array = self.id()
+        self.specs[array], self.uploads[array] = spec, value
+        self.tell(CreateArray(array, spec, 0))
+        return array
+
+    def checkpoint(self, *arrays: int) -> int:
+        number = self.id()
+        self.tell(Checkpoint(number, arrays))
+        return number
+
+    def answered(self, request: int) -> Answered | None:
+        return next((m for m in self.of(Answered) if m.request == request), None)
+
+    def value(self, array: int) -> Any:
+        for _ in range(20):
+            if array in self.failed:
+                return self.failed[array]
+            number = self.id()
+            self.tell(Inquire(number, (array,)))
+            self.env.world.settle()
+            if array in self.failed:
+                return self.failed[array]
+            assert self.answered(number) is not None, "an inquiry hangs"
+            losses = len(self.of(PeerLost))
+            asked = self.fetch(array)
+            self.env.world.settle()
+            answer = self.answer(array, asked)
+            if answer is None and len(self.of(PeerLost)) > losses:
+                continue  # it was asked of a process that had ended
+            assert answer is not None, "a fetch hangs"
+            if not isinstance(answer, ErrorReport):
+                return answer
+            if answer.kind not in INFRASTRUCTURE | {"ArrayDeleted"}:
+                return answer
+            self.env.world.wait(0.5)
+        raise AssertionError(f"it never comes back: {answer}")
+
+
+class Cluster:
+    """Island a of two hosts, island b of one, a client with a slice on each."""
+
+    def __init__(self, seed: int = 0, spares: int = 0, elements: int = SMALL) -> None:
+        self.world = World(seed)
+        self.world.controller()
+        self.hosts = {
+            name: SupervisedHost(self.world, name, name[0], hosts)
+            for name, hosts in (("a0", 2), ("a1", 2), ("b0", 1))
+        }
+        for index in range(spares):
+            name = f"s{index}"
+            self.hosts[name] = SupervisedHost(self.world, name, "", spare=True)
+        self.world.settle()
+        self.client: Survivor = self.world.add(session_of("c"), Survivor)
+        self.world.settle()
+        a, b = self.client.slice(2, "a"), self.client.slice(1, "b")
+        self.world.settle()
+        self.a, self.b = split(a, 2, elements), split(b, 1, elements)
+        self.elements = elements
+        self.x = np.arange(elements)
+
+    def idle(self) -> None:
+        """Nothing of the client is left anywhere once it has let go of everything."""
+        self.world.settle()
+        self.world.wait(40)
+        self.world.wait(700)
+        for host in self.hosts.values():
+            if not host.finished:
+                left = host.current.census()
+                assert not any(left.values()), f"{host.name}: {left}"
+
+
+def crash_points() -> Any:
+    return pytest.mark.parametrize("seed", range(40))
+
+
+@crash_points()
+@pytest.mark.parametrize("victim", ["a0", "a1", "b0"])
+def test_a_chain_over_two_islands_survives_a_crash_at_any_moment(seed: int, victim: str) -> None:
+    cluster = Cluster(seed)
+    client, world = cluster.client, cluster.world
+    there = client.program(chain([cluster.a, cluster.b]))
+    back = client.program(chain([cluster.b, cluster.a]))
+    arrays = client.run(there, X)
+    for index in range(4):
+        arrays += client.run(back if index % 2 == 0 else there, arrays[-1])
+    world.steps(seed * 3)
+    cluster.hosts[victim].crash()
+    for index in range(4, 6):
+        arrays += client.run(back if index % 2 == 0 else there, arrays[-1])
+    world.settle()
+    world.wait(5)
+    for index, array in enumerate(arrays):
+        np.testing.assert_array_equal(client.value(array), X + 2 * (index + 1))
+    assert client.credits == client.sent_runs
+    client.delete(*arrays)
+    client.release(there), client.release(back)
+    cluster.idle()
+
+
+@crash_points()
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) -> None:
+    cluster = Cluster(seed, elements=elements)
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    state = client.upload(cluster.x, cluster.a)
+    (state,) = client.run(step, state)
+    (state,) = client.run(step, state)
+    asked = client.checkpoint(state)
+    for _ in range(3):
+        (state,) = client.run(step, state)
+    world.settle()
+    assert client.answered(asked) == Answered(asked, None)
+    assert world.control._clients[client.number].lineage.programs(), "back to the checkpoint"
+    for _ in range(3):
+        (state,) = client.run(step, state)
+    world.steps(seed * 2)
+    cluster.hosts[f"a{seed % 2}"].crash()
+    for _ in range(2):
+        (state,) = client.run(step, state)
+    world.settle()
+    world.wait(5)
+    np.testing.assert_array_equal(client.value(state), cluster.x + 10)
+    client.delete(state)
+    client.release(step)
+    cluster.idle()
+
+
+def test_a_spare_takes_the_place_of_a_host_that_is_gone() -> None:
+    for seed in range(20):
+        cluster = Cluster(seed, spares=1)
+        client, world = cluster.client, cluster.world
+        program = client.program(chain([cluster.a]))
+        (array,) = client.run(program, X)
+        if seed % 2:
+            client.checkpoint(array)
+        world.settle()
+        cluster.hosts["a1"].die()
+        world.settle()
+        (more,) = client.run(program, array)
+        np.testing.assert_array_equal(client.value(more), X + 2)
+        assert {device.host for device in client.bound[cluster.a.placement.slice].devices} == {
+            "a0",
+            "s0",
+        }
+
+
+def test_survivors_keep_what_they_have_and_inputs_are_sent_again() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    one = ArraySpec(
+        X.shape,
+        "int64",
+        cluster.b.sharding,
+        type(cluster.a.placement)(cluster.a.placement.slice, (0,)),
+    )
+    kept = client.upload(X, one)
+    split_ = client.upload(X, cluster.a)
+    world.settle()
+    cluster.hosts["a1"].crash()
+    world.settle()
+    np.testing.assert_array_equal(client.value(kept), X)
+    np.testing.assert_array_equal(client.value(split_), X)
+    again = [message.array for message in client.of(UploadAgain)]
+    assert again == [split_], "the other one was handed over"
+    client.delete(kept, split_)
+    world.settle()
+    assert {array for message in client.of(ForgetInputs) for array in message.arrays} == {
+        kept,
+        split_,
+    }
+    cluster.idle()
+
+
+def test_what_is_asked_for_while_an_island_is_away_waits_for_it() -> None:
+    for seed in range(20):
+        cluster = Cluster(seed)
+        client, world = cluster.client, cluster.world
+        known = client.program(chain([cluster.a]))
+        (before,) = client.run(known, X)
+        world.settle()
+        cluster.hosts["a0"].die()
+        world.settle()
+        unbound = client.program(chain([cluster.a] * 2))
+        late = client.announce(X, cluster.a)
+        (one,), (two,) = client.run(unbound, X), client.run(known, late)
+        client.delete(before)
+        world.settle()
+        assert not client.failed
+        cluster.hosts["a0"].finished = ""
+        cluster.hosts["a0"]._start()
+        world.settle()
+        np.testing.assert_array_equal(client.value(one), X + 2)
+        np.testing.assert_array_equal(client.value(two), X + 1)
+        client.delete(one, two, late)
+        client.release(known), client.release(unbound)
+        cluster.idle()
+
+
+def test_what_cannot_be_had_back_says_why() -> None:
+    cluster = Cluster()
+    cluster.client.keeps_inputs = False
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.b], donated=(0,)))
+    state = client.upload(X, cluster.b)
+    (state,) = client.run(step, state)
+    world.settle()
+    cluster.hosts["b0"].crash()
+    world.settle()
+    error = client.value(state)
+    assert error.kind == "ArrayLost"
+    assert "keep=True" in error.message
+    (fine,) = client.run(step, client.upload(X, cluster.b))
+    np.testing.assert_array_equal(client.value(fine), X + 1)
+
+
+def test_an_island_that_does_not_come_back_is_given_up() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    program = client.program(chain([cluster.b]))
+    (array,) = client.run(program, X)
+    world.settle()
+    cluster.hosts["b0"].die()
+    (late,) = client.run(program, X)
+    world.settle()
+    assert not client.failed, "it waits"
+    world.wait(31)
+    world.wait(61)
+    assert client.failed[array].kind == "HostLost"
+    assert client.failed[late].kind == "HostLost"
+    other = client.program(chain([cluster.a]))
+    (fine,) = client.run(other, X)
+    np.testing.assert_array_equal(client.value(fine), X + 1)
+
+
+def test_slices_move_to_another_island_when_theirs_does_not_come_back() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    free = client.slice(1)
+    world.settle()
+    assert client.bound[free].island == "b" or client.bound[free].island == "a"
+    spec = split(free, 1)
+    program = client.program(chain([spec]))
+    (array,) = client.run(program, X)
+    world.settle()
+    home = client.bound[free].island
+    for name, host in cluster.hosts.items():
+        if name.startswith(home):
+            host.die()
+    world.settle()
+    world.wait(31)
+    assert client.bound[free].island != home
+    assert not client.failed, "its other slice waits for its own island"
+    world.wait(61)
+    np.testing.assert_array_equal(client.value(array), X + 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spares: int) -> None:
+    cluster = Cluster(seed, spares=spares)
+    client, world = cluster.client, cluster.world
+    spec = split(client.slice(1), 1)
+    world.settle()
+    step = client.program(chain([spec], donated=(0,)))
+    state = client.upload(X, spec)
+    (state,) = client.run(step, state)
+    client.checkpoint(state)
+    for _ in range(2):
+        (state,) = client.run(step, state)
+    world.steps(seed * 5)
+    victim = client.bound[spec.placement.slice].devices[0].host
+    request = client.id()
+    client.tell(DrainHost(request, victim))
+    for _ in range(2):
+        (state,) = client.run(step, state)
+    for _ in range(40):
+        world.wait(0.2)
+    answer = client.answered(request)
+    assert answer is not None
+    if answer.error is not None:  # two slices were given to an island by name
+        assert "no spare host" in answer.error.message
+        assert not spares
+    else:
+        assert cluster.hosts[victim].finished == "drained"
+    np.testing.assert_array_equal(client.value(state), X + 5)
+
+
+def test_a_host_that_does_not_exist_cannot_be_drained() -> None:
+    cluster = Cluster()
+    request = cluster.client.id()
+    cluster.client.tell(DrainHost(request, "nobody"))
+    cluster.world.settle()
+    answer = cluster.client.answered(request)
+    assert answer is not None
+    assert answer.error is not None
+    assert "nobody" in answer.error.message
+    assert CONTROL.node == "controller"

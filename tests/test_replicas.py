@@ -1,0 +1,445 @@
+"""Copies in host memory: restoring arrays from them, offering them, and who may have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
+from pw.core.landing import Landing
+from pw.core.messages import (
+    DropReplicas,
+    Fetch,
+    Fetched,
+    FetchReplica,
+    Holding,
+    Holdings,
+    Identify,
+    OfferReplica,
+    Ready,
+    ReplicaData,
+    ReplicaRefused,
+    Restore,
+    Source,
+    Upload,
+    Uploaded,
+    Wait,
+)
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
+from pw.devices import replicas as under_test
+from pw.devices.backend import Value
+from pw.devices.replicas import Saved
+from pw.devices.store import ObjectStore
+from pw.sched.controller import ticket_for
+from tests.actors import SECRET, Recorder, World
+from tests.fake_devices import FakeBackend, FakeBulk
+from tests.scripted import LARGE, SMALL, split
+
+ARRAY = client_id(1, 5)
+SLICE = client_id(1, 0)
+HERE = (DeviceAddress("a", 0), DeviceAddress("a", 1))
+SIZES = pytest.mark.parametrize("elements", [SMALL, LARGE])
+
+
+class Node:
+    """The store of one host, and nothing else of it."""
+
+    def __init__(self, world: World, name: str, replicas: Sequence[Saved] = ()) -> None:
+        self.name = name
+        self.backend = world.backends[name] = FakeBackend(world, name)
+        self.bulk = FakeBulk(world, name)
+        self.store: ObjectStore = world.add(
+            store_of(name), lambda env: ObjectStore(env, self.backend, self.bulk, dict, replicas)
+        )
+        self.store.admit_tickets_of(SECRET)
+        self.store.replicas.announce()
+
+
+class Bench:
+    """Hosts a, b and c, of which some hold halves of an array that host a needs whole."""
+
+    def __init__(self, elements: int = SMALL, seed: int = 0, **halves: tuple[int, ...]) -> None:
+        self.world = World(seed)
+        self.world.add(CONTROL, Recorder)
+        self.client: Recorder = self.world.add(session_of("x"), Recorder)
+        self.spec = split(SLICE, 2, elements)
+        self.whole = np.arange(elements)
+        self.boxes: list[Box] = [self.spec.box(0), self.spec.box(1)]
+        self.nodes = {
+            name: Node(self.world, name, [self.half(half) for half in halves.get(name, ())])
+            for name in "abc"
+        }
+        self.hosts_are(*self.nodes)
+        self.say(Identify(1, ticket_for(SECRET, 1)))
+        self.a = self.nodes["a"].store
+
+    def half(self, half: int) -> Saved:
+        middle = len(self.whole) // 2
+        return ARRAY, self.spec.box(half), self.whole[half * middle : (half + 1) * middle]
+
+    def hosts_are(self, *names: str) -> None:
+        for node in self.nodes.values():
+            node.store.replicas.hosts_are(frozenset(names))
+
+    def say(self, message: object, sender: Address | None = None, to: str = "a") -> None:
+        self.world.mailboxes[to].append((sender or session_of("x"), store_of(to), message))
+        self.world.drain(to)
+
+    def restore(self, *sources: tuple[int, str]) -> None:
+        named = tuple(Source(self.spec.box(half), host) for half, host in sources)
+        self.say(Restore(ARRAY, ARRAY, self.spec, HERE, named), CONTROL)
+
+    def uploaded(self) -> list[ErrorReport | None]:
+        self.world.settle()
+        return [message.error for message in self.world.to(CONTROL, Uploaded)]
+
+    def restored(self) -> np.ndarray[Any, Any]:
+        """The array as it lies on host a."""
+        value = self.a.value(ARRAY)
+        assert value is not None
+        return np.concatenate([value.payload[0], value.payload[1]])
+
+    def held(self, name: str) -> list[Box]:
+        return [box for _, box, _ in self.nodes[name].store.replicas.saved()]
+
+    def check_idle(self) -> None:
+        """Nothing is under way any more."""
+        self.world.settle()
+        for node in self.nodes.values():
+            if node.name in self.world.actors:
+                assert not node.bulk.landings
+                assert not node.store._restoring
+                assert not node.store.replicas._fetches
+                assert not node.store.replicas._offers
+
+
+def copies(*halves: tuple[int, str]) -> tuple[tuple[int, str], ...]:
+    return halves
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("held", "sources"),
+    [
+        ({"a": (0, 1)}, copies()),
+        ({"b": (0, 1)}, copies((0, "b"), (1, "b"))),
+        ({"b": (0,), "c": (1,)}, copies((0, "b"), (1, "c"))),
+        ({"a": (1,), "c": (0,)}, copies((0, "c"), (1, "a"))),
+        ({"b": (0,), "c": (0, 1)}, copies((0, "b"), (1, "b"), (0, "c"), (1, "c"))),
+        ({"c": (0, 1)}, copies((0, "a"), (0, "b"), (0, "c"), (1, "gone"), (1, "c"))),
+    ],
+)
+def test_an_array_is_restored_from_copies_wherever_they_are(
+    elements: int, held: dict[str, tuple[int, ...]], sources: tuple[tuple[int, str], ...]
+) -> None:
+    for seed in range(5):
+        bench = Bench(elements, seed, **held)
+        bench.restore(*sources)
+        assert bench.uploaded() == [None]
+        np.testing.assert_array_equal(bench.restored(), bench.whole)
+        bench.check_idle()
+
+
+def test_requests_wait_for_an_array_that_will_be_restored() -> None:
+    bench = Bench(b=(0, 1))
+    bench.say(Fetch(1, ARRAY, bench.spec, HERE, (1,), None))
+    bench.say(Wait(2, (ARRAY,)))
+    bench.world.settle()
+    assert not bench.client.received
+    bench.restore((0, "b"), (1, "b"))
+    bench.say(Wait(3, (ARRAY,)))
+    bench.world.settle()
+    assert bench.client.of(Fetched) == [Fetched(1, bench.whole[SMALL // 2 :].tobytes())]
+    assert {message.request for message in bench.client.of(Ready)} == {2, 3}
+
+
+def test_a_donated_array_can_be_restored() -> None:
+    bench = Bench(a=(0, 1))
+    bench.a.drop(ARRAY, "donated to 'f'")
+    bench.restore()
+    bench.say(Wait(1, (ARRAY,)))
+    bench.world.settle()
+    assert bench.client.received == [Ready(1)]
+
+
+@SIZES
+def test_a_source_that_is_lost_is_replaced_by_the_next(elements: int) -> None:
+    outcomes = set()
+    for seed in range(40):
+        bench = Bench(elements, seed, b=(0, 1), c=(0,))
+        bench.restore((0, "b"), (0, "c"), (1, "b"))
+        bench.world.steps(bench.world.random.randrange(8))
+        bench.world.kill("b")
+        (error,) = bench.uploaded()
+        outcomes.add(error and error.kind)
+        if error is None:
+            np.testing.assert_array_equal(bench.restored(), bench.whole)
+        else:
+            assert "host b" in error.message
+        bench.check_idle()
+    assert outcomes == {None, "ArrayLost"}
+
+
+@SIZES
+def test_a_host_that_has_another_copy_helps_whoever_is_lost(elements: int) -> None:
+    for seed in range(40):
+        bench = Bench(elements, seed, b=(0, 1), c=(0, 1))
+        bench.restore((0, "b"), (0, "c"), (1, "b"), (1, "c"))
+        bench.world.steps(bench.world.random.randrange(8))
+        if seed % 2:
+            bench.world.kill("b")
+        else:  # the controller knows first
+            bench.nodes["b"].store.replicas._held.clear()
+            bench.hosts_are("a", "c")
+        assert bench.uploaded() == [None]
+        np.testing.assert_array_equal(bench.restored(), bench.whole)
+        bench.check_idle()
+
+
+def test_what_nobody_has_is_lost() -> None:
+    bench = Bench(b=(0,))
+    bench.say(Wait(1, (ARRAY,)))
+    bench.restore((0, "b"))
+    (error,) = bench.uploaded()
+    assert error is not None
+    assert error.kind == "ArrayLost"
+    assert "no host is said to have it" in error.message
+    (failed,) = bench.client.received
+    assert failed.error == error
+    bench.check_idle()
+    data = b"".join(half.tobytes() for half in np.split(bench.whole, 2))
+    aligned = data[:32].ljust(64, b"\0") + data[32:]
+    bench.say(Upload(ARRAY, bench.spec, HERE, aligned))
+    assert bench.uploaded()[1:] == [None], "its client may send it again"
+    np.testing.assert_array_equal(bench.restored(), bench.whole)
+
+
+def test_copies_of_another_size_are_of_no_use() -> None:
+    bench = Bench(b=(0, 1), c=(0, 1))
+    bench.nodes["b"].store.replicas._held[ARRAY][bench.boxes[0]] = np.zeros(3, np.uint8)
+    bench.restore((0, "b"), (0, "c"), (1, "c"))
+    assert bench.uploaded() == [None]
+    assert bench.world.counters["replicas_refused"] == 1
+
+
+def test_no_room_for_what_is_fetched() -> None:
+    bench = Bench(LARGE, b=(0, 1))
+    bench.nodes["a"].bulk.full = True
+    bench.restore((0, "b"), (1, "b"))
+    (error,) = bench.uploaded()
+    assert error is not None
+    assert error.kind == "OutOfHostMemory"
+    bench.check_idle()
+
+
+@SIZES
+@pytest.mark.parametrize("how", ["deleted", "client left", "restored again", "run again"])
+def test_what_is_no_longer_wanted_is_no_longer_fetched(elements: int, how: str) -> None:
+    for seed in range(10):
+        bench = Bench(elements, seed, b=(0, 1))
+        bench.restore((0, "b"), (1, "b"))
+        bench.world.steps(bench.world.random.randrange(3))
+        known = len(bench.world.to(CONTROL, Uploaded))
+        assert known == 0
+        if how == "deleted":
+            bench.a.drop(ARRAY)
+        elif how == "client left":
+            bench.a.drop_client(1)
+        elif how == "restored again":
+            bench.restore((0, "b"), (1, "b"))
+        else:
+            bench.a.expect(ARRAY, Value(), bench.spec, HERE)
+        assert bench.a.census()["replicas_fetched"] == (how == "restored again")
+        assert bench.uploaded() == [None] * (how == "restored again")
+        bench.check_idle()
+
+
+def test_an_array_that_is_restored_twice_is_told_once() -> None:
+    bench = Bench(a=(0, 1))
+    bench.restore()
+    bench.restore()
+    assert bench.uploaded() == [None]
+
+
+def test_a_host_that_was_lost_is_not_asked_again() -> None:
+    bench = Bench(b=(0, 1))
+    bench.restore((0, "b"), (1, "c"), (1, "b"))
+    bench.world.kill("b")
+    (error,) = bench.uploaded()
+    assert error is not None
+    assert error.kind == "ArrayLost"
+    bench.restore((1, "c"), (1, "b"), (0, "b"))
+    (_, again) = bench.uploaded()
+    assert again is not None
+    assert "host b has gone" in again.message
+
+
+def test_only_the_controller_restores_and_drops() -> None:
+    bench = Bench(a=(0, 1))
+    bench.say(Restore(ARRAY, ARRAY, bench.spec, HERE, ()))
+    bench.say(DropReplicas((ARRAY,)))
+    bench.world.settle()
+    assert bench.world.counters["messages_refused"] == 2
+    assert not bench.uploaded()
+    bench.say(DropReplicas((ARRAY, 99)), CONTROL)
+    assert bench.a.census()["replica_bytes"] == 0
+
+
+def test_a_client_gets_no_copies() -> None:
+    bench = Bench(a=(0, 1))
+    question = FetchReplica(7, ARRAY, "int64", (bench.boxes[0],), None)
+    bench.say(question)
+    bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[1],), "x"))
+    bench.hosts_are("a", "b")
+    bench.world.settle()
+    assert not bench.client.received
+    assert bench.world.counters["replicas_asked_by_strangers"]
+    assert len(bench.a.replicas._strangers) == 2
+    bench.world.kill("x")
+    bench.world.settle()
+    assert not bench.a.replicas._strangers
+
+
+def test_a_host_may_ask_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller's directory and the question come by different links."""
+    monkeypatch.setattr(under_test, "STRANGERS_KEPT", 1)
+    bench = Bench(a=(0,))
+    for request in (7, 8):
+        question = FetchReplica(request, ARRAY, "int64", (bench.boxes[0],), None)
+        bench.say(question, store_of("new"))
+    (refused,) = bench.world.to(store_of("new"))
+    assert (type(refused), refused.request) == (ReplicaRefused, 8)
+    bench.hosts_are("a", "new")
+    (_, answer) = bench.world.to(store_of("new"))
+    assert answer == ReplicaData(7, bench.whole[: SMALL // 2].tobytes())
+
+
+def test_questions_that_cannot_be_answered_are_refused() -> None:
+    bench = Bench(LARGE, a=(0,))
+    (box, other), size = bench.boxes, LARGE * 4
+    small = Landing(99, size - 1, 0, "b", "", "")
+    gone = bench.nodes["c"].bulk.land(size, print)
+    bench.world.kill("c")
+    asked = [((box,), "int32", None), ((box, other), "int64", None), ((box,), "int64", None)]
+    for number, (boxes, dtype, landing) in enumerate([*asked, ((box,), "int64", small)]):
+        bench.say(FetchReplica(number, ARRAY, dtype, boxes, landing), store_of("b"))
+    bench.say(FetchReplica(4, ARRAY, "int64", (box,), gone), store_of("b"))
+    bench.world.settle()
+    refused = bench.world.to(store_of("b"), ReplicaRefused)
+    assert [message.request for message in refused] == [0, 1, 2, 3, 4]
+
+
+def test_answers_that_nobody_asked_for_are_dropped() -> None:
+    bench = Bench(b=(0, 1))
+    bench.restore((0, "b"), (1, "b"))
+    lie = np.zeros(SMALL).tobytes()
+    for sender in (session_of("x"), store_of("c")):
+        bench.say(ReplicaData(1, lie), sender)
+        bench.say(ReplicaRefused(1, ErrorReport("ArrayLost", "no")), sender)
+    assert bench.uploaded() == [None]
+    np.testing.assert_array_equal(bench.restored(), bench.whole)
+    bench.say(ReplicaData(1, lie), store_of("b"))
+    bench.say(ReplicaRefused(1, ErrorReport("ArrayLost", "late")), store_of("b"))
+    assert bench.uploaded() == [None]
+
+
+def test_an_answer_of_the_wrong_size_is_no_answer() -> None:
+    bench = Bench(b=(0, 1), c=(0, 1))
+    bench.restore((0, "b"), (1, "b"), (0, "c"), (1, "c"))
+    bench.say(ReplicaData(1, b"short"), store_of("b"))
+    assert bench.uploaded() == [None]
+    np.testing.assert_array_equal(bench.restored(), bench.whole)
+
+
+@SIZES
+@pytest.mark.parametrize("sender", [store_of("b"), CONTROL])
+def test_what_is_offered_is_fetched_kept_and_told(elements: int, sender: Address) -> None:
+    bench = Bench(elements, b=(0, 1))
+    bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[1],), "b"), sender)
+    bench.check_idle()
+    assert bench.held("a") == [bench.boxes[1]]
+    told = bench.world.to(CONTROL, Holdings)
+    assert told[1:] == [Holdings((Holding(ARRAY, (bench.boxes[1],)),))]
+    assert bench.a.census()["replica_arrays"] == 1
+    assert bench.a.census()["replica_bytes"] == elements * 4
+    bench.say(OfferReplica(ARRAY, "int64", tuple(bench.boxes), "b"), sender)
+    bench.check_idle()
+    assert bench.held("a") == [bench.boxes[1], bench.boxes[0]]
+    bench.nodes["b"].store.replicas._held.clear()
+    bench.restore()
+    assert bench.uploaded() == [None]
+    np.testing.assert_array_equal(bench.restored(), bench.whole)
+
+
+def test_an_offer_that_comes_to_nothing_is_told_as_well() -> None:
+    for seed in range(10):
+        bench = Bench(LARGE, seed, b=(0,))
+        bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+        bench.world.steps(bench.world.random.randrange(2))
+        bench.world.kill("b")
+        bench.check_idle()
+        assert bench.world.to(CONTROL, Holdings)[-1] in (
+            Holdings((Holding(ARRAY, ()),)),
+            Holdings((Holding(ARRAY, (bench.boxes[0],)),)),
+        )
+
+
+@SIZES
+@pytest.mark.parametrize("dropped", [False, True])
+def test_offers_of_what_goes_are_forgotten(elements: int, dropped: bool) -> None:
+    for seed in range(10):
+        bench = Bench(elements, seed, a=(1,), b=(0,))
+        bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+        bench.world.steps(bench.world.random.randrange(6))
+        if dropped:
+            bench.say(DropReplicas((ARRAY,)), CONTROL)
+        else:
+            bench.a.drop_client(1)
+            bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+        bench.check_idle()
+        assert not any(bench.a.census().values())
+
+
+def filled(spec: ArraySpec, whole: np.ndarray[Any, Any]) -> Value:
+    value = Value()
+    value.payload = dict(enumerate(np.split(whole, spec.sharding.device_count)))
+    return value
+
+
+def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
+    bench = Bench(a=(0,))
+    bench.a.expect(ARRAY, filled(bench.spec, bench.whole), bench.spec, HERE)
+    other, failed, unmade = (client_id(1, serial) for serial in (6, 7, 8))
+    bench.a.expect(other, filled(bench.spec, bench.whole + 1), bench.spec, HERE)
+    bench.a.expect(failed, Value(ErrorReport("ComputationFailed", "")), bench.spec, HERE)
+    bench.a.expect(unmade, Value(), bench.spec, HERE)
+    saved = bench.a.save()
+    assert sorted((array, box) for array, box, _ in saved) == [
+        (array, box) for array in (ARRAY, other) for box in bench.boxes
+    ]
+    again = Node(World(), "a", saved)
+    assert sorted(again.store.save(), key=lambda s: s[:2])[2][:2] == (other, bench.boxes[0])
+    by_box = {(array, box): data for array, box, data in again.store.replicas.saved()}
+    for array, whole in ((ARRAY, bench.whole), (other, bench.whole + 1)):
+        both = np.concatenate([by_box[array, box] for box in bench.boxes])
+        np.testing.assert_array_equal(both.view(np.int64), whole)
+
+
+def test_a_new_incarnation_tells_what_it_was_given() -> None:
+    bench = Bench(a=(0, 1), b=(1,))
+    assert bench.world.to(CONTROL, Holdings) == [
+        Holdings((Holding(ARRAY, tuple(bench.boxes)),)),
+        Holdings((Holding(ARRAY, (bench.boxes[1],)),)),
+    ], "and one that was given nothing says nothing"
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "bfloat16", "bool"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (6, 4)])
+def test_bytes_of_every_kind_of_array(shape: tuple[int, ...], dtype: str) -> None:
+    data = np.zeros(shape, dtype_of(dtype))
+    assert under_test.flat_bytes(data).nbytes == data.nbytes
+    assert under_test.flat_bytes(data.T).ndim == 1
