@@ -19,8 +19,13 @@ from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
     ArrayLost,
+    Cancelled,
+    CheckpointExists,
+    CheckpointFailed,
+    CheckpointNotFound,
     CompileError,
     ComputationFailed,
+    ComputationTimeout,
     ConnectionFailed,
     Disconnected,
     Error,
@@ -28,8 +33,10 @@ from pw.core.errors import (
     InsufficientDevices,
     InternalError,
     IslandFull,
+    NaNFound,
     NotOwner,
     OutOfDeviceMemory,
+    OutOfHostMemory,
     PlacementError,
     ProtocolError,
     ShardingError,
@@ -43,14 +50,16 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from pw.client.array import Array
+    from pw.client.cancelling import cancel
     from pw.client.checkpoint import Checkpoint, checkpoint, drain
+    from pw.client.checkpoint_files import restore
     from pw.client.cluster import LocalCluster
     from pw.client.host_function import host_function
     from pw.client.jit import jit
     from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
     from pw.client.pmap import pmap
     from pw.client.program import program
-    from pw.client.runtime import connect, disconnect, stats
+    from pw.client.runtime import connect, disconnect, stats, why
     from pw.client.transfer import block_until_ready, get, put, ready
 
 __version__ = metadata.version("pw")
@@ -72,10 +81,13 @@ _LAZY = {
     "get": "pw.client.transfer",
     "block_until_ready": "pw.client.transfer",
     "ready": "pw.client.transfer",
+    "cancel": "pw.client.cancelling",
     "checkpoint": "pw.client.checkpoint",
     "Checkpoint": "pw.client.checkpoint",
+    "restore": "pw.client.checkpoint_files",
     "drain": "pw.client.checkpoint",
     "stats": "pw.client.runtime",
+    "why": "pw.client.runtime",
 }
 
 __all__ = [
@@ -95,24 +107,34 @@ __all__ = [
     "get",
     "block_until_ready",
     "ready",
+    "cancel",
     "checkpoint",
     "Checkpoint",
+    "restore",
     "drain",
     "stats",
+    "why",
     "Error",
     "ArgumentError",
     "ArrayDeleted",
     "ArrayLost",
+    "Cancelled",
+    "CheckpointExists",
+    "CheckpointFailed",
+    "CheckpointNotFound",
     "CompileError",
     "ComputationFailed",
+    "ComputationTimeout",
     "ConnectionFailed",
     "Disconnected",
     "HostLost",
     "InsufficientDevices",
     "InternalError",
     "IslandFull",
+    "NaNFound",
     "NotOwner",
     "OutOfDeviceMemory",
+    "OutOfHostMemory",
     "PlacementError",
     "ProtocolError",
     "ShardingError",

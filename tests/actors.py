@@ -140,7 +140,9 @@ class World:
         self.sent.append((sender, to, message))
         if to.node == sender.node:
             self.mailboxes[to.node].append((sender, to, message))
-        elif to.node in self.dead or (sender.node, to.node) in self.stale:
+        elif (sender.node, to.node) in self.stale or (
+            to.node in self.dead and to.node != CONTROLLER  # it is dialled until somebody answers
+        ):
             self.counters["messages_lost"] += 1
         else:
             self.links[sender.node, to.node].append((sender, to, message))
@@ -173,8 +175,13 @@ class World:
         self.mailboxes.pop(node, None)
         self.happenings.pop(node, None)
         self.backends.pop(node, None)
+        self.alarms = [alarm for alarm in self.alarms if alarm.address.node != node]
+        if CONTROLLER in self.dead:
+            self.links.pop((node, CONTROLLER), None)  # it was still being dialled
         for other in list(self.actors):
             self.links.pop((other, node), None)
+            if node == CONTROLLER and (other, node) in self.stale:
+                continue  # it has not called that one: it still believes in the one before
             self.stale.add((other, node))
             link = self.links[node, other]
             while link and self.random.random() < 0.5:
@@ -243,9 +250,10 @@ class World:
 
     # --- the cluster ---------------------------------------------------------------------------------
 
-    def controller(self, policy: str = "fifo") -> Controller:
+    def controller(self, policy: str = "fifo", first_client: int = 1) -> Controller:
         """The actors of a controller process."""
-        self.resources = self.add(RESOURCES, lambda env: ResourceManager(env, SECRET))
+        secret = SECRET if first_client == 1 else SECRET + first_client.to_bytes(4, "big")
+        self.resources = self.add(RESOURCES, lambda env: ResourceManager(env, secret))
         self.services = self.add(SERVICES, Services)
         self.schedulers: dict[str, IslandScheduler] = {}
 
@@ -258,7 +266,14 @@ class World:
         self.control: Controller = self.add(
             CONTROL,
             lambda env: Controller(
-                env, SECRET, versions, policy, spawn, tuple, lambda: dict(self.counters)
+                env,
+                secret,
+                versions,
+                policy,
+                spawn,
+                tuple,
+                lambda: dict(self.counters),
+                first_client=first_client,
             ),
         )
         return self.control
@@ -293,7 +308,8 @@ class FakeHost:
         self.bulk = FakeBulk(world, name)
         backend, bulk = self.backend, self.bulk
         self.store: ObjectStore = world.add(
-            Address(name, "store"), lambda env: ObjectStore(env, backend, bulk, dict, replicas)
+            Address(name, "store"),
+            lambda env: ObjectStore(env, backend, bulk, dict, replicas, keep=self.hand_over),
         )
         self.coordinator: ShardCoordinator = world.add(
             Address(name, "coordinator"), lambda env: ShardCoordinator(env, backend, bulk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +17,14 @@ from pw.core.errors import (
     CompileError,
     ComputationFailed,
     ErrorReport,
+    HostLost,
     InternalError,
+    OutOfDeviceMemory,
     OutOfHostMemory,
     TransferFailed,
 )
 from pw.core.landing import Landing
+from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices import backend as ops
@@ -49,6 +53,9 @@ class FakeBulk:
     def cancel(self, transfer: int) -> None:
         self.landings.pop(transfer, None)
 
+    def landed_bytes(self, transfer: int) -> int:
+        return 0
+
     def push(
         self,
         landing: Landing,
@@ -75,13 +82,22 @@ class FakeBulk:
 
 
 class FakeBackend:
-    """Devices that compute with numpy: output i of an artifact b"k" is the sum of its inputs + k + i."""
+    """Devices that compute with numpy: output i of an artifact b"k" is the sum of its inputs + k + i.
+
+    The artifact b"raise" raises, b"forever" never ends. The last output of a checked computation says which of
+    the others has a negative number in it.
+    """
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.queue: deque[ops.Op] = deque()
         self.installed: dict[bytes, tuple[Computation, bytes, tuple[DeviceAddress, ...]]] = {}
         self.executed: list[bytes] = []
+        self.full_for: str | None = None
+        """The computation of several hosts that this host alone cannot enqueue."""
+        self.gang_broken: ErrorReport | None = None
+        self.raises = False
+        """Whether Python functions raise on this host."""
 
     def install(
         self,
@@ -115,6 +131,20 @@ class FakeBackend:
     def counters(self) -> dict[str, int]:
         return {}
 
+    def stage(self, value: Value) -> str:
+        if value.error is not None or value.payload is not None:
+            return "finished"
+        head = self.queue[0] if self.queue else None
+        met = isinstance(head, ops.Execute) and value in head.results
+        return "entered" if met else "handed over"
+
+    def whereabouts(self) -> tuple[ThreadReport, ...]:
+        head = self.queue[0] if self.queue else None
+        if not isinstance(head, ops.Execute):
+            return ()
+        name = self.installed[head.key][0].name
+        return (ThreadReport("pw-execute", f"the computation {name!r}", 0.0, ("fake.py:1",)),)
+
     def close(self) -> None:
         self.queue.clear()
 
@@ -122,7 +152,9 @@ class FakeBackend:
         """The backends that the computation at the head of the queue runs on."""
         head = self.queue[0]
         assert isinstance(head, ops.Execute)
-        _, _, devices = self.installed[head.key]
+        computation, _, devices = self.installed[head.key]
+        if computation.python:
+            return [self]  # each host calls it for itself
         return [self.world.backends[h] for h in dict.fromkeys(d.host for d in devices)]
 
     @property
@@ -134,13 +166,18 @@ class FakeBackend:
         if not isinstance(head, ops.Execute) or head.key not in self.installed:
             return True
         _, _, devices = self.installed[head.key]
+        if self.installed[head.key][1] == b"forever":
+            return False
         if any(device.host not in self.world.backends for device in devices):
             return False
         gang = self.gang()
-        if len(gang) == 1:
+        if len(gang) == 1 or self._fails_alone(head):
             return True
         heads = [member.queue[0] if member.queue else None for member in gang]
-        met = [other for other in heads if isinstance(other, ops.Execute)]
+        for other, member in zip(heads, gang, strict=True):
+            if member.gang_broken or (isinstance(other, ops.Execute) and member._fails_alone(other)):
+                return False
+        met = [o for o in heads if isinstance(o, ops.Execute) and o.key == head.key]
         for other, member in zip(heads, gang, strict=True):
             if isinstance(other, ops.Execute) and len(member.gang()) > 1:
                 assert other.key == head.key, f"{other.key!r} met {head.key!r}: G1 is broken"
@@ -150,7 +187,9 @@ class FakeBackend:
         """Do what is at the head of the queue."""
         head = self.queue[0]
         if isinstance(head, ops.Execute):
-            if head.key in self.installed:
+            if self._fails_alone(head):
+                self._fail_alone(head)
+            elif head.key in self.installed:
                 self._execute(self.gang())
             else:
                 self.queue.popleft()
@@ -179,6 +218,26 @@ class FakeBackend:
         else:
             self._move(head)
 
+    def _fails_alone(self, head: ops.Execute) -> bool:
+        if head.failed is None or head.key not in self.installed:
+            return False
+        alone = any(value.alone and value.error is not None for value in head.args)
+        computation, _, _ = self.installed[head.key]
+        return bool(self.gang_broken) or alone or self.full_for == computation.name
+
+    def _fail_alone(self, head: ops.Execute) -> None:
+        """The gang's other hosts wait for ever, unless they have not come there."""
+        self.queue.popleft()
+        if self.gang_broken is not None:
+            return _fail(head.results, self.gang_broken)
+        error = next((value.error for value in head.args if value.error is not None), None)
+        error = error or ErrorReport.of(OutOfDeviceMemory("no room here"), self.name)
+        self.gang_broken = ErrorReport.of(HostLost("it has left its gang"), self.name)
+        _fail(head.results, error)
+        assert head.failed is not None
+        self.world.happenings[self.name].append(partial(head.failed, error))
+        return None
+
     def _move(self, op: ops.Move) -> None:
         if (error := _failure(op.source)) is not None:
             return _fail((op.result,), error)
@@ -195,7 +254,8 @@ class FakeBackend:
         for member in gang:
             member.executed.append(heads[0].key)
         error = next((e for op in heads for e in map(_failure, op.args) if e is not None), None)
-        if error is None and artifact == b"raise":
+        raised = artifact == b"raise" or (computation.python and self.raises)
+        if error is None and raised:
             error = ErrorReport.of(ComputationFailed("it raised"), self.name)
         if error is not None:
             for op in heads:
@@ -208,7 +268,13 @@ class FakeBackend:
                 for at, shard in op.args[index].payload.items():
                     whole[box_slices(spec.box(at))] = shard
             total = total + whole
-        for index, spec in enumerate(computation.outputs):
+        made = len(computation.outputs) - bool(computation.checks)
+        for index, spec in enumerate(computation.outputs[made:]):
+            flags = [(total + number < 0).any() for number in range(made)]
+            for op, member in zip(heads, gang, strict=True):
+                shards = _shards(spec, self.installed[op.key][2], member.name)
+                op.results[made + index].payload = {at: np.array(flags) for at in shards}
+        for index, spec in enumerate(computation.outputs[:made]):
             for op, member in zip(heads, gang, strict=True):
                 devices = self.installed[op.key][2]
                 shards = _shards(spec, devices, member.name)

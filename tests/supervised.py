@@ -88,7 +88,7 @@ class _Incarnation(FakeHost):
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         super().stop(reason, error)
-        self._soon(again=error is None)
+        self._soon(again=error is None or error.kind == "ConnectionFailed")
 
     def finish(self, reason: str) -> None:
         self._soon(again=False)

@@ -160,6 +160,7 @@ def fails(one: Program, who: str, words: str) -> None:
         ("worker", (), "controller island island-hosts devices platform name bind lease reconnect"),
         ("worker", (), "spare heartbeat standby"),
         ("main", ("status",), "address json timeout"),
+        ("main", ("why",), "address json timeout"),
         ("main", ("run",), "address islands hosts-per-island devices-per-host"),
     ],
 )

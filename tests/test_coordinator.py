@@ -80,7 +80,7 @@ class Edge:
             value.payload = {rank: self.whole[rank * half : (rank + 1) * half]}
         end = self.ends[f"b{rank}"]
         send = Send(0, 1, self.source, self.routes[rank])
-        end.backend.submit([end.actor.send_op(run, end.actor.begin(), send, value, self.givers)])
+        end.backend.submit([end.actor.send_op(run, end.actor.begin(run), send, value, self.givers)])
 
     def census(self) -> dict[str, int]:
         total: dict[str, int] = {}
@@ -269,7 +269,7 @@ def test_an_edge_that_goes_both_ways_between_two_hosts(elements: int) -> None:
             actor = ends[name].actor
             receive = Receive(0, 9, spec, (routes[other],), 1, spec)
             actor.expect(RUN, receive, values[name], after, partial(arrived.append, name))
-            op = actor.send_op(RUN, actor.begin(), Send(0, 1, spec, routes[name]), value, before)
+            op = actor.send_op(RUN, actor.begin(RUN), Send(0, 1, spec, routes[name]), value, before)
             ends[name].backend.submit([op])
             world.steps(1000)
         world.settle()

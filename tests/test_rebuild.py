@@ -122,7 +122,7 @@ class Cluster:
         """Nothing of the client is left anywhere once it has let go of everything."""
         self.world.settle()
         self.world.wait(40)
-        self.world.wait(700)
+        self.world.wait(1300)
         for host in self.hosts.values():
             if not host.finished:
                 left = host.current.census()

@@ -265,17 +265,13 @@ def test_an_array_that_is_restored_twice_is_told_once() -> None:
     assert bench.uploaded() == [None]
 
 
-def test_a_host_that_was_lost_is_not_asked_again() -> None:
+def test_what_was_asked_of_a_host_that_is_lost_fails() -> None:
     bench = Bench(b=(0, 1))
     bench.restore((0, "b"), (1, "c"), (1, "b"))
     bench.world.kill("b")
     (error,) = bench.uploaded()
     assert error is not None
     assert error.kind == "ArrayLost"
-    bench.restore((1, "c"), (1, "b"), (0, "b"))
-    (_, again) = bench.uploaded()
-    assert again is not None
-    assert "host b has gone" in again.message
 
 
 def test_only_the_controller_restores_and_drops() -> None:
@@ -417,6 +413,10 @@ def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
     bench.a.expect(other, filled(bench.spec, bench.whole + 1), bench.spec, HERE)
     bench.a.expect(failed, Value(ErrorReport("ComputationFailed", "")), bench.spec, HERE)
     bench.a.expect(unmade, Value(), bench.spec, HERE)
+    for array in (ARRAY, other, failed, unmade):
+        value = bench.a.value(array)
+        assert value is not None
+        bench.a.submitted(array, value)
     saved = bench.a.save()
     assert sorted((array, box) for array, box, _ in saved) == [
         (array, box) for array in (ARRAY, other) for box in bench.boxes

@@ -414,7 +414,7 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
         client.release(alone)
         world.settle()
         check_order(world)
-        world.wait(700)
+        world.wait(1300)
         assert empty([host.current for host in hosts])
         assert world.control._clients[client.number].in_flight == 0
         assert client.credits == client.sent_runs

@@ -41,7 +41,9 @@ class Peace:
 def main(
     islands: Annotated[int, typer.Option(min=1, max=2, help="Islands of the cluster.")] = 2,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of each island.")] = 1,
-    spares: Annotated[int, typer.Option(min=0, help="Hosts that can take another one's place.")] = 1,
+    spares: Annotated[
+        int, typer.Option(min=0, help="Hosts that can take another one's place.")
+    ] = 1,
     steps: Annotated[int, typer.Option(min=4, help="Steps to train, each time.")] = 200,
     kills: Annotated[int, typer.Option(min=0, help="Hosts to kill.")] = 6,
     seed: Annotated[int, typer.Option(help="Decides what is killed when.")] = 0,

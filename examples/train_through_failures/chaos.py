@@ -65,14 +65,13 @@ class Chaos:
         self._needed = needed
         self._draw = random.Random(seed)
         self._report = report
-        self._moments = ["at random", "after a checkpoint"]
         self._changed = threading.Condition()
         self._next_step = 0
         self._checkpoints = 0
         self._over = False
         self._under_way: list[Kill] = []
         self.kills: list[Kill] = []
-        stretch = (steps - 2) / max(kills, 1)
+        stretch = 0.8 * steps / max(kills, 1)
         self._plan = [1 + int(stretch * (at + self._draw.random())) for at in range(kills)]
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self._thread.start()
@@ -109,7 +108,7 @@ class Chaos:
 
     def _run(self) -> None:
         for index, step in enumerate(self._plan):
-            when = self._draw.choice(self._moments)
+            when = self._draw.choice(["at random", "after a checkpoint", "during a recovery"])
             if when != "during a recovery" or not index:
                 self._until(lambda: not self._under_way)
                 self._until(lambda: self._next_step >= step)  # noqa: B023  (called at once)
@@ -128,7 +127,9 @@ class Chaos:
     def _kill(self, when: str) -> None:
         islands = runtime.current().status().islands
         members = [host.node for island in islands for host in island.hosts]
-        name = self._draw.choice([name for name in members if name in self._hosts] or [*self._hosts])
+        name = self._draw.choice(
+            [name for name in members if name in self._hosts] or [*self._hosts]
+        )
         host = self._hosts[name]
         spare = len(self._hosts) - self._needed
         with self._changed:

@@ -20,11 +20,13 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
+from pw.core.watchdog import STALL_S
 from pw.devices.backend import Backend
 from pw.devices.coordination_service import CoordinationServices
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor
-from pw.devices.membership import HostProcess
+from pw.devices.files import Aside
+from pw.devices.membership import RECONNECT_S, HostProcess
 from pw.devices.replicas import Saved
 from pw.devices.store import ObjectStore
 from pw.sched.controller import Controller, ControllerVersions
@@ -78,6 +80,8 @@ def add_controller(
     secret: bytes,
     policy: str = "fifo",
     bind_host: str = "127.0.0.1",
+    stall_s: float = STALL_S,
+    first_client: int = 1,
 ) -> CoordinationServices:
     """Give `node` the actors of a controller process.
 
@@ -87,6 +91,8 @@ def add_controller(
         secret: key that signs the tickets with which clients identify themselves to hosts.
         policy: name of the scheduling policy of every island.
         bind_host: address at which hosts reach the coordination services.
+        stall_s: after how long without progress the log says why, in seconds.
+        first_client: number of the first client; another one for each start at an address.
 
     Returns:
         The coordination services; close them when the node is closed.
@@ -96,7 +102,8 @@ def add_controller(
 
     def spawn_scheduler(island: str) -> None:
         schedulers[island] = node.add(
-            f"scheduler/{island}", lambda env: IslandScheduler(env, island, POLICIES[policy]())
+            f"scheduler/{island}",
+            lambda env: IslandScheduler(env, island, POLICIES[policy](), stall_s),
         )
 
     resources = node.add("resources", lambda env: ResourceManager(env, secret))
@@ -116,6 +123,9 @@ def add_controller(
             spawn_scheduler,
             island_status,
             lambda: counters_of(node, None),
+            heard_s=node.network.heard_s,
+            first_client=first_client,
+            waiting_hosts=resources.waiting_hosts,
         ),
     )
     return services
@@ -128,15 +138,24 @@ def add_host(
     backend: Backend,
     bulk: CountedBulk,
     replicas: Sequence[Saved] = (),
+    stall_s: float = STALL_S,
+    aside: Aside | None = None,
+    reconnect_s: float = RECONNECT_S,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
-    `replicas` are what the last incarnation of this host handed over (`HostProcess.hand_over`).
+    `replicas` are what the last incarnation of this host handed over (`HostProcess.hand_over`). `aside` are
+    threads for files; without, the host neither writes nor reads checkpoints on disk.
     """
     counters: Callable[[], dict[str, int]] = lambda: counters_of(node, bulk) | coordinator.census()  # noqa: E731
-    store = node.add("store", lambda env: ObjectStore(env, backend, bulk, counters, replicas))
+    keep = process.hand_over
+    store = node.add(
+        "store", lambda env: ObjectStore(env, backend, bulk, counters, replicas, aside, keep)
+    )
     coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
     return node.add(
         "executor",
-        lambda env: HostExecutor(env, registration, process, backend, store, coordinator),
+        lambda env: HostExecutor(
+            env, registration, process, backend, store, coordinator, stall_s, reconnect_s
+        ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from pw.cli.process import (
     ALLOW_REMOTE_HELP,
     LEAST_LEASE_S,
     LOG_LEVELS,
+    STALL_HELP,
     Daemon,
     check_bind,
     check_log_level,
@@ -23,10 +25,14 @@ from pw.cli.process import (
 )
 from pw.client.threads import incarnation
 from pw.core.ids import CONTROLLER
+from pw.core.watchdog import STALL_S
 from pw.sched.policy import POLICIES
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.zmq_network import ZmqNetwork
+
+NUMBERS_PER_S = 1024
+"""Clients that would have to come in every second for numbers of an earlier start to be given again."""
 
 
 def serve(
@@ -46,6 +52,7 @@ def serve(
         bool,
         typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP),
     ] = False,
+    stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
@@ -73,6 +80,8 @@ def serve(
         secret=secrets.token_bytes(32),
         policy=policy,
         bind_host=host_of(network.endpoint),
+        stall_s=stall_after,
+        first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
     )
     log("info", "listening", CONTROLLER, "", {"endpoint": network.endpoint, "policy": policy})
     if announce_fd >= 0:
@@ -83,7 +92,7 @@ def serve(
 
     def teardown() -> None:
         node.close()
-        services.close()
+        services.leave()
 
     raise SystemExit(daemon.run(teardown))
 

@@ -1,8 +1,8 @@
 """The runtime of one host: what `pw-worker` starts, watches over and starts again.
 
 Threads: the event loop (this one) for control and nothing else; those of the device backend; one of the
-bulk plane. A collective that will never end holds the execute thread, not the loop, so the process can
-always be ended from the loop.
+bulk plane; a few for files. A collective that will never end holds the execute thread, not the loop, so the
+process can always be ended from the loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
+from pw.core.watchdog import STALL_S
 from pw.devices import group
+from pw.devices.file_threads import FileThreads
 from pw.devices.jax_backend import JaxBackend
 from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
@@ -164,10 +166,13 @@ def serve(
     heartbeat: Annotated[float, typer.Option()] = 1.0,
     lease: Annotated[float, typer.Option()] = 10.0,
     connect_timeout: Annotated[float, typer.Option()] = 8.0,
+    reconnect: Annotated[float, typer.Option()] = 0.0,
     allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
+    stall_after: Annotated[float, typer.Option()] = STALL_S,
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
     supervisor_fd: Annotated[int, typer.Option()] = -1,
+    executables_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
     """Run one incarnation of a host; `pw-worker` does, and where nothing is to be survived a parent."""
     configure_logging(log_level)
@@ -202,12 +207,24 @@ def serve(
     runtime = HostRuntime(name, daemon, loop, platform, devices, supervisor)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
-    backend = JaxBackend(loop, name, runtime.device, allow_python=allow_python)
+    backend = JaxBackend(
+        loop, name, runtime.device, allow_python=allow_python, executables_fd=executables_fd
+    )
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare
     )
     replicas = _inherited(name, parcel, supervisor)
-    executor = add_host(node, registration, runtime, backend, bulk, replicas)
+    executor = add_host(
+        node,
+        registration,
+        runtime,
+        backend,
+        bulk,
+        replicas,
+        stall_s=stall_after,
+        aside=FileThreads(loop),
+        reconnect_s=reconnect,
+    )
     del replicas  # they are the store's to drop
 
     def crashed(actor: str, error: BaseException) -> None:

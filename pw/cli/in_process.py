@@ -15,6 +15,7 @@ from pw.cli.assembly import add_host
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
+from pw.devices.file_threads import FileThreads
 from pw.devices.jax_backend import JaxBackend
 from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
@@ -42,7 +43,10 @@ class InProcessHost:
         registration = RegisterHost(
             island, 1, len(self._devices), self._devices[0].platform, "", os.getpid()
         )
-        self.executor = add_host(self.node, registration, self, self.backend, self.bulk)
+        self.files = FileThreads(loop)
+        self.executor = add_host(
+            self.node, registration, self, self.backend, self.bulk, aside=self.files
+        )
         self.executor.register()
 
     def device(self, address: DeviceAddress) -> jax.Device:
@@ -74,4 +78,5 @@ class InProcessHost:
         """End the host's actors, threads and bulk plane."""
         self.node.close()
         self.backend.close()
+        self.files.close()
         self.bulk.close()

@@ -1,4 +1,4 @@
-"""`pw`: look at a cluster, run scripts on one, and simulate one.
+"""`pw`: look at a cluster, ask why it does not go on, run scripts on one, and simulate one.
 
 None of the commands imports jax: the answer to "is it up?" should not take a second.
 """
@@ -38,7 +38,7 @@ def status(
         float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
     ] = 3.0,
 ) -> None:
-    """Show the islands, hosts and clients of a cluster.
+    """Show the islands, hosts, clients and runs of a cluster.
 
     Exit codes: 0; 1 if there is no address or nobody answers there, said in one line on standard error.
     """
@@ -51,6 +51,77 @@ def status(
         typer.echo(json.dumps(described, indent=2))
     else:
         report.show(described)
+
+
+@app.command()
+def why(
+    address: Address = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document with all that was found out.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
+    ] = 5.0,
+) -> None:
+    """Say why it does not go on: the most likely culprit first, then what every host says.
+
+    Names the run, the computation, the host that has not delivered, enqueued or finished, since when, and
+    where its threads are in the code.
+
+    Exit codes: 0; 1 if there is no address or nobody answers there, said in one line on standard error.
+    """
+    from pw.cli import why as report
+
+    if not address:
+        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
+    explanation = report.explain(address, timeout)
+    typer.echo(json.dumps(report.document(explanation), indent=2) if as_json else explanation.text)
+
+
+@app.command()
+def cancel(
+    what: Annotated[
+        list[str],
+        typer.Argument(help="Runs, as `pw status` shows them (client.number), or clients: all theirs."),
+    ],
+    address: Address = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
+    ] = 3.0,
+) -> None:
+    """Give up runs of any client: their results, and what needs them, fail with `Cancelled`.
+
+    What is queued never starts. What has started has a second to end by itself; then its island is formed
+    anew, which keeps what others have there.
+
+    Exit codes: 0; 1 if there is no such run or client, or nobody answers, said in one line on standard error.
+    """
+    from pw.cli.cancel import cancel as cancel_runs
+
+    if not address:
+        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
+    cancel_runs(address, what, timeout)
+
+
+@app.command()
+def drain(
+    host: Annotated[str, typer.Argument(help="The host's name, as in pw status.")],
+    address: Address = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait; the drain goes on afterwards.")
+    ] = 120.0,
+) -> None:
+    """Move all work and data off a host, and end its worker; nobody notices but by a pause.
+
+    Exit codes: 0 when it holds nothing any more; 1 if there is no such host, nothing that could take its
+    place, or it took longer, said in one line on standard error.
+    """
+    from pw.cli.drain import drain_host
+
+    if not address:
+        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
+    drain_host(address, host, timeout)
+    typer.echo(f"{host} is drained, and its worker ends")
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -111,7 +182,8 @@ def sim(
     profile: Annotated[
         str,
         typer.Option(
-            help="What goes wrong: calm, slow, clients, devices, network, drains, crashes, chaos."
+            help="What goes wrong: calm, slow, clients, memory, devices, network, drains, crashes "
+            "or chaos."
         ),
     ] = "chaos",
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the cluster.")] = None,

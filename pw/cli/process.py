@@ -29,6 +29,7 @@ ALLOW_REMOTE_HELP = (
     "Listen off the loopback. Links are neither authenticated nor encrypted: only do so on a "
     "network that you trust."
 )
+STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
 SILENT_HEARTBEATS = 3
 """A host that has missed so many of its beats is given up."""

@@ -10,12 +10,13 @@ from rich.table import Table
 
 from pw.client.runtime import Runtime
 from pw.client.threads import remote
+from pw.core.ids import run_name
 
 WIDTH_WITHOUT_TERMINAL = 160
 
 
 def describe(address: str, timeout_s: float) -> dict[str, Any]:
-    """The cluster at `address`, as a JSON document of islands and clients (not counting this one).
+    """The cluster at `address`, as a JSON document of islands, clients (not counting this one) and runs.
 
     Raises:
         ConnectionFailed: nobody answers there within `timeout_s`.
@@ -35,9 +36,11 @@ def describe(address: str, timeout_s: float) -> dict[str, Any]:
             _fields(island) | {"hosts": [_fields(host) for host in island.hosts]}
             for island in status.islands
         ],
+        "waiting_hosts": [_fields(host) for host in status.waiting],
         "clients": [
             _fields(client) for client in status.clients if client.client != session.client
         ],
+        "runs": [_fields(run) | {"run": run_name(run.run)} for run in status.runs],
     }
 
 
@@ -90,6 +93,23 @@ def show(described: dict[str, Any]) -> None:
             for island, host in hosts
         ],
     )
+    if described["waiting_hosts"]:
+        _table(
+            console,
+            "Hosts without a place",
+            "host state island pid devices endpoint",
+            [
+                (
+                    host["node"],
+                    host["state"],
+                    host["island"] or "any",
+                    host["process"],
+                    host["devices"],
+                    host["endpoint"],
+                )
+                for host in described["waiting_hosts"]
+            ],
+        )
     _table(
         console,
         "Clients",
@@ -104,6 +124,21 @@ def show(described: dict[str, Any]) -> None:
                 client["runs_in_flight"],
             )
             for client in clients
+        ],
+    )
+    _table(
+        console,
+        "Runs",
+        "run program islands segments seconds",
+        [
+            (
+                run["run"],
+                run["program"],
+                ", ".join(run["islands"]),
+                run["segments_left"],
+                f"{run['age_s']:.1f}",
+            )
+            for run in described["runs"]
         ],
     )
 

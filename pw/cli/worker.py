@@ -43,6 +43,7 @@ from pw.cli.process import (
     LEAST_LEASE_S,
     LOG_LEVELS,
     SILENT_HEARTBEATS,
+    STALL_HELP,
     check_bind,
     check_log_level,
     check_reachable,
@@ -51,6 +52,7 @@ from pw.cli.process import (
     fail,
 )
 from pw.cli.supervision import ChildLink, Parcel, Watch
+from pw.core.watchdog import STALL_S
 from pw.transport.log import log
 
 RUNTIME = "pw.cli.host"
@@ -69,15 +71,16 @@ STANDBY_AFTER_S = 5.0
 class _Child:
     """One runtime process, and the socket to it."""
 
-    def __init__(self, arguments: list[str], watch: Watch) -> None:
+    def __init__(self, arguments: list[str], watch: Watch, executables: int) -> None:
         self.link = ChildLink(watch)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", RUNTIME, *arguments),
                 *("--supervisor-fd", str(self.link.child_descriptor)),
+                *("--executables-fd", str(executables)),
             ],
             stdin=subprocess.DEVNULL,
-            pass_fds=[self.link.child_descriptor],
+            pass_fds=[fd for fd in (self.link.child_descriptor, executables) if fd >= 0],
             start_new_session=True,
         )
         self.link.started()
@@ -127,6 +130,10 @@ class Supervisor:
         self._standby: _Child | None = None
         self._parent_fd = parent_fd
         self._parcel: Parcel | None = None
+        # Every child reads what those before it have compiled (see `pw.devices.executables`).
+        self._executables = -1
+        if hasattr(os, "memfd_create"):
+            self._executables = os.memfd_create("pw-executables", os.MFD_CLOEXEC)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -159,7 +166,7 @@ class Supervisor:
             now = time.monotonic()
             short_lives = 0 if now - begun_s > LONG_LIFE_S else short_lives + 1
             if code == EXIT_UNAVAILABLE:
-                lost_since = lost_since or now
+                lost_since = lost_since or begun_s  # one that had a controller has looked for it
                 if not served:
                     return EXIT_ERROR
                 if now - lost_since >= self._reconnect_s:
@@ -185,7 +192,8 @@ class Supervisor:
                 return EXIT_OK
 
     def _new_child(self) -> _Child:
-        return _Child(self._arguments, Watch(self._heartbeat_s, self._silence_s))
+        watch = Watch(self._heartbeat_s, self._silence_s)
+        return _Child(self._arguments, watch, self._executables)
 
     def _next_child(self) -> _Child:
         child, self._standby = self._standby, None
@@ -300,6 +308,7 @@ def serve(
             "then do here what this process can.",
         ),
     ] = False,
+    stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
@@ -332,6 +341,8 @@ def serve(
         *("--heartbeat", str(heartbeat)),
         *("--lease", str(lease)),
         *("--connect-timeout", str(connect_timeout)),
+        *("--reconnect", str(reconnect)),
+        *("--stall-after", str(stall_after)),
         *("--log-level", log_level),
         *(["--allow-python"] if allow_python else []),
     ]

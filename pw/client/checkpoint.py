@@ -2,7 +2,8 @@
 
 The runtime makes lost arrays again by running again what made them, as far back as it knows. A checkpoint
 is where that ends: copies in the memory of other hosts are faster than running again, and after a
-donation they are the only way back. Bytes go from host to host; nothing comes to this process.
+donation they are the only way back. Bytes go from host to host, and to disk if that is wanted (see
+`pw.client.checkpoint_files`); nothing comes to this process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import jax
 
-from pw.client import runtime
+from pw.client import checkpoint_files, runtime
 from pw.client.array import Array, wait_for
 from pw.client.graph import ProgramTracer
 from pw.client.jit import under_jax_trace
@@ -57,20 +58,25 @@ class Checkpoint:
         return f"<pw.Checkpoint: {'done' if error is None else f'failed, {error}'}>"
 
 
-def checkpoint(tree: Any) -> Checkpoint:
-    """Copy arrays to the memory of other hosts, so that they survive the loss of theirs.
+def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Checkpoint:
+    """Copy arrays to the memory of other hosts, so that they survive the loss of theirs; and to disk.
 
     Takes effect in order with computations: what is donated afterwards is copied as it is now. Returns
     at once; the copies are used by themselves when a host is lost. A copy lives as long as
     something can need it, so that calling this now and then on what a training loop carries along is all
-    there is to do.
+    there is to do. What is on disk stays, and comes back with `pw.restore`: it outlives the cluster.
 
     Args:
         tree: tree of pw arrays. Numbers, numpy arrays and jax arrays in it are in this process, and
-            left alone.
+            left alone; on disk they must be small, and come along.
+        path: directory to be written as well, on a file system that all hosts share. It is there when all
+            of it is: the hosts write beside it.
+        overwrite: replace a checkpoint at the path.
 
     Raises:
         ArgumentError: there is something else in the tree.
+        CheckpointExists: (by `result`) there is something at the path.
+        CheckpointFailed: (by `result`) the hosts cannot write there; what was there is as it was.
         ArrayDeleted: an array was deleted or donated before.
         NotOwner: the arrays belong to different sessions.
         TracerError: called in a function that is being traced.
@@ -81,28 +87,46 @@ def checkpoint(tree: Any) -> Checkpoint:
             "pw.checkpoint was called in a function that JAX traces; call it on what the function returns"
         )
     arrays: list[Array] = []
-    for path, leaf in leaves:
+    for keys, leaf in leaves:
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.checkpoint()")
         elif isinstance(leaf, Array):
             leaf.check_owner(arrays[0]._runtime if arrays else leaf._runtime)
             arrays.append(leaf)
         else:
-            _check_host_value(path, leaf)
-    if not arrays:
+            _check_host_value(keys, leaf)
+    if path is None and not arrays:
         nothing: Future[None] = Future()
         nothing.set_result(None)
         return Checkpoint(nothing)
-    future = arrays[0]._runtime.checkpoint([array._id for array in arrays])
+    saving = None if path is None else checkpoint_files.save(leaves, path, overwrite)
+    future: Future[None] = arrays[0]._runtime.checkpoint([array._id for array in arrays])
+    if saving is not None:
+        future = _both(saving, future)
     future.add_done_callback(_log_failure)
     return Checkpoint(future)
 
 
-def _check_host_value(path: Any, leaf: Any) -> None:
+def _both(first: Future[None], second: Future[None]) -> Future[None]:
+    """Done when both are; fails with what the first failed with, else the second."""
+    both: Future[None] = Future()
+
+    def settle(_: Future[None]) -> None:
+        error = first.exception() or second.exception()
+        if error is None:
+            both.set_result(None)
+        else:
+            both.set_exception(error)
+
+    first.add_done_callback(lambda _: second.add_done_callback(settle))
+    return both
+
+
+def _check_host_value(keys: Any, leaf: Any) -> None:
     try:
         signature_of(leaf)
     except ArgumentError:
-        where = jax.tree_util.keystr(path) or "its argument"
+        where = jax.tree_util.keystr(keys) or "its argument"
         raise ArgumentError(
             f"pw.checkpoint was given {leaf!r} of type {type(leaf).__name__} at {where}; it takes pw "
             "arrays, and lets numbers, numpy arrays and jax arrays be"

@@ -22,6 +22,7 @@ from pw.client import runtime as runtime_module
 from pw.client.children import Child, read_announcement
 from pw.client.runtime import Runtime
 from pw.client.threads import remote
+from pw.core.watchdog import STALL_S
 
 START_S = 30.0
 
@@ -43,19 +44,28 @@ class LocalHost:
 
     def runtime_pid(self) -> int | None:
         """Process id of the runtime as it is now; None while there is none."""
+        return next(iter(self._runtime_pids()), None)
+
+    def _runtime_pids(self) -> list[int]:
+        """The runtime, and the one that stands by."""
         try:
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except OSError:
-            return None
-        return int(children[0]) if children else None
+            return []
+        return [int(child) for child in children.split()]
+
+    def exit_code(self) -> int | None:
+        """The supervisor's exit code; None while it runs."""
+        return self._worker.exit_code()
 
     def kill(self) -> None:
         """End both at once and for good, as if the machine had lost its power."""
-        runtime = self.runtime_pid()
-        self._worker.kill()  # first, because it would replace the runtime
-        if runtime is not None:
+        # The supervisor would replace the runtime, which would say goodbye to one that is gone.
+        os.kill(self.pid, signal.SIGSTOP)
+        for runtime in self._runtime_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(runtime, signal.SIGKILL)
+        self._worker.kill()
 
     def __repr__(self) -> str:
         return f"LocalHost({self.name!r}, pid={self.pid})"
@@ -79,6 +89,7 @@ class LocalCluster:
             takes some 80 MB of memory each.
         heartbeat_s: how often a worker gives a sign of life; three that are missing make it a lost one.
         allow_python: let the workers run `pw.host_function`s.
+        stall_s: after how long without any progress the daemons log why, in seconds.
         log_level: what the daemons write to standard error.
 
     Raises:
@@ -99,6 +110,7 @@ class LocalCluster:
         heartbeat_s: float = 1.0,
         standby: bool = False,
         allow_python: bool = False,
+        stall_s: float = STALL_S,
         log_level: str = "error",
     ) -> None:
         for name, value, least in (
@@ -118,7 +130,7 @@ class LocalCluster:
         self._closed = False
         self._sigterm = False
         self._owner = os.getpid()
-        common = ["--log-level", log_level]
+        common = ["--log-level", log_level, "--stall-after", str(stall_s)]
         atexit.register(self.close)
         self._end_on_sigterm()
         try:

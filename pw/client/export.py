@@ -7,6 +7,9 @@ unsigned integers they consist of, the only form in which the runtime knows them
 function closes over become arguments: handles stay where they are, and large host constants are
 uploaded once instead of being baked into the artifact. And whatever cannot travel, such as a callback
 into this process, is refused with words.
+
+A checked function gets one result more, a vector that says for each of its floating-point results whether there
+is a NaN in it. It is the same on all devices, so all hosts see the same; its users never see it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any
 
 import jax
 import jax.extend
+import jax.numpy as jnp
+import numpy as np
 
 from pw.client.array import Array
 from pw.client.captured import lift
@@ -56,8 +61,11 @@ def trace(
     inputs: Sequence[ArrayType],
     out_shardings: OutShardings,
     donated: Sequence[int],
+    check_nans: bool = False,
 ) -> Traced:
     """Trace and export `function`, which takes flat arguments of types `inputs`.
+
+    With `check_nans` hosts make an error of results that have NaNs in them.
 
     Raises:
         TracingError: the function can be traced but not sent to the hosts.
@@ -83,16 +91,33 @@ def trace(
             closed.out_avals, out_shardings(tree, closed.out_avals), strict=True
         )
     )
-    artifact = _exported(jaxpr, constants, name, mesh, types, outputs)
+    checks = _checks(tree, outputs) if check_nans else {}
+    made = outputs
+    if checks:
+        flags = jax.core.ShapedArray((len(checks),), np.dtype(bool))
+        made = (*outputs, ArrayType.of(flags, NamedSharding.replicated(mesh)))
+    artifact = _exported(jaxpr, constants, name, mesh, types, made, tuple(checks))
     computation = Computation(
         name,
         hashlib.sha256(artifact).digest(),
         mesh.placement,
         tuple(type_.spec for type_ in types),
-        tuple(type_.spec for type_ in outputs),
+        tuple(type_.spec for type_ in made),
         tuple(donated),
+        checks=tuple(checks.values()),
     )
     return Traced(computation, artifact, mesh, tuple(inputs), captured, outputs, tree)
+
+
+def _checks(tree: Any, outputs: Sequence[ArrayType]) -> dict[int, str]:
+    """Positions of the results that could have NaNs in them, and what users call them."""
+    whole = jax.tree_util.tree_unflatten(tree, range(len(outputs)))
+    found = {}
+    for path, index in jax.tree_util.tree_flatten_with_path(whole)[0]:
+        aval = outputs[index].aval
+        if aval.size and jnp.issubdtype(aval.dtype, jnp.inexact):
+            found[index] = f"result{jax.tree_util.keystr(path)}, {aval.str_short()}"
+    return found
 
 
 def _exported(
@@ -102,6 +127,7 @@ def _exported(
     mesh: Mesh,
     inputs: Sequence[ArrayType],
     outputs: Sequence[ArrayType],
+    checked: Sequence[int],
 ) -> bytes:
     evaluate = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, list(constants)))
 
@@ -112,9 +138,12 @@ def _exported(
             else jax.random.wrap_key_data(buffer, impl=type_.key_impl)
             for type_, buffer in zip(inputs, buffers, strict=True)
         ]
+        results = list(evaluate(*arguments))
+        if checked:
+            results.append(jnp.stack([jnp.any(results[at] != results[at]) for at in checked]))
         return [
             result if type_.key_impl is None else jax.random.key_data(result)
-            for type_, result in zip(outputs, evaluate(*arguments), strict=True)
+            for type_, result in zip(outputs, results, strict=True)
         ]
 
     physical.__name__ = physical.__qualname__ = name if name.isidentifier() else "computation"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pw.client.notes import Part
+from pw.client.waiting import Waiting
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 
 
-class Fetching(Future[Any]):
+class Fetching(Waiting[Any]):
     """A value on its way; put together by the thread that asks for the result."""
 
-    def __init__(self, spec: ArraySpec) -> None:
-        super().__init__()
+    def __init__(self, spec: ArraySpec, explain: Callable[[], str] | None = None) -> None:
+        super().__init__(explain)
         self._spec = spec
         self._whole: np.ndarray[Any, Any] | None = None
 

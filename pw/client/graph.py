@@ -252,9 +252,10 @@ def _user_line() -> str:
 class Recorder:
     """A program under construction."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, timeout_s: float = 0.0) -> None:
         self.name = name
         self.runtime: Any = None
+        self._timeout_s = timeout_s
         self._feeds: list[Feed] = []
         self._feed_of: dict[Any, int] = {}
         self._traced: list[Traced] = []
@@ -356,6 +357,7 @@ class Recorder:
             tuple(feed.type.spec for feed in self._feeds),
             tuple(delivered),
             tuple(sorted(donated)),
+            self._timeout_s,
         )
         artifacts = {traced.computation.artifact: traced.artifact for traced in self._traced}
         number = self.runtime.register_program(program, artifacts)

@@ -27,8 +27,10 @@ __all__ = ["host_function"]
 
 
 class _HostFunction(JitFunction):
-    def __init__(self, fun: Callable[..., Any], results: Any, mesh: Mesh | None) -> None:
-        super().__init__(fun, mesh)
+    def __init__(
+        self, fun: Callable[..., Any], results: Any, mesh: Mesh | None, timeout: float | None
+    ) -> None:
+        super().__init__(fun, mesh, timeout=timeout)
         leaves, self._results_tree = tree_flatten(results)
         for leaf in leaves:
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -98,22 +100,25 @@ def host_function(
     result_shape_dtypes: Any,
     *,
     devices: Sequence[Any] | Any = None,
+    timeout: float | None = None,
 ) -> Callable[..., Any]:
     """Make a Python function run on the hosts of `devices`, as a node like any computation.
 
     It is called with numpy arrays, and its results become arrays on the devices. Where the devices are on
-    several hosts it is called once on each, and must give the same values there. Calls of one host run
-    one at a time, beside the computations.
+    several hosts it is called once on each, and must give the same values there; if it raises on one of
+    them, that is its result on all. Calls of one host run one at a time, beside the computations.
 
     Args:
         fun: takes numpy arrays (whole, in the tree of the call) and returns arrays.
         result_shape_dtypes: the tree of results, as `jax.ShapeDtypeStruct`s (as for
             `jax.pure_callback`).
         devices: virtual devices, or one; by default as for `pw.jit`.
+        timeout: seconds that a call may take once it is launched, as for `pw.jit`.
 
     Raises:
         ArgumentError: `result_shape_dtypes` is not a tree of shapes and dtypes.
         CompileError: when a result is read, if a host does not allow Python functions.
         ComputationFailed: when a result is read, if the function raised; with its traceback.
     """
-    return _HostFunction(fun, result_shape_dtypes, None if devices is None else mesh_of(devices))
+    mesh = None if devices is None else mesh_of(devices)
+    return _HostFunction(fun, result_shape_dtypes, mesh, timeout)

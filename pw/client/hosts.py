@@ -31,6 +31,8 @@ class Hosts:
         """Grows whenever a slice is bound: what could not be had before may be there now."""
         self.bounds: Counter[int] = Counter()
         """How often each slice was bound."""
+        self._former: set[int] = set()
+        """Slices that an earlier controller had bound."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,9 +59,23 @@ class Hosts:
         """Whoever answers to this name next is a new process."""
         self._identified.discard(node)
 
+    def forget_slices(self) -> None:
+        """Another controller binds them anew."""
+        self._former.update(self._slices)
+        self._slices.clear()
+        self.bounds.clear()
+
+    def unbind_from(self, node: str) -> None:
+        """Slices with devices on this host lie nowhere until they are bound again."""
+        for slice, devices in list(self._slices.items()):
+            if any(device.host == node for device in devices):
+                self._former.add(slice)
+                del self._slices[slice]
+
     def bind(self, message: SliceBound) -> bool:
         """The slice lies there now; whether it has been bound before, and not been lost since."""
-        moved = message.slice in self._slices
+        moved = message.slice in self._slices or message.slice in self._former
+        self._former.discard(message.slice)
         self._slices[message.slice] = message.devices
         self._identified.difference_update(device.host for device in message.devices)
         self.bindings += 1

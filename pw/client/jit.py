@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -31,6 +32,7 @@ from pw.client.signature import (
     Statics,
     aval_of,
     both_ways,
+    checks_nans,
     describe_leaf,
     outside_traces,
     signature_of,
@@ -80,6 +82,8 @@ class JitFunction:
         out_shardings: Any = None,
         statics: Statics | None = None,
         donated: tuple[frozenset[int], frozenset[str]] = (frozenset(), frozenset()),
+        check_nans: bool | None = None,
+        timeout: float | None = None,
     ) -> None:
         functools.update_wrapper(self, fun)
         self.__wrapped__ = fun
@@ -90,6 +94,8 @@ class JitFunction:
         self._statics = statics or Statics(None, None, None)
         self._has_statics = bool(self._statics)
         self._donated = donated
+        self._check_nans = check_nans
+        self._timeout_s = timeout_s_of(timeout)
         self._launches = Launches()
         self._by_call: dict[Any, Traced] = {}
         self._by_types: dict[Any, Traced] = {}
@@ -137,7 +143,7 @@ class JitFunction:
 
     def _recorded(self, key: Any) -> Any:
         _, signature, _, _, _ = key
-        recorder = Recorder(self._name)
+        recorder = Recorder(self._name, self._timeout_s)
         leaves = [recorder.leaf(index, leaf) for index, leaf in enumerate(signature)]
         traced = self._trace(key)
         return recorder.finish(recorder.call(traced, leaves), traced.tree)
@@ -187,6 +193,7 @@ class JitFunction:
                     types,
                     lambda out, results: self._output_shardings(out, results, mesh, types),
                     tuple(self._donated_leaves(tree)),
+                    checks_nans() if self._check_nans is None else self._check_nans,
                 )
             self._by_call[key] = traced
             return traced
@@ -305,6 +312,15 @@ def _mesh_in(*trees: Any) -> Mesh | None:
     return None
 
 
+def timeout_s_of(timeout: float | None) -> float:
+    """A user's timeout in seconds, 0 for none."""
+    if timeout is None:
+        return 0.0
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"a timeout is a positive number of seconds, not {timeout!r}")
+    return float(timeout)
+
+
 def jit(
     fun: Callable[..., Any] | None = None,
     *,
@@ -316,6 +332,8 @@ def jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    check_nans: bool | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Compile `fun` to run on virtual devices; calls return futures at once.
 
@@ -333,6 +351,14 @@ def jit(
         out_shardings: the same for the results; None stands for replicated.
         static_argnums, static_argnames: arguments the function depends on while it is traced.
         donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are gone.
+        check_nans: make a NaN in a result an error, `NaNFound`, of all results of the call, and of all that
+            is made of them. It is for finding out where NaNs come from: whatever runs on the same hosts is
+            enqueued only when the check has passed. None follows `jax_debug_nans` of JAX's configuration.
+        timeout: seconds that a call may take, from the moment in which it is launched on its hosts (not
+            while it is queued; waiting for other work on the devices counts). A call that takes longer
+            fails with `ComputationTimeout`, and so does what needs its results. Ending a computation that
+            has started takes its island out of work for a moment; what others have there is kept. In a
+            `pw.program` the program's own timeout counts instead.
 
     Raises:
         PlacementError: the devices cannot run one computation together.
@@ -354,6 +380,8 @@ def jit(
                 static_argnames=static_argnames,
                 donate_argnums=donate_argnums,
                 donate_argnames=donate_argnames,
+                check_nans=check_nans,
+                timeout=timeout,
             ),
         )
     if not callable(fun):
@@ -366,6 +394,8 @@ def jit(
         out_shardings,
         Statics(parameters, static_argnums, static_argnames),
         both_ways(parameters, donate_argnums, donate_argnames),
+        check_nans,
+        timeout,
     )
 
 

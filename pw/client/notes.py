@@ -55,6 +55,8 @@ class Open:
     keep_bytes: int
     """Budget for the values of uploads that are kept after they were sent."""
     attached: Settle
+    reconnect_s: float = 0.0
+    """How long to look for a controller that was there and has gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,18 @@ class Ask:
     what: Callable[[int], object]
     answer: Settle
     arrays: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Have a host say what the checkpoint at this path is; settled with its `Described`.
+
+    `spec` names the slice whose hosts are to be asked.
+    """
+
+    path: str
+    spec: ArraySpec
+    answer: Settle
 
 
 @dataclass(frozen=True, slots=True)

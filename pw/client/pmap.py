@@ -34,8 +34,12 @@ class _PmapFunction(JitFunction):
         mesh: Mesh | None,
         statics: Statics,
         donated: tuple[frozenset[int], frozenset[str]],
+        check_nans: bool | None,
+        timeout: float | None,
     ) -> None:
-        super().__init__(fun, mesh, statics=statics, donated=donated)
+        super().__init__(
+            fun, mesh, statics=statics, donated=donated, check_nans=check_nans, timeout=timeout
+        )
         self._axis_name = axis_name
         self._in_axes = in_axes
         self._out_axes = out_axes
@@ -151,6 +155,8 @@ def pmap(
     out_axes: Any = 0,
     static_broadcasted_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
+    check_nans: bool | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Run `fun` on every device at once, each with its own slice of the arguments.
 
@@ -165,6 +171,8 @@ def pmap(
             together (not negative), or None where they are all the same.
         static_broadcasted_argnums: arguments the function depends on while it is traced.
         donate_argnums: arguments whose memory may be reused; their arrays are gone.
+        check_nans: make a NaN in a result an error, as for `pw.jit`.
+        timeout: seconds that a call may take once it is launched, as for `pw.jit`.
 
     Raises:
         ArgumentError: at a call, a mapped axis that has not the size of the number of devices.
@@ -178,6 +186,8 @@ def pmap(
             out_axes=out_axes,
             static_broadcasted_argnums=static_broadcasted_argnums,
             donate_argnums=donate_argnums,
+            check_nans=check_nans,
+            timeout=timeout,
         )
     if not callable(fun):
         raise TypeError(f"pw.pmap takes a function, not {fun!r}")
@@ -196,4 +206,6 @@ def pmap(
         mesh,
         Statics(parameters, static_broadcasted_argnums, None),
         both_ways(parameters, donate_argnums, None),
+        check_nans,
+        timeout,
     )

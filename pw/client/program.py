@@ -14,7 +14,13 @@ from typing import Any
 from pw.client import runtime
 from pw.client.array import Array
 from pw.client.graph import Launch, Launches, ProgramTracer, Recorder, Recording, recording
-from pw.client.jit import parameters_of, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.jit import (
+    parameters_of,
+    timeout_s_of,
+    tree_flatten,
+    tree_unflatten,
+    under_jax_trace,
+)
 from pw.client.mesh import NamedSharding, default_mesh
 from pw.client.signature import ArrayType, Statics, signature_of, tracing_configuration
 from pw.core.errors import ArgumentError
@@ -60,12 +66,15 @@ def _leaf_signature(leaf: Any) -> Any:
 class ProgramFunction:
     """A function that runs as one program; made by `pw.program`."""
 
-    def __init__(self, fun: Callable[..., Any], statics: Statics) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], statics: Statics, timeout: float | None = None
+    ) -> None:
         functools.update_wrapper(self, fun)
         self.__wrapped__ = fun
         self._name: str = getattr(fun, "__name__", type(fun).__name__)
         self._statics = statics
         self._has_statics = bool(statics)
+        self._timeout_s = timeout_s_of(timeout)
         self._launches = Launches()
 
     def __repr__(self) -> str:
@@ -94,7 +103,7 @@ class ProgramFunction:
         return tree_unflatten(launch.tree, launch(leaves))
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
-        recorder = Recorder(self._name)
+        recorder = Recorder(self._name, self._timeout_s)
         leaves = [
             leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)
@@ -128,6 +137,7 @@ def program(
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Make one program of a function that calls several `pw.jit` or `pw.pmap` functions.
 
@@ -138,6 +148,8 @@ def program(
         fun: a function of trees of arrays and numbers; other leaves (strings, None, functions) are
             static. It may use Python freely, except for decisions on the values of arrays.
         static_argnums, static_argnames: numbers it decides on, such as a count of steps.
+        timeout: seconds that a run may take once its first part is launched, as for `pw.jit`; those of the
+            functions it calls do not count.
 
     Raises:
         TracerError: at the first call, a value was needed that does not exist while tracing.
@@ -145,8 +157,12 @@ def program(
     """
     if fun is None:
         return functools.partial(
-            program, static_argnums=static_argnums, static_argnames=static_argnames
+            program,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            timeout=timeout,
         )
     if not callable(fun):
         raise TypeError(f"pw.program takes a function, not {fun!r}")
-    return ProgramFunction(fun, Statics(parameters_of(fun), static_argnums, static_argnames))
+    statics = Statics(parameters_of(fun), static_argnums, static_argnames)
+    return ProgramFunction(fun, statics, timeout)

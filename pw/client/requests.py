@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pw.client.hosts import Devices, Hosts
-from pw.client.notes import Ask, Await, Get, Settle, reject, resolve
+from pw.client.notes import Ask, Await, Get, Look, Settle, reject, resolve
 from pw.core.actor import Env
 from pw.core.errors import (
     INFRASTRUCTURE,
@@ -36,7 +36,16 @@ from pw.core.errors import (
 )
 from pw.core.ids import CONTROL, CONTROLLER
 from pw.core.landing import Bulk, Bytes
-from pw.core.messages import INLINE_BYTES, CancelRequest, Fetch, GetStats, Inquire, Wait
+from pw.core.messages import (
+    INLINE_BYTES,
+    CancelRequest,
+    Describe,
+    Explain,
+    Fetch,
+    GetStats,
+    Inquire,
+    Wait,
+)
 from pw.core.packing import unpack
 from pw.core.sharding import ArraySpec, Box, box_bytes, packed_offsets
 
@@ -127,12 +136,27 @@ class Requests:
         opened = _Open(note.answer, note.arrays)
         if not self._begin(opened):
             return
-        self._env.send(CONTROL, note.what(self._request(_Request(opened, CONTROLLER))))
+        message = note.what(self._request(_Request(opened, CONTROLLER)))
+        if isinstance(message, Explain):
+            hosts = {request.node for request in self._requests.values()} - {CONTROLLER}
+            message = Explain(message.request, tuple(sorted(hosts)))
+        self._env.send(CONTROL, message)
         if note.what is GetStats:
             opened.result = {}
             for host in self._hosts.names:
                 self._hosts.send(host, GetStats(self._request(_Request(opened, host))))
         self._check(opened)
+
+    def look(self, note: Look) -> None:
+        """Ask a host what there is on disk."""
+
+        def describe(opened: _Open, located: list[Devices]) -> None:
+            host = located[0][0].host
+            self._hosts.send(host, Describe(self._request(_Request(opened, host)), note.path))
+
+        opened = _Open(note.answer, (), (note.spec,), describe)
+        if self._begin(opened):
+            self._ask(opened)
 
     def _begin(self, opened: _Open) -> bool:
         if self._closed is not None:
@@ -264,6 +288,10 @@ class Requests:
         if error.kind == Disconnected.__name__:
             self._hosts.lost(request.node)  # it has lost its link to this client
         self._inquire(request.of, error)
+
+    def is_open(self, number: int) -> bool:
+        """Whether somebody waits for the answer."""
+        return number in self._requests
 
     def _taken(self, number: int) -> _Request | None:
         request = self._requests.pop(number, None)

@@ -12,17 +12,20 @@ import atexit
 import contextlib
 import itertools
 import os
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from typing import Any, Protocol
 
 import numpy as np
 
 from pw.client.fetching import Fetching
-from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Open, Put, Tell
+from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Look, Open, Put, Tell
 from pw.client.uploads import KEEP_BYTES
+from pw.client.waiting import Waiting
 from pw.core.errors import ConnectionFailed, Disconnected, Error
 from pw.core.ids import client_id
 from pw.core.messages import (
@@ -30,24 +33,36 @@ from pw.core.messages import (
     AllocateSlice,
     Artifact,
     Attached,
+    Cancel,
+    CancelRuns,
     Checkpoint,
+    CreateArray,
+    Described,
     DrainHost,
+    Explain,
+    Explanation,
+    FileSource,
     GetStats,
     GetStatus,
     RegisterProgram,
     ReleaseProgram,
     ReleaseSlice,
     Run,
+    SaveArrays,
     SliceBound,
     Status,
 )
 from pw.core.program import Program
-from pw.core.sharding import ArraySpec
+from pw.core.sharding import ArraySpec, Placement, Sharding
 
 __all__ = ["INLINE_BYTES", "Runtime", "SliceHandle", "connect", "current", "disconnect", "use"]
 
 CONNECT_S = 30.0
 CLOSE_S = 5.0
+RECONNECT_S = 60.0
+EXPLAIN_S = 10.0
+HURRIED_S = 1.5
+"""How long an explanation may take that nobody has asked for."""
 RELEASES_KEPT = 64
 """Handles that may have died before their arrays are deleted without waiting for the next tick."""
 
@@ -93,6 +108,7 @@ class Runtime:
         priority: int,
         connect_s: float = CONNECT_S,
         keep_bytes: int = KEEP_BYTES,
+        reconnect_s: float = RECONNECT_S,
     ) -> None:
         self._lock = threading.RLock()
         self._serials = itertools.count(1)
@@ -101,11 +117,17 @@ class Runtime:
         self._specs: dict[int, ArraySpec] = {}
         self._outputs: dict[int, tuple[ArraySpec, ...]] = {}
         self._sent: set[bytes] = set()
+        self._saving: set[Future[None]] = set()
+        """Checkpoints that are being written to disk."""
         self._closing: Error | None = None
         self._pid = os.getpid()
         self._thread = start(self)
         attached: Future[Attached] = Future()
-        self._thread.post(Open(f"pid {os.getpid()}", share, priority, keep_bytes, attached))
+        if self._thread.address is None:
+            reconnect_s = 0.0  # the controller is in this process
+        self._patience_s = CONNECT_S + reconnect_s
+        name = f"pid {os.getpid()}"
+        self._thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s))
         try:
             answer = attached.result(connect_s)
             self._thread.wait_for_hosts()
@@ -150,9 +172,14 @@ class Runtime:
             raise Disconnected(f"the pw session is closed: {self._closing}")
 
     def close(self, error: Error | None = None) -> None:
-        """End the session: everything it owns is released on every host. Idempotent."""
+        """End the session: everything it owns is released on every host. Idempotent.
+
+        Checkpoints on their way to disk get there first, unless there is an error.
+        """
         if self.forked:
             return
+        if error is None and self._closing is None:
+            wait_for_all(set(self._saving))
         closed: Future[None] = Future()
         with self._lock:
             if self._closing is not None:
@@ -192,10 +219,10 @@ class Runtime:
         topology: tuple[int, ...] | None = None,
     ) -> SliceHandle:
         """Bind virtual devices. Raises InsufficientDevices with what was asked and what exists."""
-        bound: Future[SliceBound] = Future()
+        bound: Future[SliceBound] = Waiting(self.in_the_way)
         request = AllocateSlice(self._id(), devices, kind, island, topology)
         self._post(Allocate(request, bound))
-        return SliceHandle(bound.result(CONNECT_S))
+        return SliceHandle(bound.result(self._patience_s))
 
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""
@@ -260,13 +287,13 @@ class Runtime:
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """The whole value, straight from the hosts that hold it."""
-        future = Fetching(spec)
+        future = Fetching(spec, self.in_the_way)
         self._post(Get(array, spec, future))
         return future
 
     def wait(self, arrays: Sequence[int]) -> Future[None]:
         """A future of the moment when all arrays are ready; it fails with the first one's error."""
-        future: Future[None] = Future()
+        future: Future[None] = Waiting(self.in_the_way)
         known = tuple((array, self._specs[array]) for array in arrays if array in self._specs)
         self._post(Await(known, future))
         return future
@@ -294,18 +321,65 @@ class Runtime:
                 break
         self.delete(arrays)
 
+    # --- giving up -------------------------------------------------------------------------------------
+
+    def cancel(self, arrays: Sequence[int]) -> None:
+        """Give up the runs that are to make these arrays."""
+        if arrays:
+            self._tell(Cancel(tuple(arrays)))
+
+    def cancel_runs(self, client: int, run: int = 0) -> Future[None]:
+        """Have a run of any client given up, or all that a client has in flight."""
+        future: Future[None] = Future()
+        self._post(Ask(lambda request: CancelRuns(request, client, run), future))
+        return future
+
     # --- before hosts go -------------------------------------------------------------------------------
 
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Have arrays copied to host memory, in order with the runs that make and donate them."""
-        future: Future[None] = Future()
+        future: Future[None] = Waiting(self.in_the_way)
         numbers = tuple(dict.fromkeys(arrays))
         self._post(Ask(lambda request: Checkpoint(request, numbers), future, numbers))
         return future
 
+    def save(
+        self, path: str, overwrite: bool, arrays: Mapping[str, int], tree: bytes
+    ) -> Future[None]:
+        """Have arrays written to disk by their hosts, in order with the runs that make and donate them."""
+        future: Future[None] = Waiting(self.in_the_way)
+        names, numbers = tuple(arrays), tuple(arrays.values())
+        checkpoint = secrets.token_hex(8)
+        self._post(
+            Ask(
+                lambda request: SaveArrays(
+                    request, checkpoint, path, overwrite, numbers, names, tree
+                ),
+                future,
+                numbers,
+            )
+        )
+        self._saving.add(future)
+        future.add_done_callback(self._saving.discard)
+        return future
+
+    def look(self, path: str, placement: Placement) -> Described:
+        """What is on disk at a path, in the eyes of the hosts of this placement."""
+        answer: Future[Described] = Waiting(self.in_the_way)
+        spec = ArraySpec((), "bool", Sharding((), ()), placement)
+        self._post(Look(path, spec, answer))
+        return answer.result()
+
+    def load(self, source: FileSource, spec: ArraySpec) -> int:
+        """Have an array read from disk by its hosts; returns its id at once."""
+        array = self._id()
+        self._specs[array] = spec
+        self._post(Tell(CreateArray(array, spec, source=source)))
+        return array
+
     def drain(self, host: str) -> Future[None]:
         """Have a host left by all that runs and lies there; settled when it may be switched off."""
-        future: Future[None] = Future()
+        future: Future[None] = Waiting(self.in_the_way)
         self._post(Ask(lambda request: DrainHost(request, host), future))
         return future
 
@@ -313,17 +387,35 @@ class Runtime:
 
     def status(self, timeout_s: float = CONNECT_S) -> Status:
         """The cluster as the controller sees it."""
-        answer: Future[Status] = Future()
+        answer: Future[Status] = Waiting(self.in_the_way)
         self._post(Ask(GetStatus, answer))
         return answer.result(timeout_s)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of every process: the controller, each host, and this client."""
-        answer: Future[dict[str, dict[str, int]]] = Future()
+        answer: Future[dict[str, dict[str, int]]] = Waiting(self.in_the_way)
         self._post(Ask(GetStats, answer))
-        collected = dict(answer.result(CONNECT_S))
+        collected = dict(answer.result(self._patience_s))
         collected["client"] = self._thread.counters()
         return collected
+
+    def explain(self, timeout_s: float = EXPLAIN_S) -> Explanation:
+        """Why it does not go on, in words and as data. Raises ConnectionFailed if nobody answers in time."""
+        answer: Future[Explanation] = Future()
+        self._post(Ask(Explain, answer))
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            raise ConnectionFailed(
+                f"the controller at {self._thread.address} has not answered within {timeout_s:g} s"
+            ) from None
+
+    def in_the_way(self) -> str:
+        """Why it does not go on, for somebody who has waited too long already; raises nothing."""
+        try:
+            return self.explain(HURRIED_S).text
+        except Error as error:
+            return str(error)
 
     def _tell(self, message: object) -> None:
         with contextlib.suppress(Disconnected):
@@ -363,6 +455,7 @@ def connect(
     share: float = 1.0,
     priority: int = 0,
     keep_bytes: int | None = None,
+    reconnect_s: float = RECONNECT_S,
 ) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
 
@@ -373,6 +466,8 @@ def connect(
         keep_bytes: memory in this process for copies of what was put on devices, from which an array
             is made again when its hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. What was sent first
             goes first. See also `pw.put(..., keep=True)` and `pw.checkpoint`.
+        reconnect_s: how long calls wait, in seconds, for a controller that was there and has gone. When it
+            is started again at its address, everything goes on as if nothing had been.
 
     Returns:
         The runtime. If this process is connected already, to the same address or none was given, that
@@ -381,7 +476,7 @@ def connect(
     Raises:
         ConnectionFailed: nobody answers at the address.
         VersionMismatch: the controller runs other versions of pw or jax.
-        ValueError: a share or keep_bytes that is none.
+        ValueError: a share, keep_bytes or reconnect_s that is none.
         Error: this process is connected to another address.
     """
     from pw.client import threads
@@ -397,8 +492,12 @@ def connect(
             )
         if share <= 0:
             raise ValueError(f"share must be positive, not {share}")
+        if reconnect_s < 0:
+            raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
         start = threads.embedded if address is None else threads.remote(address)
-        runtime = Runtime(start, share, priority, keep_bytes=_keep_bytes(keep_bytes))
+        runtime = Runtime(
+            start, share, priority, keep_bytes=_keep_bytes(keep_bytes), reconnect_s=reconnect_s
+        )
         use(runtime)
         return runtime
 
@@ -450,6 +549,19 @@ def stats() -> dict[str, dict[str, int]]:
         ConnectionFailed: the controller was.
     """
     return current().stats()
+
+
+def why() -> str:
+    """Why it does not go on: the most likely culprit in the first line, and what was found out below.
+
+    Names the run, the computation and its program, the host that has not received, delivered, enqueued or
+    finished what others wait for, since when, and where its threads are in the code. Call it from
+    another thread (or `pw why` from another terminal) while something waits.
+
+    Raises:
+        ConnectionFailed: the controller does not answer.
+    """
+    return current().explain().text
 
 
 atexit.register(disconnect)

@@ -6,15 +6,20 @@ and settles futures. It never waits: names are given on this side, so whatever f
 sent at once.
 
 A host that is lost is no event for the user. What was asked of it stays open and is asked again when the
-controller has brought the arrays back; what was sent to it is sent again when the controller asks. Only the
-end of the controller, or of this client in its eyes, ends a session.
+controller has brought the arrays back; what was sent to it is sent again when the controller asks. Nor is the
+loss of the controller, if another one takes its place in time: that is told all it has to know
+(`pw.client.link`). Only the end of this client in the eyes of its controller ends a session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
 
 from pw.client.hosts import Hosts
+from pw.client.link import ControllerLink
 from pw.client.notes import (
     Allocate,
     Ask,
@@ -23,6 +28,7 @@ from pw.client.notes import (
     Close,
     Forget,
     Get,
+    Look,
     Open,
     Put,
     Settle,
@@ -41,10 +47,13 @@ from pw.core.messages import (
     Attach,
     Attached,
     Delete,
+    Described,
     Directory,
     Evicted,
+    Explanation,
     Fetched,
     ForgetInputs,
+    ForgetRuns,
     LinkLost,
     PeerLost,
     PeerRefused,
@@ -64,23 +73,47 @@ from pw.core.messages import (
     UploadLanding,
 )
 
+REDIAL_S = 0.5
+"""How often to look for another controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Redial:
+    """Note to oneself: another controller may be there by now."""
+
+    outage: int
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveUp:
+    """Note to oneself: another controller should be there by now."""
+
+    outage: int
+    reason: str
+
 
 class ClientSession(Actor):
     """One client's conversation with a cluster."""
 
     def __init__(self, env: Env, bulk: Bulk, on_credits: Callable[[int], None]) -> None:
-        super().__init__(env)
+        link = self._link = ControllerLink(env)
+        super().__init__(link)
         self._on_credits = on_credits
         self.closed: Error | None = None
         self._attaching: Settle | None = None
         self._attached = False
+        self._attach = Attach("", 1.0, 0)
+        self._reconnect_s = 0.0
+        self._outages = 0
+        self._is_calling = False
+        """Whoever may be the controller by now has been called, and has not been lost."""
         self._allocating: dict[int, Settle] = {}
         self._awaiting_hosts: list[AwaitHosts] = []
         self._donating: dict[int, tuple[int, ...]] = {}
         """Positions of the arguments that a program takes away, of programs that do."""
-        self._hosts = Hosts(env)
-        self._uploads = Uploads(env, bulk, self._hosts)
-        self._requests = Requests(env, bulk, self._hosts)
+        self._hosts = Hosts(link)
+        self._uploads = Uploads(link, bulk, self._hosts)
+        self._requests = Requests(link, bulk, self._hosts)
 
     # --- the connection ------------------------------------------------------------------------------
 
@@ -88,12 +121,20 @@ class ClientSession(Actor):
     def _on_open(self, sender: Address, note: Open) -> None:
         self._attaching = note.attached
         self._uploads.keep_bytes = note.keep_bytes
-        self.env.send(CONTROL, Attach(note.name, note.share, note.priority))
+        self._attach = Attach(note.name, note.share, note.priority)
+        self._reconnect_s = note.reconnect_s
+        self._link.keeps = note.reconnect_s > 0
+        self._link.call(self._attach)
 
     @handles(Attached)
     def _on_attached(self, sender: Address, message: Attached) -> None:
         self._attached = True
+        self._attach = msgspec.structs.replace(self._attach, resume=message.client)
         self._hosts.attached(message)
+        if not self._link.is_open:
+            self.env.log("info", "attached to the controller again")
+            self._hosts.forget_slices()
+            self._on_credits(self._link.resume())
         if self._attaching is not None:
             resolve(self._attaching, message)
             self._attaching = None
@@ -128,15 +169,48 @@ class ClientSession(Actor):
     @handles(PeerLost)
     def _on_peer_lost(self, sender: Address, message: PeerLost) -> None:
         if message.node == CONTROLLER:
-            words = f"the controller was lost: {message.reason}"
-            if not self._attached:
-                words = f"no controller answers: {message.reason}; is pw-controller running there?"
-            self._die(ConnectionFailed(words))
+            self._controller_lost(message.reason)
         else:
             error = HostLost(f"host {message.node} was lost: {message.reason}")
             self._host_lost(message.node, ErrorReport.of(error))
 
+    def _controller_lost(self, reason: str) -> None:
+        words = f"the controller was lost: {reason}"
+        if self.closed is not None:
+            return
+        if not self._attached:
+            words = f"no controller answers: {reason}; is pw-controller running there?"
+        if not self._attached or not self._link.keeps:
+            self._die(ConnectionFailed(words))
+        elif self._link.is_open:
+            self._outages += 1
+            self._link.lost(self._requests)
+            self.env.log("warning", "controller lost", reason=reason)
+            self.env.call_later(self._reconnect_s, _GiveUp(self._outages, words))
+            self._call()
+        else:
+            self._is_calling = False
+            self.env.call_later(REDIAL_S, _Redial(self._outages))
+
+    def _call(self) -> None:
+        self._is_calling = True
+        self._link.call(self._attach)
+
+    @handles(_Redial)
+    def _on_redial(self, sender: Address, note: _Redial) -> None:
+        is_over = self._link.is_open or note.outage != self._outages or self.closed is not None
+        if not is_over and not self._is_calling:
+            self._call()
+
+    @handles(_GiveUp)
+    def _on_give_up(self, sender: Address, note: _GiveUp) -> None:
+        if not self._link.is_open and note.outage == self._outages:
+            words = f"{note.reason}, and has not come back within {self._reconnect_s:g} s"
+            self._die(ConnectionFailed(words))
+
     def _host_lost(self, node: str, error: ErrorReport) -> None:
+        if not self._link.is_open:
+            self._hosts.unbind_from(node)
         if self._attached and self.closed is None:
             self.env.send(CONTROL, LinkLost(node))
         self._hosts.lost(node)
@@ -176,6 +250,7 @@ class ClientSession(Actor):
 
     @handles(SliceBound)
     def _on_bound(self, sender: Address, message: SliceBound) -> None:
+        self._link.journal.slice_bound(message)
         if self._hosts.bind(message):
             self._requests.slice_moved(message.slice)
         future = self._allocating.pop(message.slice, None)
@@ -184,6 +259,7 @@ class ClientSession(Actor):
 
     @handles(SliceRefused)
     def _on_slice_refused(self, sender: Address, message: SliceRefused) -> None:
+        self._link.journal.slice_refused(message.slice)
         future = self._allocating.pop(message.slice, None)
         if future is not None:
             reject(future, message.error.exception())
@@ -218,10 +294,16 @@ class ClientSession(Actor):
 
     @handles(RunsSettled)
     def _on_settled(self, sender: Address, message: RunsSettled) -> None:
+        self._link.journal.settled(message.count)
         self._on_credits(message.count)
+
+    @handles(ForgetRuns)
+    def _on_forget_runs(self, sender: Address, message: ForgetRuns) -> None:
+        self._link.journal.forget_runs(message.runs)
 
     @handles(RunFailed)
     def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
+        self._link.journal.failed(message.run, message.results, message.error)
         self._uploads.forget(message.results)
         self._requests.arrays_failed(message.results, message.error)
 
@@ -244,6 +326,7 @@ class ClientSession(Actor):
 
     @handles(ForgetInputs)
     def _on_forget_inputs(self, sender: Address, message: ForgetInputs) -> None:
+        self._link.journal.forget_inputs(message.arrays)
         self._uploads.forget(message.arrays)
 
     # --- requests ------------------------------------------------------------------------------------
@@ -268,8 +351,20 @@ class ClientSession(Actor):
     def _on_ready(self, sender: Address, message: Ready) -> None:
         self._requests.ready(message.request)
 
+    @handles(Look)
+    def _on_look(self, sender: Address, note: Look) -> None:
+        self._requests.look(note)
+
+    @handles(Described)
+    def _on_described(self, sender: Address, message: Described) -> None:
+        self._requests.report(message.request, message)
+
     @handles(Status)
     def _on_status(self, sender: Address, message: Status) -> None:
+        self._requests.report(message.request, message)
+
+    @handles(Explanation)
+    def _on_explanation(self, sender: Address, message: Explanation) -> None:
         self._requests.report(message.request, message)
 
     @handles(Stats)
@@ -282,6 +377,8 @@ class ClientSession(Actor):
 
     @handles(Answered)
     def _on_answered(self, sender: Address, message: Answered) -> None:
+        self._link.journal.answered(message.request, message.error)
+        self._link.journal.prune_requests(self._requests.is_open)
         self._requests.answered(message.request, message.error)
 
     @handles(RequestFailed)

@@ -22,8 +22,19 @@ from pw.core.sharding import ArraySpec, dtype_of
 
 __all__ = ["ArrayType", "aval_of", "host_value", "signature_of"]
 
-tracing_configuration: Callable[[], Hashable] = jax_config.trace_context
-"""Everything in JAX's configuration, thread-local overrides included, that a trace depends on."""
+_trace_context: Callable[[], Hashable] = jax_config.trace_context
+_debug_nans: Any = jax_config.debug_nans
+
+
+def tracing_configuration() -> Hashable:
+    """Everything in JAX's configuration, thread-local overrides included, that a trace depends on."""
+    return (_trace_context(), True) if _debug_nans.value else _trace_context()
+
+
+def checks_nans() -> bool:
+    """Whether JAX's configuration asks for results without NaNs (`jax_debug_nans`)."""
+    return bool(_debug_nans.value)
+
 
 outside_traces: Callable[[], bool] = jax_core.trace_state_clean
 """Whether no JAX transformation is under way in this thread."""

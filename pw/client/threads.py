@@ -111,7 +111,8 @@ class SessionOnNode:
                     ) from None
                 if time.monotonic() > deadline_s:
                     raise ConnectionFailed(
-                        f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s"
+                        f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s. "
+                        + self._runtime.in_the_way()
                     ) from None
 
     def _tick(self) -> None:

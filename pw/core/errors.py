@@ -72,6 +72,18 @@ class ComputationFailed(Error):
     """A computation raised while it ran on a host."""
 
 
+class NaNFound(Error, FloatingPointError):
+    """A computation whose results are checked (`check_nans`) made a NaN."""
+
+
+class ComputationTimeout(Error, TimeoutError):
+    """A run took longer than its `timeout`."""
+
+
+class Cancelled(Error):
+    """The run that would have made the array was cancelled."""
+
+
 class HostLost(Error):
     """A host left its island while it was needed."""
 
@@ -86,6 +98,18 @@ class OutOfDeviceMemory(Error, MemoryError):
 
 class OutOfHostMemory(Error, MemoryError):
     """A host has no memory for bytes that it was to receive."""
+
+
+class CheckpointFailed(Error, OSError):
+    """A checkpoint could not be written to disk, or read from there."""
+
+
+class CheckpointNotFound(CheckpointFailed, FileNotFoundError):
+    """There is no checkpoint at a path, or not all of it."""
+
+
+class CheckpointExists(CheckpointFailed, FileExistsError):
+    """There is something at the path of a new checkpoint already."""
 
 
 class TransferFailed(Error):

@@ -32,6 +32,16 @@ def client_of(identifier: int) -> int:
     return identifier >> _SERIAL_BITS
 
 
+def serial_of(identifier: int) -> int:
+    """Which of its client's things `identifier` is."""
+    return identifier & ((1 << _SERIAL_BITS) - 1)
+
+
+def run_name(run: int) -> str:
+    """How people call a run: its client's number, a dot, its own."""
+    return f"{client_of(run)}.{serial_of(run)}"
+
+
 RESOURCES = Address(CONTROLLER, "resources")
 CONTROL = Address(CONTROLLER, "controller")
 

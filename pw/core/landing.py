@@ -42,6 +42,9 @@ class Bulk(Protocol):
     def cancel(self, transfer: int) -> None:
         """Give up a landing."""
 
+    def landed_bytes(self, transfer: int) -> int:
+        """How much of a landing is known to be in; 0 also where the sender writes into it unseen."""
+
     def push(
         self,
         landing: Landing,

@@ -62,6 +62,11 @@ class PeerLost(_Message, frozen=True, tag=5):
     node: str
     reason: str
 
+    @property
+    def may_return(self) -> bool:
+        """Whether it is the process that has ended, and not the machine that is cut off or hangs."""
+        return self.reason in ("closed", "connection lost", "replaced by a newer incarnation")
+
 
 class PeerRefused(_Message, frozen=True, tag=6):
     """The transport to every local actor: `node` does not want to talk to us, or we not to it."""
@@ -85,6 +90,10 @@ class RegisterHost(_Message, frozen=True, tag=10):
     """Operating system process id, for people who look for it."""
     spare: bool = False
     """Takes a free place in `island` (in any island when that is empty), and waits if there is none."""
+    epoch: int = 0
+    """The epoch of `island` that I am in, with `members`: I have lost the controller meanwhile."""
+    members: tuple[str, ...] = ()
+    """All hosts of that epoch, in the order of their ranks."""
 
 
 class HostRejected(_Message, frozen=True, tag=11):
@@ -163,6 +172,8 @@ class IslandLost(_Message, frozen=True, tag=18):
     island: str
     epoch: int
     error: ErrorReport
+    host: str = ""
+    """Who was lost, if that is the reason."""
 
 
 class CoordinationStarted(_Message, frozen=True, tag=19):
@@ -233,6 +244,8 @@ class Attach(_Message, frozen=True, tag=30):
     name: str
     share: float
     priority: int
+    resume: int = 0
+    """My number with an earlier controller: I tell you all that it knew of me, and then `Resumed`."""
 
 
 class Attached(_Message, frozen=True, tag=31):
@@ -265,6 +278,10 @@ class AllocateSlice(_Message, frozen=True, tag=34):
     kind: str | None
     island: str | None
     topology: tuple[int, ...] | None
+    resumed: bool = False
+    """An earlier controller may have bound it: wait for the hosts, which are on their way."""
+    formerly: str = ""
+    """The island on which it was."""
 
 
 class SliceBound(_Message, frozen=True, tag=35):
@@ -310,6 +327,8 @@ class RegisterProgram(_Message, frozen=True, tag=40):
     program: int
     body: Program
     artifacts: tuple[Artifact, ...]
+    released: bool = False
+    """I will not run it; it made what I still have (see `Resumed`)."""
 
 
 class ReleaseProgram(_Message, frozen=True, tag=41):
@@ -341,6 +360,15 @@ class RunsSettled(_Message, frozen=True, tag=44):
     count: int
 
 
+class FileSource(msgspec.Struct, frozen=True, array_like=True):
+    """An array in a checkpoint on disk."""
+
+    path: str
+    checkpoint: str
+    """Which one: what is at the path may be replaced."""
+    name: str
+
+
 class CreateArray(_Message, frozen=True, tag=45):
     """ClientSession to Controller: I am uploading this array straight to its hosts."""
 
@@ -348,6 +376,8 @@ class CreateArray(_Message, frozen=True, tag=45):
     spec: ArraySpec
     bound: int = 1
     """How often I have seen its slice bound: 0 if I could not send anything yet."""
+    source: FileSource | None = None
+    """I upload nothing: its hosts are to read it from there."""
 
 
 class Delete(_Message, frozen=True, tag=46):
@@ -385,6 +415,21 @@ class IslandStatus(msgspec.Struct, frozen=True, array_like=True):
     slices: int
     queued: int
     launched: int
+    missing: tuple[str, ...] = ()
+    """Hosts that have a place in it and are not here."""
+
+
+class WaitingHost(msgspec.Struct, frozen=True, array_like=True):
+    """One host without a place in an island, in a status report."""
+
+    node: str
+    state: str
+    """`spare`: it takes the place of one that is lost; `draining`: it ends when others have what it holds."""
+    island: str
+    """Where it may take a place; empty for any island."""
+    process: int
+    devices: int
+    endpoint: str
 
 
 class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -398,6 +443,17 @@ class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
     runs_in_flight: int
 
 
+class RunStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One run in flight in a status report."""
+
+    run: int
+    """The number that its client gave it, also when it is being run again."""
+    program: str
+    islands: tuple[str, ...]
+    segments_left: int
+    age_s: float
+
+
 class Status(_Message, frozen=True, tag=48):
     """Controller to ClientSession: the cluster as it stands."""
 
@@ -407,6 +463,10 @@ class Status(_Message, frozen=True, tag=48):
     policy: str
     islands: tuple[IslandStatus, ...]
     clients: tuple[ClientStatus, ...]
+    runs: tuple[RunStatus, ...] = ()
+    """The oldest ones of each client."""
+    waiting: tuple[WaitingHost, ...] = ()
+    """Hosts without a place in an island."""
 
 
 class GetStats(_Message, frozen=True, tag=49):
@@ -469,6 +529,37 @@ class ForgetInputs(_Message, frozen=True, tag=56):
     arrays: tuple[int, ...]
 
 
+class ForgetRuns(_Message, frozen=True, tag=57):
+    """Controller to ClientSession: no controller will ever have to know of these runs again."""
+
+    runs: tuple[int, ...]
+
+
+class KnownArray(msgspec.Struct, frozen=True, array_like=True):
+    """An array that only copies of it can bring back."""
+
+    array: int
+    spec: ArraySpec
+
+
+class FailedArray(msgspec.Struct, frozen=True, array_like=True):
+    """An array that never will be."""
+
+    array: int
+    error: ErrorReport
+
+
+class Resumed(_Message, frozen=True, tag=58):
+    """ClientSession to Controller: this is what I have; before it came my slices, programs, inputs and runs."""
+
+    held: tuple[int, ...]
+    known: tuple[KnownArray, ...]
+    """Those held that no input and no run before was about."""
+    failed: tuple[FailedArray, ...]
+    copied: tuple[int, ...]
+    """Arrays that were checkpointed."""
+
+
 # --- gang scheduling ---------------------------------------------------------------------------------
 
 
@@ -499,6 +590,8 @@ class Submit(_Message, frozen=True, tag=61):
     """Argument arrays whose upload has not ended."""
     islands: tuple[str, ...] = ()
     """All islands of a run that must be admitted on each of them before it may start on any."""
+    is_timed: bool = False
+    """Tell the controller when the run is launched."""
 
 
 class SegmentLaunched(_Message, frozen=True, tag=62):
@@ -543,6 +636,10 @@ class CancelRun(_Message, frozen=True, tag=67):
     """Controller to IslandScheduler (local): forget the segments of this run that are still queued."""
 
     run: int
+    reason: str = ""
+    """Why the run must end, also what is launched: if it does not by itself, the epoch ends."""
+    grace_s: float = 0.0
+    """How long it may take to end by itself."""
 
 
 class InstallProgram(_Message, frozen=True, tag=68):
@@ -652,10 +749,18 @@ class LaunchGap(_Message, frozen=True, tag=76):
 
 
 class GangBroken(_Message, frozen=True, tag=77):
-    """HostExecutor to IslandScheduler: an input is missing here that the gang's other hosts may have."""
+    """HostExecutor to IslandScheduler: I cannot go on with a gang whose other hosts may go on.
+
+    An input is missing here that they may have; or, with an `error`, I have failed at something that they
+    may not fail at, and would fail again.
+    """
 
     epoch: int
     reason: str
+    run: int = 0
+    error: ErrorReport | None = None
+    results: tuple[int, ...] = ()
+    """What the run was to make."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -669,30 +774,48 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     targets: tuple[str, ...]
 
 
+class CopyFile(msgspec.Struct, frozen=True, array_like=True):
+    """One host's file of a checkpoint on disk, and the boxes that are to be in it."""
+
+    checkpoint: str
+    """Which one: as many random letters and digits as make it the only one of that name."""
+    path: str
+    overwrite: bool
+    file: str
+    names: tuple[str, ...]
+    """Of the copied arrays, as the checkpoint has them."""
+    copies: tuple[Copy, ...]
+
+
 class CopyArrays(_Message, frozen=True, tag=78):
     """Controller to IslandScheduler (local): have these copied after the client's earlier work."""
 
     client: int
     copies: tuple[tuple[str, Copy], ...]
     """What each host is to copy."""
+    files: tuple[tuple[str, CopyFile], ...] = ()
+    """What each host is to write to disk."""
 
 
 class Replicate(_Message, frozen=True, tag=79):
-    """IslandScheduler to HostExecutor, in launch order: copy these to host memory."""
+    """IslandScheduler to HostExecutor, in launch order: copy these to host memory, write these to disk."""
 
     epoch: int
     sequence: int
     copies: tuple[Copy, ...]
+    files: tuple[CopyFile, ...] = ()
 
 
 class RunRefused(_Message, frozen=True, tag=80):
-    """IslandScheduler to Controller (local): this run has no room; fail it, and cancel it everywhere.
+    """IslandScheduler to Controller (local): this run cannot be; fail it, and cancel it everywhere.
 
-    The client's queue on the island stands still until its `CancelRun` comes back.
+    There is no room for it: the client's queue on the island stands still until its `CancelRun` comes back.
+    Or one host of a gang has failed, so that the gang's hosts have different things in `results`.
     """
 
     run: int
     error: ErrorReport
+    results: tuple[int, ...] = ()
 
 
 class ArrayPlaced(_Message, frozen=True, tag=81):
@@ -725,6 +848,44 @@ class RunAdmitted(_Message, frozen=True, tag=84):
     run: int
 
 
+# --- runs that are ended -----------------------------------------------------------------------------
+
+
+class CallEnded(_Message, frozen=True, tag=130):
+    """HostExecutor to IslandScheduler, who passes it on to the gang: a Python function has returned here.
+
+    It may raise on one host only, so its hosts agree on what became of it before anybody sees a result.
+    """
+
+    epoch: int
+    run: int
+    slot: int
+    """Of the call's first result."""
+    host: str
+    gang: tuple[str, ...]
+    error: ErrorReport | None
+
+
+class RunStarted(_Message, frozen=True, tag=131):
+    """IslandScheduler to Controller (local): a run with a timeout has been launched here."""
+
+    run: int
+
+
+class Cancel(_Message, frozen=True, tag=132):
+    """ClientSession to Controller: end the runs that are to make these arrays."""
+
+    arrays: tuple[int, ...]
+
+
+class CancelRuns(_Message, frozen=True, tag=133):
+    """ClientSession to Controller: end a run of any client (`run` 0: all that this client has in flight)."""
+
+    request: int
+    client: int
+    run: int = 0
+
+
 # --- data --------------------------------------------------------------------------------------------
 
 
@@ -753,6 +914,22 @@ class EdgeFailed(_Message, frozen=True, tag=92):
     run: int
     edge: int
     error: ErrorReport
+    alone: bool = False
+    """There is a value, only it cannot be sent to this host; others may get theirs."""
+
+
+class EdgeProbe(_Message, frozen=True, tag=113):
+    """Receiving ShardCoordinator to the sending one: I have waited long for this edge, is it still to come?"""
+
+    run: int
+    edge: int
+
+
+class EdgeGone(_Message, frozen=True, tag=114):
+    """Sending ShardCoordinator to the receiving one: I have sent that, and will not send it again."""
+
+    run: int
+    edge: int
 
 
 class Upload(_Message, frozen=True, tag=93):
@@ -863,6 +1040,12 @@ class Restore(_Message, frozen=True, tag=104):
     sources: tuple[Source, ...]
 
 
+class DropUploads(_Message, frozen=True, tag=115):
+    """Controller to ObjectStore: whoever uploaded these does not hold them any more."""
+
+    arrays: tuple[int, ...]
+
+
 class FetchReplica(_Message, frozen=True, tag=105):
     """ObjectStore to ObjectStore: send me these boxes (packed, at the landing if there is one)."""
 
@@ -914,6 +1097,246 @@ class ArraysLost(_Message, frozen=True, tag=110):
     arrays: tuple[int, ...]
 
 
+# --- checkpoints on disk -----------------------------------------------------------------------------
+
+
+class SaveArrays(_Message, frozen=True, tag=140):
+    """ClientSession to Controller, in order with runs: have these arrays written to disk, as one checkpoint."""
+
+    request: int
+    checkpoint: str
+    path: str
+    overwrite: bool
+    arrays: tuple[int, ...]
+    names: tuple[str, ...]
+    tree: bytes
+    """The client's own part of the manifest."""
+
+
+class FileWritten(_Message, frozen=True, tag=141):
+    """ObjectStore to Controller: my file of this checkpoint is on disk, or why not."""
+
+    checkpoint: str
+    path: str
+    error: ErrorReport | None
+
+
+class CommitFiles(_Message, frozen=True, tag=142):
+    """Controller to one ObjectStore: all files of this checkpoint are written, make it the one at its path."""
+
+    checkpoint: str
+    path: str
+    overwrite: bool
+    files: tuple[str, ...]
+    tree: bytes
+    others: tuple[str, ...]
+    """Checkpoints under way to the same path: what else was left there is of none."""
+
+
+class FilesCommitted(_Message, frozen=True, tag=143):
+    """ObjectStore to Controller: the checkpoint is at its path, or nothing of it is anywhere."""
+
+    checkpoint: str
+    error: ErrorReport | None
+
+
+class AbandonFiles(_Message, frozen=True, tag=144):
+    """Controller to one ObjectStore: this checkpoint will not be, remove what there is of it."""
+
+    checkpoint: str
+    path: str
+
+
+class Describe(_Message, frozen=True, tag=145):
+    """ClientSession to ObjectStore: what is in the checkpoint at this path?"""
+
+    request: int
+    path: str
+
+
+class Described(_Message, frozen=True, tag=146):
+    """ObjectStore to ClientSession: this checkpoint is, and here is what the client said that wrote it."""
+
+    request: int
+    checkpoint: str
+    tree: bytes
+
+
+class ReadArray(_Message, frozen=True, tag=147):
+    """Controller to ObjectStore: make your shards of `array` from files; answered by `Uploaded`."""
+
+    array: int
+    source: FileSource
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+
+
+# --- why it does not go on ---------------------------------------------------------------------------
+
+
+class WorkReport(msgspec.Struct, frozen=True, array_like=True):
+    """One segment of a run, as its island's scheduler sees it."""
+
+    run: int
+    segment: int
+    program: str
+    computations: tuple[str, ...]
+    hosts: tuple[str, ...]
+    shards: tuple[tuple[int, ...], ...]
+    """For each host, the mesh positions that it has of the last computation; empty if there is none."""
+    launched_s: float
+    """How long ago it was launched; negative while it is queued."""
+    waits_for: tuple[str, ...] = ()
+    uploads: tuple[int, ...] = ()
+    """Arrays that it waits for because they are not on their hosts yet."""
+
+
+class InstallReport(msgspec.Struct, frozen=True, array_like=True):
+    """A program that hosts of an island have not compiled yet."""
+
+    program: int
+    name: str
+    hosts: tuple[str, ...]
+
+
+class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
+    """One launch on one host.
+
+    `state` is `missing` (it has not come), `queued` behind another one, `waiting` at the head of the queue,
+    `handed over` to the execute thread, `entered` by it, `enqueued` on the devices, or `finished`.
+    """
+
+    run: int
+    segment: int
+    program: str
+    computations: tuple[str, ...]
+    state: str
+    waits_for: tuple[tuple[int, int], ...] = ()
+    """Runs and edges whose values it needs next and does not have."""
+    unsettled: tuple[str, ...] = ()
+    """Computations of which it is not known yet whether they have failed, and whose values it needs next."""
+
+
+class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
+    """One end of one route of an edge that has not ended.
+
+    `state` of the receiving end is `awaited` (the bytes come in a message), `credit sent` or `assembled`;
+    of the sending end `no value` (it is not made yet), `no credit` (nobody has said where to put it),
+    `sending`, or `credit early` (nobody here has been asked to send it).
+    """
+
+    run: int
+    edge: int
+    peer: str
+    incoming: bool
+    state: str
+    shards: tuple[int, ...] = ()
+    """Mesh positions of the shards, in the mesh of the sender, that the bytes are of."""
+    size_bytes: int = 0
+    received_bytes: int = 0
+    open_s: float = 0.0
+    """For how long it has been open."""
+
+
+class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
+    """A thread that is at work on something, what it is, and where in the code."""
+
+    thread: str
+    doing: str
+    busy_s: float
+    stack: tuple[str, ...]
+    """The innermost call last."""
+
+
+class ClientReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a client waits for at the controller."""
+
+    client: int
+    name: str
+    runs_in_flight: int
+    held: int
+    """Messages of its stream that have not been looked at."""
+    waits_for: tuple[str, ...]
+
+
+class Stalled(_Message, frozen=True, tag=120):
+    """IslandScheduler to Controller (local): nothing has gone on here for a while, log the reason."""
+
+    island: str
+
+
+class Explain(_Message, frozen=True, tag=121):
+    """ClientSession to Controller: why does it not go on? I wait for these hosts."""
+
+    request: int
+    hosts: tuple[str, ...] = ()
+
+
+class ExplainIsland(_Message, frozen=True, tag=122):
+    """Controller to IslandScheduler (local): what is launched, and what does the rest wait for?"""
+
+    request: int
+    run: int
+    """What is launched of this one is to be told in any case."""
+
+
+class IslandReport(_Message, frozen=True, tag=123):
+    """IslandScheduler to Controller (local): what was launched longest ago, and what is next."""
+
+    request: int
+    island: str
+    hosts: tuple[str, ...]
+    quiet_s: float
+    """How long ago anything was launched or ended."""
+    launched: int
+    queued: int
+    oldest: tuple[WorkReport, ...]
+    heads: tuple[WorkReport, ...]
+    installing: tuple[InstallReport, ...]
+
+
+class ExplainHost(_Message, frozen=True, tag=124):
+    """Controller to HostExecutor: how far are these launches (run, segment), and what do you do?"""
+
+    request: int
+    work: tuple[tuple[int, int], ...]
+
+
+class HostReport(_Message, frozen=True, tag=125):
+    """HostExecutor to Controller: where I am, and what I wait for."""
+
+    request: int
+    host: str
+    state: str
+    """Empty when it is in its island and can work."""
+    quiet_s: float
+    """How long ago anything was launched here or ended."""
+    queued: int
+    launches: tuple[LaunchReport, ...]
+    edges: tuple[EdgeReport, ...]
+    threads: tuple[ThreadReport, ...]
+
+
+class HostSilence(msgspec.Struct, frozen=True, array_like=True):
+    """A host that has not answered in time."""
+
+    host: str
+    silent_s: float
+    """How long ago anything was heard of it; negative if that is not known."""
+
+
+class Explanation(_Message, frozen=True, tag=126):
+    """Controller to ClientSession: the story in words, and all that was found out for it."""
+
+    request: int
+    text: str
+    islands: tuple[IslandStatus, ...]
+    work: tuple[IslandReport, ...]
+    hosts: tuple[HostReport, ...]
+    silent: tuple[HostSilence, ...]
+    clients: tuple[ClientReport, ...]
+
+
 Message = (
     Hello | Refused | Heartbeat | Goodbye | RegisterHost | HostRejected | FormIsland | IslandJoined
     | IslandJoinFailed | LeaveIsland | Directory | Attach | Attached | Identify | Evicted
@@ -922,7 +1345,13 @@ Message = (
     | GetStats | Stats | Install | Installed | Launch | Discard | Progress | LaunchGap | EdgeCredit
     | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
     | RequestFailed | CancelRequest | UploadAborted | DrainHost | Leave | Checkpoint | Inquire
-    | Answered | UploadAgain | InputGone | ForgetInputs | GangBroken | Replicate | Holdings
-    | ArraysLost | LinkLost | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
+    | Answered | UploadAgain | InputGone | ForgetInputs | ForgetRuns | Resumed | GangBroken | Replicate
+    | Holdings
+    | CallEnded | Cancel | CancelRuns
+    | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
+    | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
+    | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
+    | ReadArray
+    | Explain | ExplainHost | HostReport | Explanation
 )  # fmt: skip
 """Everything that may arrive from another process (local notes are not among them)."""

@@ -28,6 +28,9 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     donated: tuple[int, ...] = ()
     python: bool = False
     """The artifact is a pickled Python function instead; hosts run it only if they allow it."""
+    checks: tuple[str, ...] = ()
+    """Results that must not have NaNs in them, as a user calls them. If there are any, the last output is a
+    replicated vector that says for each whether it has."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +66,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[ArraySpec, ...]
     outputs: tuple[Output, ...]
     donated: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    """How long a run may take from its first launch on; 0: as long as it likes."""
 
     def spec_of(self, value: Value) -> ArraySpec:
         """How `value` lies where it is made."""

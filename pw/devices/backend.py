@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import ErrorReport
+from pw.core.messages import ThreadReport
 from pw.core.plan import Piece
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
@@ -42,7 +43,7 @@ class Value:
     but for `error`, which actors may read once a `done` has told them that the value is settled.
     """
 
-    __slots__ = ("building", "error", "heir", "maker", "payload", "shared")
+    __slots__ = ("__weakref__", "alone", "building", "error", "heir", "joint", "maker", "payload", "shared")
 
     def __init__(self, error: ErrorReport | None = None) -> None:
         self.payload: Any = None
@@ -56,6 +57,14 @@ class Value:
         """Tells the execute thread when a build that was deferred has ended."""
         self.heir: Value | None = None
         """A result of the computation that this value's buffers were donated to."""
+        self.joint = False
+        """It is made together with other hosts, so that a failure here may be this host's `alone`."""
+        self.alone = False
+        """The error arose here, in this host's part of something that other hosts may have succeeded at."""
+
+    def fail(self, error: ErrorReport) -> None:
+        """Put an error in the place of what was made, while no other op knows the value."""
+        self.payload, self.error = None, error
 
 
 @dataclass(slots=True)
@@ -65,12 +74,21 @@ class Execute:
     `copied` are donated positions whose argument somebody still needs: a copy is donated instead.
     An argument that is `shared`, or given twice, is copied without being named. The other donated
     arguments are gone afterwards (using them again is `ArrayDeleted`).
+
+    `failed` is given for computations that run on other hosts, too, which may wait for this one. It is
+    called on the loop thread if this host fails them: it could not enqueue the computation, or has an
+    argument that failed here `alone`; and if it is `guarded`, also if the computation failed later. After a
+    failure to enqueue, no computation of several hosts is enqueued any more, so that none is met by another
+    one's peers.
     """
 
     key: bytes
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     copied: tuple[int, ...] = ()
+    failed: Callable[[ErrorReport], None] | None = None
+    guarded: bool = True
+    """Nobody else watches the results."""
 
 
 @dataclass(slots=True)
@@ -177,6 +195,16 @@ class Backend(Protocol):
 
     def counters(self) -> dict[str, int]:
         """What this backend has done and holds."""
+
+    def stage(self, value: Value) -> str:
+        """How far the op that makes a value is, looked at without waiting.
+
+        `handed over`, `entered` (the execute thread is in the call, where collectives may hold it),
+        `enqueued` on the devices, or `finished`, well or badly.
+        """
+
+    def whereabouts(self) -> tuple[ThreadReport, ...]:
+        """What every thread that is at work does, the execute thread first, and where in the code."""
 
     def close(self) -> None:
         """Stop; no `done` is called afterwards."""

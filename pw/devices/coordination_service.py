@@ -85,6 +85,19 @@ class CoordinationServices:
         self._pending.clear()
         self._end_child()
 
+    def leave(self) -> None:
+        """Let the child end by itself, when the last member has left; for a controller that may be replaced."""
+        child, self._child = self._child, None
+        self._closed = True
+        self._pending.clear()
+        if child is not None:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            if not self._loop.is_closed():
+                self._loop.remove_reader(child.stdout.fileno())
+            child.stdin.close()
+            child.stdout.close()
+
     def _request(self, **request: object) -> None:
         try:
             child = self._child or self._start_child()

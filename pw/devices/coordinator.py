@@ -26,18 +26,38 @@ from pw.core.errors import (
 )
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Bulk, Bytes, Landing
-from pw.core.messages import INLINE_BYTES, EdgeCredit, EdgeData, EdgeFailed, PeerLost
+from pw.core.messages import (
+    INLINE_BYTES,
+    EdgeCredit,
+    EdgeData,
+    EdgeFailed,
+    EdgeGone,
+    EdgeProbe,
+    EdgeReport,
+    PeerLost,
+)
 from pw.core.packing import pack, unpack
 from pw.core.plan import Receive, Route, Send
 from pw.core.reshard import route_layout
 from pw.core.sharding import Box, DeviceAddress
 from pw.devices.backend import Backend, Build, Op, Part, Read, Value
 
+SERIES_BITS = 39
+"""Above these bits, runs are told apart that begin in no particular order: those of different clients, and
+those that are repeated from those that are not."""
+
+PROBE_S = 2.0
+"""How long an edge may take before its sender is asked, at first."""
+
 PARKED_BYTES = 256 << 20
 """Bytes of edges kept that no launch has announced yet."""
 
-FAILURE_KEPT_S = 600.0
-"""How long news that an edge failed wait for the launch that receives it."""
+PARKED_S = 600.0
+"""How long what came early waits for the launch that receives it. After that, the launch has been cancelled
+with the host that bore this name before; if not, the receiver will ask and hear that it was sent."""
+
+EDGES_TOLD = 64
+"""Open edges that a host tells of when it is asked."""
 
 ORPHAN_S = 30.0
 """How long the edges of a client that has left may stay without a receiver."""
@@ -58,6 +78,7 @@ class _Outgoing:
     landing: Landing | None = None
     failed: bool = False
     """There is no value; the credit, which every large edge gets, has yet to come."""
+    since_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,6 +94,9 @@ class _Incoming:
     parts: list[Part] = field(default_factory=list)
     transfers: dict[str, int] = field(default_factory=dict)
     failed: bool = False
+    since_s: float = 0.0
+    probe_s: float = 0.0
+    """When to ask whether it is still to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +112,13 @@ class _DropOrphans:
 
 
 @dataclass(frozen=True, slots=True)
-class _Expire:
-    """Note to oneself: news of a failed edge have waited long enough."""
+class _Probe:
+    """Note to oneself: some edges may have been lost."""
 
-    place: tuple[int, int, str, bool]
+
+@dataclass(frozen=True, slots=True)
+class _Expire:
+    """Note to oneself: some of what came early has waited long enough."""
 
 
 class ShardCoordinator(Actor):
@@ -106,10 +133,18 @@ class ShardCoordinator(Actor):
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self._parked: dict[tuple[int, int, str, bool], _Early] = {}
         """By run, edge and peer, and whether it is a credit: one edge may go both ways between two hosts."""
+        self._parked_at: dict[tuple[int, int, str, bool], float] = {}
         self._parked_bytes = 0
+        self._pushing: dict[tuple[int, int, str], _Outgoing] = {}
+        """What the bulk plane has been given and has not said to be done."""
         self._gone_clients: set[int] = set()
         self._void_clients: set[int] = set()
         self._begun = 0
+        self._probing = False
+        self._sent: dict[int, set[tuple[int, str]]] = {}
+        """Edges and destinations that runs under way here have begun to send."""
+        self._newest: dict[int, int] = {}
+        """The newest run begun here of each series: runs of one series begin in order."""
         self._gone_at: dict[str, int] = {}
         """How many runs had begun here when a host left its island: whoever bears its name since then
         has never heard of them."""
@@ -118,10 +153,17 @@ class ShardCoordinator(Actor):
         self._present: frozenset[str] = frozenset()
         self._absent: set[str] = set()
 
-    def begin(self) -> int:
+    def begin(self, run: int) -> int:
         """A run begins here: its place among the runs of this host."""
         self._begun += 1
+        self._sent[run] = set()
+        series = run >> SERIES_BITS
+        self._newest[series] = max(run, self._newest.get(series, 0))
         return self._begun
+
+    def end(self, run: int) -> None:
+        """All instructions of a run have been handed over here, or will never be."""
+        self._sent.pop(run, None)
 
     # --- receiving -----------------------------------------------------------------------------------
 
@@ -136,6 +178,8 @@ class ShardCoordinator(Actor):
         """Prepare for an edge of a run just launched; `arrived` is called when `value` can be used."""
         routes = {route.source_host: route for route in receive.routes}
         incoming = _Incoming(run, receive, value, devices, arrived, set(routes))
+        incoming.since_s = self.env.now_s()
+        incoming.probe_s = incoming.since_s + PROBE_S
         self._incoming[(run, receive.edge)] = incoming
         for source, route in routes.items():
             if source == self._host:
@@ -150,7 +194,10 @@ class ShardCoordinator(Actor):
             if isinstance(early, EdgeData):
                 self._take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
-                self._fail(incoming, source, early.error)
+                self._fail(incoming, source, early.error, alone=early.alone)
+        if not self._probing:
+            self._probing = True
+            self.env.call_later(PROBE_S, _Probe())
         if not routes:
             self._build(incoming)
 
@@ -162,7 +209,7 @@ class ShardCoordinator(Actor):
         except Error as error:
             self.env.send(coordinator_of(source), EdgeCredit(run, edge, None))
             self._unpark((run, edge, source, False))
-            self._fail(incoming, source, ErrorReport.of(error, self._host))
+            self._fail(incoming, source, ErrorReport.of(error, self._host), alone=True)
             return False
         incoming.transfers[source] = landing.transfer
         self.env.send(coordinator_of(source), EdgeCredit(run, edge, landing))
@@ -182,7 +229,7 @@ class ShardCoordinator(Actor):
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._fail(incoming, self._host, views)
+                self._fail(incoming, self._host, views, alone=source.error is None)
             else:
                 self._collect(incoming, route, views)
 
@@ -205,7 +252,8 @@ class ShardCoordinator(Actor):
                 f"edge {incoming.receive.edge} from {route.source_host} came with {len(buffer)} bytes "
                 f"instead of {total}"
             )
-            self._fail(incoming, route.source_host, ErrorReport.of(error, self._host))
+            report = ErrorReport.of(error, self._host)
+            self._fail(incoming, route.source_host, report, alone=True)
             return
         source = incoming.receive.source
         views = [
@@ -250,12 +298,15 @@ class ShardCoordinator(Actor):
         if incoming is None:
             self._park((message.run, message.edge, sender.node), message, 0)
         elif sender.node in incoming.missing:
-            self._fail(incoming, sender.node, message.error)
+            self._fail(incoming, sender.node, message.error, alone=message.alone)
 
-    def _fail(self, incoming: _Incoming, source: str, error: ErrorReport) -> None:
+    def _fail(
+        self, incoming: _Incoming, source: str, error: ErrorReport, *, alone: bool = False
+    ) -> None:
         """A route has no value: poison what the edge should have filled, and go on.
 
         The edge stays known until its other routes have ended as well: what they bring must find it.
+        `alone`: other hosts may have got the value.
         """
         first, incoming.failed = not incoming.failed, True
         if source in incoming.transfers:
@@ -264,6 +315,7 @@ class ShardCoordinator(Actor):
         self._ended(incoming, source)
         if first:
             incoming.parts.clear()
+            incoming.value.alone = alone
             incoming.value.error = error
             incoming.arrived()
 
@@ -287,7 +339,7 @@ class ShardCoordinator(Actor):
         `began` is the run's place (`begin`).
         """
         offsets, total = route_layout(send.route, send.spec)
-        outgoing = _Outgoing(run, send, total, offsets)
+        outgoing = _Outgoing(run, send, total, offsets, since_s=self.env.now_s())
         key = (run, send.edge, send.route.destination_host)
         void = key[2] in self._absent or began <= self._gone_at.get(key[2], 0)
         if not void and began <= self._lost_at.get(key[2], 0):
@@ -295,6 +347,8 @@ class ShardCoordinator(Actor):
             self._unsent(key)
         if client_of(run) not in self._void_clients and not void:
             self._outgoing[key] = outgoing
+        if run in self._sent:
+            self._sent[run].add((send.edge, key[2]))
         early = self._unpark((*key, True))
         if isinstance(early, EdgeCredit):
             outgoing.landing = early.landing
@@ -310,7 +364,7 @@ class ShardCoordinator(Actor):
                 outgoing.failed = True
                 self.env.send(
                     coordinator_of(send.route.destination_host),
-                    EdgeFailed(run, send.edge, views),
+                    EdgeFailed(run, send.edge, views, alone=value.error is None),
                 )
             elif total <= INLINE_BYTES:
                 del self._outgoing[key]
@@ -358,7 +412,10 @@ class ShardCoordinator(Actor):
             )
             return
 
+        self._pushing[key] = outgoing
+
         def pushed(error: Exception | None) -> None:
+            self._pushing.pop(key, None)
             if error is not None:
                 self.env.send(
                     coordinator_of(destination),
@@ -391,18 +448,23 @@ class ShardCoordinator(Actor):
         self.env.count("edges_early")
         place = (*key, isinstance(message, EdgeCredit))
         self._parked[place] = message
-        if isinstance(message, EdgeFailed):
-            self.env.call_later(FAILURE_KEPT_S, _Expire(place))
+        self._parked_at[place] = self.env.now_s()
+        if len(self._parked) == 1:
+            self.env.call_later(PARKED_S, _Expire())
         self._parked_bytes += size_bytes
 
     @handles(_Expire)
     def _expire(self, sender: Address, note: _Expire) -> None:
-        """The launch was cancelled with the host that bore this name before."""
-        if isinstance(self._parked.get(note.place), EdgeFailed):
-            del self._parked[note.place]
+        now_s = self.env.now_s()
+        for place in [p for p, since_s in self._parked_at.items() if now_s - since_s >= PARKED_S]:
+            self._unpark(place)
+            self.env.count("edges_expired")
+        if self._parked:
+            self.env.call_later(PARKED_S, note)
 
     def _unpark(self, key: tuple[int, int, str, bool]) -> _Early | None:
         message = self._parked.pop(key, None)
+        self._parked_at.pop(key, None)
         if isinstance(message, EdgeData):
             self._parked_bytes -= len(message.data)
         return message
@@ -414,6 +476,8 @@ class ShardCoordinator(Actor):
         no receiver: its launch was still queued when the client went.
         """
         self._gone_clients.add(client)
+        for series in [series for series in self._newest if client_of(series << SERIES_BITS) == client]:
+            del self._newest[series]
         self.env.call_later(ORPHAN_S, _DropOrphans(client))
 
     def drop_run(self, run: int) -> None:
@@ -461,6 +525,38 @@ class ShardCoordinator(Actor):
         for early in [early for early in self._parked if early[2] == node]:
             self._unpark(early)
 
+    @handles(_Probe)
+    def _probe(self, sender: Address, note: _Probe) -> None:
+        """Ask after edges that have not come for long: a link may have been lost, and they with it."""
+        now_s = self.env.now_s()
+        for (run, edge), incoming in self._incoming.items():
+            if now_s < incoming.probe_s:
+                continue
+            incoming.probe_s = now_s + 2 * (now_s - incoming.since_s)
+            for source in sorted(incoming.missing - {self._host}):
+                self.env.send(coordinator_of(source), EdgeProbe(run, edge))
+        self._probing = bool(self._incoming)
+        if self._probing:
+            self.env.call_later(PROBE_S, note)
+
+    @handles(EdgeProbe)
+    def _probed(self, sender: Address, message: EdgeProbe) -> None:
+        """Has this been sent, so that it will not come (again)?"""
+        run, edge = message.run, message.edge
+        key = (run, edge, sender.node)
+        is_to_come = run > self._newest.get(run >> SERIES_BITS, 0)
+        if is_to_come or key in self._outgoing or key in self._pushing:
+            return
+        if run not in self._sent or (edge, sender.node) in self._sent[run]:
+            self.env.send(coordinator_of(sender.node), EdgeGone(run, edge))
+
+    @handles(EdgeGone)
+    def _gone(self, sender: Address, message: EdgeGone) -> None:
+        incoming = self._incoming.get((message.run, message.edge))
+        if incoming is not None and sender.node in incoming.missing:
+            error = HostLost(f"what {sender.node} had sent was lost with the link between the hosts")
+            self._fail(incoming, sender.node, ErrorReport.of(error, self._host))
+
     def _unsent(self, key: tuple[int, int, str]) -> None:
         """The link to a host was lost, and with it this edge: the host, if it is there, must not wait."""
         run, edge, destination = key
@@ -472,6 +568,60 @@ class ShardCoordinator(Actor):
             HostLost(f"host {node} was lost while it was sending: {reason}"), self._host
         )
 
+    def edge_of(self, value: Value) -> tuple[int, int]:
+        """The run and edge that a value on its way belongs to; (0, 0) once all of it is here."""
+        for key, incoming in self._incoming.items():
+            if incoming.value is value:
+                return key
+        return 0, 0
+
+    def edges(self) -> tuple[EdgeReport, ...]:
+        """Both kinds of ends that are open here, those that opened first before the others."""
+        now_s = self.env.now_s()
+        found = []
+        for (run, edge), incoming in self._incoming.items():
+            for route in incoming.receive.routes:
+                peer = route.source_host
+                if peer not in incoming.missing:
+                    continue
+                transfer = incoming.transfers.get(peer)
+                report = EdgeReport(
+                    run,
+                    edge,
+                    peer,
+                    True,
+                    "awaited" if transfer is None else "credit sent",
+                    _shards(route),
+                    route_layout(route, incoming.receive.source)[1],
+                    0 if transfer is None else self._bulk.landed_bytes(transfer),
+                    now_s - incoming.since_s,
+                )
+                found.append(report)
+        for ends, is_moving in ((self._outgoing, False), (self._pushing, True)):
+            for (run, edge, peer), outgoing in ends.items():
+                state = "sending" if is_moving else "no credit"
+                if outgoing.views is None and not outgoing.failed:
+                    state = "no value"
+                report = EdgeReport(
+                    run,
+                    edge,
+                    peer,
+                    False,
+                    state,
+                    _shards(outgoing.send.route),
+                    outgoing.total_bytes,
+                    0,
+                    now_s - outgoing.since_s,
+                )
+                found.append(report)
+        found.sort(key=lambda report: -report.open_s)
+        early = [
+            EdgeReport(run, edge, peer, False, "credit early")
+            for run, edge, peer, is_credit in self._parked
+            if is_credit
+        ]
+        return tuple((found + early)[:EDGES_TOLD])
+
     def census(self) -> dict[str, int]:
         """Edges under way on this host."""
         return {
@@ -479,6 +629,10 @@ class ShardCoordinator(Actor):
             "edges_outgoing": len(self._outgoing),
             "edges_parked": len(self._parked),
         }
+
+
+def _shards(route: Route) -> tuple[int, ...]:
+    return tuple(sorted({piece.source_device for piece in route.pieces}))
 
 
 def _source_boxes(route: Route) -> list[tuple[int, Box]]:

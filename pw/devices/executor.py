@@ -10,24 +10,30 @@ hosts (DESIGN G1); G4 and the scheduler see to it that such a wait always ends.
 A *run* lives from its first launch on this host to its last; its values are in numbered slots. Results
 are also in the object store, under the ids that the client gave them.
 
-Errors. What goes wrong in a program goes wrong on all hosts of a gang alike: the values that it should have
-made carry the error, and so does all that is made of them. An edge that fails because a host or a
-transfer was lost may have failed here only, while the gang's other hosts have the value and already wait
-in the collective. Such a value must not get into a gang of several hosts: the host stops and says so, and
-the island is formed anew. On a gang of one host it is an error like any other, and the scheduler hears that
-what was *lost* may be run again. All this is known before anything is handed over: edges hold the queue,
-and what the backend makes of a lost value is marked here as lost too. (What a cancelled run has not made is
-lost on all hosts alike.)
+Errors. What goes wrong on all hosts of a gang alike is an error of the values that should have been made,
+and of all that is made of them; hosts and gangs live on. That is so when a program does not compile, when
+its producer, on one host, has raised, and when its hosts have agreed on it (`pw.devices.verdicts`). What
+may have gone wrong here only must not get into a gang of several hosts: the others have the value and
+already wait in the collective. The host stops and says so, and the island is formed anew. If the reason
+was that a host or a transfer was lost (INFRASTRUCTURE), the run is run again; if it was one that would come
+again (no memory here, a computation that failed here), the run is refused with it. On a gang of one host
+both are errors like any other, and the scheduler hears that what was *lost* may be run again.
+
+Edges hold the queue, so their errors are known before anything is handed over, and what the backend makes of
+a lost value is marked here as lost too. What goes wrong later, the backend tells (`Execute.failed`). (What
+a cancelled run has not made is lost on all hosts alike.)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import numpy as np
+from msgspec.structs import replace
 
 from pw.core.actor import Env, handles
 from pw.core.errors import (
@@ -40,14 +46,19 @@ from pw.core.errors import (
 from pw.core.ids import Address, client_of
 from pw.core.messages import (
     CANCELLED,
+    CallEnded,
     Copy,
+    CopyFile,
     Discard,
+    ExplainHost,
     Finished,
     GangBroken,
+    HostReport,
     Install,
     Installed,
     Launch,
     LaunchGap,
+    LaunchReport,
     Progress,
     RegisterHost,
     Replicate,
@@ -55,12 +66,15 @@ from pw.core.messages import (
 from pw.core.plan import Execute, Free, Instruction, Receive, Send
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of, host_boxes
 from pw.core.sharding import box_slices as slices_of
+from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.devices import backend as ops
 from pw.devices.backend import Backend, Op, Part, Value, relative
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.host_program import HostProgram
-from pw.devices.membership import HostMember, HostProcess
+from pw.devices.membership import RECONNECT_S, HostMember, HostProcess
 from pw.devices.store import ObjectStore
+from pw.devices.verdicts import Verdicts
+from pw.devices.why import Account, launch_report, told
 
 
 @dataclass(slots=True)
@@ -88,6 +102,8 @@ class _Launched:
     last_results: tuple[Value, ...] = ()
     lost: ErrorReport | None = None
     """It reads a value that was lost on its way here."""
+    began_s: float | None = None
+    """When the first computation was handed over whose results are held; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +115,15 @@ class _Forget:
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A place in the queue: shards are copied to host memory, from these values."""
+    """A place in the queue: shards are copied to host memory or to disk, from these values."""
 
     copies: tuple[tuple[Copy, Value | None], ...]
+    files: tuple[tuple[CopyFile, tuple[Value | None, ...]], ...]
+
+    def values(self) -> Iterator[Value | None]:
+        """All that is read."""
+        yield from (value for _, value in self.copies)
+        yield from (value for _, values in self.files for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +142,10 @@ class HostExecutor(HostMember):
         backend: Backend,
         store: ObjectStore,
         coordinator: ShardCoordinator,
+        stall_s: float = STALL_S,
+        reconnect_s: float = RECONNECT_S,
     ) -> None:
-        super().__init__(env, registration, process, store, coordinator)
+        super().__init__(env, registration, process, store, coordinator, reconnect_s)
         self._backend = backend
         self._scheduler: Address | None = None
         self._expected = 0
@@ -138,6 +162,11 @@ class HostExecutor(HostMember):
         self._announced: list[tuple[int, Value]] = []
         self._finished: list[Finished] = []
         self._busy_until_s = 0.0
+        self._verdicts = Verdicts(self._host, env.send)
+        self._unsettled: dict[Value, str] = {}
+        """Values that nobody may use before there is a verdict, and the computations that make them."""
+        self._watchdog = Watchdog(env, stall_s)
+        self._account = Account(backend)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -210,6 +239,8 @@ class HostExecutor(HostMember):
             self.env.send(sender, LaunchGap(self._epoch, message.sequence, message.sequence))
             return
         instructions = run.program.segments.get(message.segment, ())
+        if not self._queue:
+            self._watchdog.went_on()
         # An edge may fail at once and set the queue going: all are expected before the launch is in it.
         for instruction in instructions:
             if isinstance(instruction, Receive):
@@ -222,7 +253,7 @@ class HostExecutor(HostMember):
         assert message.arguments is not None
         arguments, results = message.arguments.args, message.arguments.results
         body = program.body
-        run = _Run(message.run, program, {}, results, self._coordinator.begin())
+        run = _Run(message.run, program, {}, results, self._coordinator.begin(message.run))
         self._runs[message.run] = run
         for index in program.plan.inputs:
             arg = arguments[index]
@@ -234,6 +265,7 @@ class HostExecutor(HostMember):
             if value is None:
                 lost = ArrayLost(f"argument {index} of {body.name!r} is not on this host any more")
                 value = Value(ErrorReport.of(lost, self._host))
+                value.alone = True
             run.slots[index] = value
         for index in body.donated:
             if isinstance(arg := arguments[index], int):
@@ -286,10 +318,12 @@ class HostExecutor(HostMember):
                 self._queue.popleft()
                 continue
             if isinstance(head, _Copying):
-                if any(value in self._arriving for _, value in head.copies):
+                if any(value in self._arriving for value in head.values()):
                     break
                 reads = (self._store.replicas.copy(copy, value) for copy, value in head.copies)
                 self._ops += [read for read in reads if read is not None]
+                for job, values in head.files:
+                    self._ops += self._store.files.write(job, values)
                 self._queue.popleft()
                 continue
             while head.position < len(head.instructions):
@@ -299,6 +333,7 @@ class HostExecutor(HostMember):
                 head.position += 1
             self._queue.popleft()
             self._end(head)
+            self._watchdog.went_on()
         self._flush()
 
     def _step(self, head: _Launched, instruction: Instruction) -> bool:
@@ -312,15 +347,25 @@ class HostExecutor(HostMember):
             key = run.program.keys[instruction.computation]
             assert key is not None
             args = tuple([slots[slot] for slot in instruction.args])
+            together = instruction.computation in run.program.gangs
             for value in args:
-                if value.error is not None and value.error.kind in INFRASTRUCTURE:
-                    everywhere = value.error is self._cut_short
-                    if instruction.computation in run.program.gangs and not everywhere:
-                        self._break_gang(run, value.error)
-                        return False
+                if value.error is None:
+                    continue
+                lost = value.error.kind in INFRASTRUCTURE
+                if together and (value.alone or lost) and value.error is not self._cut_short:
+                    self._break_gang(run, value.error)
+                    return False
+                if lost:
                     self._lose(head, value.error, results)
-            self._ops.append(ops.Execute(key, args, results, self._kept(run, instruction)))
+            failed = partial(self._break_gang, run) if together else None
+            kept = self._kept(run, instruction)
+            last = run.program.last_executed.get(head.launch.segment)
+            guarded = not head.launch.report or head.position != last
+            self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
             head.last_results = results or head.last_results
+            if results and instruction.computation in run.program.judged:
+                self._hold(head, instruction, results)
+                return True
             for slot in instruction.results:
                 self._made(run, slot)
         elif isinstance(instruction, Send):
@@ -343,15 +388,64 @@ class HostExecutor(HostMember):
         donated = run.program.body.computations[instruction.computation].donated
         return tuple([index for index in donated if index not in instruction.donated])
 
+    def _hold(self, head: _Launched, instruction: Execute, results: tuple[Value, ...]) -> None:
+        """Nobody sees these results, or uses them, before it is known what became of them."""
+        run, computation = head.run, head.run.program.body.computations[instruction.computation]
+        assert self._scheduler is not None
+        for value in results:
+            self._arriving[value] = []
+            self._unsettled[value] = computation.name
+        if head.began_s is None:
+            head.began_s = self.env.now_s()
+
+        def judged(error: ErrorReport | None) -> None:
+            if error is not None:
+                for value in results:
+                    value.fail(error)
+                if error.kind in INFRASTRUCTURE:
+                    head.lost = error
+            for slot in instruction.results:
+                self._made(run, slot)
+            for value in results:
+                del self._unsettled[value]
+                for act in self._arriving.pop(value):
+                    act()
+            self._advance()
+
+        if computation.python:
+            devices = run.program.at(computation.placement)
+            call = (run.run, instruction.results[0])
+            gang = tuple(dict.fromkeys(device.host for device in devices))
+            verdict = self._verdicts.called(
+                self._epoch, self._scheduler, call, gang, results, judged
+            )
+        else:
+            devices = run.program.devices(computation.outputs[-1])
+            verdict = self._verdicts.checked(computation, devices, results, judged)
+        self._ops.append(verdict)
+
+    @handles(CallEnded)
+    def _call_ended(self, sender: Address, message: CallEnded) -> None:
+        if message.epoch == self._epoch and not self._broken:
+            self._verdicts.ended(message)
+        else:
+            self.env.count("messages_stale")
+
     def _break_gang(self, run: _Run, error: ErrorReport) -> None:
-        """The gang's other hosts may have what was lost here: neither skip nor go on."""
+        """The gang's other hosts may have what failed here: neither skip nor go on."""
         if self._broken:
             return
         self._broken = True
-        reason = f"{run.program.body.name!r} has lost an input on {self._host}: {error.message}"
-        self.env.log("error", "gang broken", reason=reason)
+        name = run.program.body.name
+        broken = GangBroken(
+            self._epoch, f"{name!r} has lost an input on {self._host}: {error.message}"
+        )
+        if error.kind not in INFRASTRUCTURE:
+            reason = f"{name!r} has failed on {self._host}, and perhaps only there: {error.message}"
+            broken = GangBroken(self._epoch, reason, run.run, error, run.results)
+        self.env.log("error", "gang broken", reason=broken.reason)
         if self._scheduler is not None:
-            self.env.send(self._scheduler, GangBroken(self._epoch, reason))
+            self.env.send(self._scheduler, broken)
 
     def _lose(self, head: _Launched, error: ErrorReport, results: tuple[Value, ...]) -> None:
         """What the backend will find out, later launches have to know now."""
@@ -389,7 +483,7 @@ class HostExecutor(HostMember):
                 self._lose(head, source.error, (result,))
             self._made(run, receive.slot)
 
-    def _give_up(self, run: _Run) -> None:
+    def _cut_off(self, run: _Run) -> None:
         """The rest of a run will not come: what it has not made here it never will make."""
         for slot in run.program.outputs_of_slot:
             value = run.slots[slot]
@@ -414,6 +508,7 @@ class HostExecutor(HostMember):
         launch, run = head.launch, head.run
         outputs = run.program.outputs_of_slot
         values = list(head.last_results)
+        self._account.handed(run.run, launch.segment, run.program, values)
         if launch.arguments is not None:
             for slot in [slot for slot in outputs if slot < len(run.program.body.inputs)]:
                 values.append(run.slots[slot])
@@ -426,9 +521,10 @@ class HostExecutor(HostMember):
             ]
             self._when_there(values, partial(self._watch, head, tuple(values)))
         if launch.segment == CANCELLED:
-            self._give_up(run)
+            self._cut_off(run)
         if launch.last:
             self._runs.pop(launch.run, None)
+            self._coordinator.end(launch.run)
 
     def _when_there(self, values: Sequence[Value], act: Callable[[], None]) -> None:
         """Do something as soon as no value is still on its way from another host."""
@@ -447,13 +543,15 @@ class HostExecutor(HostMember):
 
     def _watch(self, head: _Launched, values: tuple[Value, ...]) -> None:
         """Report a launch when all it makes is ready."""
-        started_s = self.env.now_s()
+        started_s = self.env.now_s() if head.began_s is None else head.began_s
 
         def done(error: ErrorReport | None) -> None:
             now_s = self.env.now_s()
             busy_s = now_s - max(started_s, self._busy_until_s)
             self._busy_until_s = now_s
             lost = head.lost
+            if error is not None and any(value.alone for value in head.last_results):
+                self._break_gang(head.run, error)
             if error is not None and error.kind in INFRASTRUCTURE:
                 lost = lost or error
             self._report(Finished(head.launch.sequence, int(busy_s * 1e6), lost))
@@ -461,6 +559,8 @@ class HostExecutor(HostMember):
         self._ops.append(ops.Watch(values, done))
 
     def _flush(self) -> None:
+        if self._queue:
+            self._watchdog.watch()
         if self._ops:
             batch, self._ops = self._ops, []
             self._backend.submit(batch)
@@ -480,13 +580,88 @@ class HostExecutor(HostMember):
         if self._scheduler is not None:
             self.env.send(self._scheduler, Progress(self._epoch, finished))
 
+    # --- a controller that was started again --------------------------------------------------------
+
+    def when_ended(self, act: Callable[[], None]) -> bool:
+        """Call `act` when all that was launched has ended; false while not all of it is handed over."""
+        if self._queue:
+            return False
+        values = self._store.values_under_way()
+        self._backend.submit([ops.Watch(values, lambda error: act())])
+        return True
+
+    # --- why it does not go on -----------------------------------------------------------------------
+
+    @handles(ExplainHost)
+    def _explain(self, sender: Address, message: ExplainHost) -> None:
+        self.env.send(sender, self._described(message.request, frozenset(message.work)))
+
+    @handles(Look)
+    def _look(self, sender: Address, note: Look) -> None:
+        if self._watchdog.stalled(bool(self._queue)):
+            self.env.count("stalls")
+            for line in told(self._described(0, frozenset())):
+                self.env.log("warning", "stalled", why=line)
+
+    def _described(self, request: int, work: frozenset[tuple[int, int]]) -> HostReport:
+        """Where this host is: the head of its queue first, then these launches."""
+        launches = [] if not self._queue else [self._head(self._queue[0])]
+        for queued in islice(self._queue, 1, None):
+            if isinstance(queued, _Launched):
+                run, segment = queued.run, queued.launch.segment
+                if (run.run, segment) in work:
+                    launches.append(launch_report(run.run, segment, run.program, "queued"))
+        launches += self._account.reports(work)
+        found = {(launch.run, launch.segment) for launch in launches}
+        launches += [LaunchReport(*one, "", (), "missing") for one in sorted(work - found)]
+        state = "" if self._epoch else "it waits to be told of its island"
+        if self._broken:
+            state = "it has given up this epoch of its island, and waits for the next"
+        return HostReport(
+            request,
+            self._host,
+            state,
+            self._watchdog.quiet_s,
+            len(self._queue),
+            tuple(launches),
+            self._coordinator.edges(),
+            self._backend.whereabouts(),
+        )
+
+    def _head(self, head: _Launched | _Forget | _Copying) -> LaunchReport:
+        """What is next here, and the values that it waits for."""
+        values: list[Value | None] = []
+        if isinstance(head, _Copying):
+            values = list(head.values())
+        elif isinstance(head, _Launched) and head.position < len(head.instructions):
+            instruction = head.instructions[head.position]
+            slots: tuple[int, ...] = ()
+            if isinstance(instruction, Execute):
+                slots = instruction.args
+            elif isinstance(instruction, Send):
+                slots = (instruction.slot,)
+            elif isinstance(instruction, Receive):
+                slots = (instruction.source_slot,)
+            values = [head.run.slots.get(slot) for slot in slots]
+        awaited = [value for value in values if value is not None and value in self._arriving]
+        edges = tuple(self._coordinator.edge_of(v) for v in awaited if v not in self._unsettled)
+        names = [self._unsettled[value] for value in awaited if value in self._unsettled]
+        unsettled = tuple(dict.fromkeys(names))
+        if not isinstance(head, _Launched):
+            return LaunchReport(0, 0, "copies", (), "waiting", edges, unsettled)
+        run = head.run
+        report = launch_report(run.run, head.launch.segment, run.program, "waiting")
+        return replace(report, waits_for=edges, unsettled=unsettled)
+
     # --- copies and drops ---------------------------------------------------------------------------
 
     @handles(Replicate)
     def _replicate(self, sender: Address, message: Replicate) -> None:
         if self._in_sequence(message.epoch, message.sequence, sender):
-            copies = tuple((copy, self._store.value(copy.array)) for copy in message.copies)
-            self._queue.append(_Copying(copies))
+            value = self._store.value
+            copies = tuple((copy, value(copy.array)) for copy in message.copies)
+            files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in message.files)
+            self._queue.append(_Copying(copies, files))
             self._advance()
 
     @handles(Discard)
@@ -502,6 +677,7 @@ class HostExecutor(HostMember):
             self._coordinator.drop_client(client)
             for run in [run for run in self._runs if client_of(run) == client]:
                 del self._runs[run]
+                self._coordinator.end(run)
             for program in [p for p in self._programs if client_of(p) == client]:
                 self._uninstall(program)
 

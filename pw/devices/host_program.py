@@ -26,6 +26,10 @@ class HostProgram:
     """Edges that this host completes by itself, without waiting."""
     gangs: set[int] = field(default_factory=set)
     """Computations that run here and on other hosts."""
+    last_executed: dict[int, int] = field(default_factory=dict)
+    """Position of the last computation with results in each segment, those that a report waits for."""
+    judged: set[int] = field(default_factory=set)
+    """Computations of whose results nobody may see anything before it is known what became of them."""
 
     @classmethod
     def of(cls, number: int, body: Program, plan: HostPlan) -> HostProgram:
@@ -45,6 +49,10 @@ class HostProgram:
         )
         for output, slot in plan.outputs:
             program.outputs_of_slot.setdefault(slot, []).append(output)
+        for part in plan.segments:
+            for position, instruction in enumerate(part.instructions):
+                if isinstance(instruction, Execute) and instruction.results:
+                    program.last_executed[part.segment] = position
         for receive in instructions:
             if isinstance(receive, Receive) and is_local(
                 receive, program.devices(receive.spec), plan.host
@@ -54,6 +62,9 @@ class HostProgram:
             placement = body.computations[index].placement
             if any(device.host != plan.host for device in program.at(placement)):
                 program.gangs.add(index)
+            computation = body.computations[index]
+            if computation.checks or (computation.python and index in program.gangs):
+                program.judged.add(index)
         return program
 
     def at(self, placement: Placement) -> tuple[DeviceAddress, ...]:

@@ -42,10 +42,12 @@ from pw.core.errors import (
     InternalError,
     OutOfDeviceMemory,
 )
+from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, box_slices, host_boxes
 from pw.devices import python_functions
 from pw.devices.backend import Build, Call, Done, Execute, Move, Op, Read, Value, Watch
+from pw.devices.executables import Executables
 from pw.devices.jax_compile import Compiler, Executable
 from pw.devices.jax_layouts import (
     Layouts,
@@ -75,6 +77,7 @@ class JaxBackend:
         host: this host's name in device addresses.
         device: the JAX device at an address, for the whole island; called from several threads.
         allow_python: run clients' Python functions (`pw.devices.python_functions`).
+        executables_fd: a file that outlives this process, for what it compiles; -1 for none.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class JaxBackend:
         device: Callable[[DeviceAddress], jax.Device],
         *,
         allow_python: bool = False,
+        executables_fd: int = -1,
     ) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         self._host = host
@@ -97,9 +101,14 @@ class JaxBackend:
         self._executables: dict[bytes, Executable] = {}
         self._executed = 0
         self._copied = 0
+        self._gang_broken: ErrorReport | None = None
+        """Why nothing is enqueued any more that other hosts take part in."""
         self._waits_begun = 0  # written by the execute thread only
         self._waits_ended = 0  # written by the watcher only
         self._closed = False
+        self._doing: Op | None = None  # written by the execute thread only
+        self._awaiting = False  # it waits for the host bytes of an argument
+        self._calling_name = ""  # written by the thread of Python functions only
         self._handlers: dict[type, Callable[[Any], None]] = {
             Execute: self._execute,
             Move: self._move,
@@ -109,11 +118,15 @@ class JaxBackend:
             Call: lambda op: op.function(),
         }
         fail = self._completions.fail
-        self._compiler = Compiler(host, self._layouts, self._completions, self._publish)
+        kept = self._executables_kept = Executables(executables_fd)
+        self._compiler = Compiler(host, self._layouts, self._completions, self._publish, kept)
         self._copying: QueueThread[Build] = QueueThread("pw-copy", self._finish_build, fail)
         self._watching: QueueThread[Watch | Read] = QueueThread("pw-watch", self._wait, fail)
         self._calling: QueueThread[tuple[PythonFunction, Execute]] = QueueThread(
             "pw-python", self._call_python, fail
+        )
+        self._guarding: QueueThread[tuple[Value, Callable[[ErrorReport], None]]] = QueueThread(
+            "pw-guard", self._guard, fail
         )
         self._compiling: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), fail
@@ -175,18 +188,61 @@ class JaxBackend:
         return {
             "computations": self._executed,
             "compilations": self._compiler.compilations,
+            "executables_loaded": self._executables_kept.loaded,
+            "executables_failed": self._executables_kept.failed,
             "installed": len(self._compiler),
             "donations_copied": self._copied,
             "waiting": self._waits_begun - self._waits_ended,
             "live_bytes": _live_bytes(),
         }
 
+    def stage(self, value: Value) -> str:
+        """How far a value is; of one that was given away, whether it was there when that happened."""
+        given = False
+        while value.heir is not None:
+            value, given = value.heir, True
+        array, doing = value.payload, self._doing
+        stage = "handed over"
+        try:
+            if value.error is not None or (array is not None and array.is_ready()):
+                stage = "finished"
+            elif array is not None:
+                stage = "enqueued"
+            elif isinstance(doing, Execute) and value in doing.results and not self._awaiting:
+                stage = "entered"
+        except Exception:  # noqa: BLE001 - it has failed, or is taken away at this moment
+            stage = "finished"
+        return stage if stage == "finished" or not given else "enqueued"
+
+    def whereabouts(self) -> tuple[ThreadReport, ...]:
+        """The threads that may hold up others, where they are at work."""
+        called = f"the Python function {self._calling_name!r}"
+        return (
+            *self._executing.whereabouts(self._described(self._doing)),
+            *self._calling.whereabouts(called),
+            *self._copying.whereabouts("bytes that become an array"),
+            *self._compiling.whereabouts("a compilation"),
+        )
+
+    def _described(self, op: Op | None) -> str:
+        if not isinstance(op, Execute):
+            return "nothing" if op is None else f"an op of kind {type(op).__name__}"
+        _, _, name = self._executables.get(op.key, (None, (), op.key.decode()))
+        return f"the arguments of {name!r}" if self._awaiting else f"the computation {name!r}"
+
     def close(self) -> None:
         """Stop all threads; one that a collective holds is left behind after a few seconds."""
         self._closed = True
         self._completions.close()
         join_all(
-            [self._executing, self._compiling, self._watching, self._copying, self._calling],
+            [
+                self._executing,
+                self._compiling,
+                self._watching,
+                self._guarding,
+                self._copying,
+                self._calling,
+            ],
             _CLOSE_TIMEOUT_S,
         )
         self._executables.clear()
@@ -231,10 +287,12 @@ class JaxBackend:
         for op in ops:
             if self._closed:
                 return
+            self._doing = op
             try:
                 handlers[type(op)](op)
             except Exception as error:  # noqa: BLE001 - the thread lives on
                 self._completions.fail(error)
+        self._doing = None
 
     def _execute(self, op: Execute) -> None:
         """The hot path: every line here is paid once for each computation on each host."""
@@ -247,22 +305,44 @@ class JaxBackend:
             for value in op.args:
                 array = value.payload
                 if array is None:
+                    self._awaiting = True
                     array = self._awaited(value)
+                    self._awaiting = False
                     if array is None:
-                        return _fail(op.results, value.error or self._unmade())
+                        report = value.error or self._unmade()
+                        if value.alone and op.failed is not None:
+                            self._break_gang(op.failed, report)
+                        return _fail(op.results, report)
                 arrays.append(array)
+            if op.failed is not None and self._gang_broken is not None:
+                return _fail(op.results, self._gang_broken)
             if donated:
                 donated = self._donate(op, arrays, donated)
             outputs = executable(*arrays)
         except Exception as error:  # noqa: BLE001 - it belongs to the results
-            return _fail(op.results, self._failure(op, error))
+            report = self._failure(op, error)
+            if op.failed is not None:
+                self._break_gang(op.failed, report)
+            return _fail(op.results, report)
         for value, array in zip(op.results, outputs, strict=True):
             value.payload, value.maker = array, name
+        if op.failed is not None and op.results:
+            for value in op.results:
+                value.joint = True
+            if op.guarded:
+                self._guarding.put((op.results[-1], op.failed))
         for position in donated:
             value = op.args[position]
             value.payload, value.error = None, self._deleted
         self._executed += 1
         return None
+
+    def _break_gang(self, failed: Callable[[ErrorReport], None], report: ErrorReport) -> None:
+        """The other hosts of a gang may wait for this one from now on, so they must not meet it elsewhere."""
+        if self._gang_broken is None:
+            words = f"{self._host} could not go on with its gang: {report.message}"
+            self._gang_broken = ErrorReport.of(HostLost(words), self._host)
+            self._completions.post(failed, report)
 
     def _donate(
         self, op: Execute, arrays: list[jax.Array], donated: tuple[int, ...]
@@ -290,10 +370,12 @@ class JaxBackend:
     def _move(self, op: Move) -> None:
         array = self._awaited(op.source)
         if array is None:
+            op.result.alone = op.source.alone
             return _fail((op.result,), op.source.error or self._unmade())
         try:
             op.result.payload = self._moved(op, array)
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+            op.result.alone = True
             _fail((op.result,), self._report(error))
         return None
 
@@ -348,6 +430,7 @@ class JaxBackend:
             arrays = jax.device_put(list(shards.values()), [layout.local[at] for at in shards])
             result.payload = assemble(op.spec, layout, dict(zip(shards, arrays, strict=True)))
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+            result.alone = True
             result.error = self._report(error)
         if result.building is not None:
             result.building.set()
@@ -378,6 +461,7 @@ class JaxBackend:
 
     def _call_python(self, item: tuple[PythonFunction, Execute]) -> None:
         function, op = item
+        self._calling_name = function.name
         try:
             errors = [error for value in op.args if (error := self._settled(value)) is not None]
             if errors:
@@ -390,6 +474,20 @@ class JaxBackend:
         finally:
             for value in op.results:
                 value.building.set()
+
+    # On the guard.
+
+    def _guard(self, item: tuple[Value, Callable[[ErrorReport], None]]) -> None:
+        """Wait for what was enqueued together with other hosts, and tell if it fails here."""
+        value, failed = item
+        array = value.payload
+        if array is None:
+            return
+        try:
+            array.block_until_ready()
+        except Exception as error:  # noqa: BLE001 - a computation may fail with anything
+            if not array.is_deleted():
+                self._completions.post(failed, self._report(error, value.maker))
 
     # On the watcher (or the execute thread, when nothing is to be waited for).
 
@@ -436,6 +534,7 @@ class JaxBackend:
         except Exception as error:  # noqa: BLE001 - a computation may fail with anything
             if array.is_deleted():
                 return self._deleted
+            value.alone = value.joint
             value.error, value.payload = self._report(error, value.maker), None
             return value.error
         return None

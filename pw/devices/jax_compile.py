@@ -19,8 +19,9 @@ import jax.export
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
+from pw.core.sharding import ArraySpec, DeviceAddress, Sharding, dtype_of
 from pw.devices.backend import Done
+from pw.devices.executables import Executables
 from pw.devices.jax_layouts import Layouts
 from pw.devices.jax_threads import Completions
 
@@ -91,12 +92,18 @@ class Compiler:
     """
 
     def __init__(
-        self, host: str, layouts: Layouts, completions: Completions, publish: Publish
+        self,
+        host: str,
+        layouts: Layouts,
+        completions: Completions,
+        publish: Publish,
+        executables: Executables,
     ) -> None:
         self._host = host
         self._layouts = layouts
         self._completions = completions
         self._publish = publish
+        self._executables = executables
         self._wish_of: dict[bytes, Any] = {}
         self._made: dict[Any, tuple[Executable, set[bytes]]] = {}
         self.compilations = 0
@@ -166,8 +173,12 @@ class Compiler:
                 jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype))
                 for spec in computation.inputs
             )
-            compiled: Any = jitted.lower(*avals).compile()
-            self.compilations += 1
+            kept_as = self._kept_as(wish)
+            compiled = self._executables.load(kept_as)
+            if compiled is None:
+                compiled = jitted.lower(*avals).compile()
+                self.compilations += 1
+                self._executables.save(kept_as, compiled)
             if any(spec.dtype in _SUB_BYTE for spec in computation.inputs):
                 compiled = jitted
             self._made[wish] = ((compiled, computation.donated, computation.name), set())
@@ -175,3 +186,19 @@ class Compiler:
         keys.add(key)
         self._wish_of[key] = wish
         self._publish(key, executable)
+
+    def _kept_as(self, wish: Any) -> bytes:
+        """What a wish is called beyond this epoch, in which hosts may have other names and ranks."""
+        artifact, devices, inputs, outputs, donated = wish
+        mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
+        names = {
+            address: f"{device.platform}:{device.process_index}:{device.id}"
+            for address, device in zip(devices, mesh.devices.flat, strict=True)
+        }
+        lie = [
+            (shape, dtype, sharding, [names[address] for address in where])
+            for shape, dtype, sharding, where in (*inputs, *outputs)
+        ]
+        here = (jax.process_index(), jax.process_count(), jax.__version__)
+        described = repr((artifact, [*names.values()], len(inputs), lie, donated, here))
+        return hashlib.sha256(described.encode()).digest()

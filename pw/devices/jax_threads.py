@@ -8,8 +8,11 @@ finds the loop not yet called wakes it.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+import traceback
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +21,12 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from pw.core.messages import ThreadReport
+
 Item = TypeVar("Item")
+
+STACK_FRAMES = 12
+"""Calls shown of a thread that is asked where it is."""
 
 
 class Completions:
@@ -86,6 +94,7 @@ class QueueThread(Generic[Item]):
         self.put: Callable[[Item], None] = self._queue.put
         self._handle = handle
         self._failed = failed
+        self._busy_since_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -98,13 +107,31 @@ class QueueThread(Generic[Item]):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def whereabouts(self, doing: str) -> list[ThreadReport]:
+        """Where the thread is in the code, for how long with one item; empty if it has nothing to do."""
+        since_s, ident = self._busy_since_s, self._thread.ident
+        frame = sys._current_frames().get(ident) if since_s and ident is not None else None
+        if frame is None:
+            return []
+        calls = traceback.extract_stack(frame)
+        own = [index for index, call in enumerate(calls) if call.filename == __file__]
+        stack = calls[own[-1] + 1 :][-STACK_FRAMES:] if own else calls[-STACK_FRAMES:]
+        lines = [
+            f"{os.sep.join(call.filename.split(os.sep)[-2:])}:{call.lineno} in {call.name}"
+            for call in stack
+        ]
+        busy_s = time.monotonic() - since_s
+        return [ThreadReport(self._thread.name, doing, busy_s, tuple(lines))]
+
     def _run(self) -> None:
         with jax.enable_x64(True):
             while (item := self._queue.get()) is not None:
+                self._busy_since_s = time.monotonic()
                 try:
                     self._handle(item)
                 except Exception as error:  # noqa: BLE001 - the loop reports it
                     self._failed(error)
+                self._busy_since_s = 0.0
                 del item  # an idle thread must not keep the last buffers alive
 
 

@@ -47,8 +47,19 @@ Saved = tuple[int, Box, np.ndarray[Any, Any]]
 
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
 
+KEEP_S = 0.05
+"""How long after a copy has arrived all are put where a crash of this process does not reach them."""
+
+KEPT_BYTES = 256 << 20
+"""More than that is not: it would keep the event loop from its work. Then only other hosts have copies."""
+
 STRANGERS_KEPT = 1000
 """Messages kept from nodes that are not known to be hosts; those beyond are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Note to the store: copies have arrived that a crash of this process would take away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,10 +95,19 @@ class Replicas(Actor):
         env: the store's.
         bulk: what moves boxes that are too large for a message.
         handed_over: what the last incarnation of this host left.
+        keep: puts copies where the next incarnation finds them, however this one ends.
     """
 
-    def __init__(self, env: Env, bulk: Bulk, handed_over: Iterable[Saved]) -> None:
+    def __init__(
+        self,
+        env: Env,
+        bulk: Bulk,
+        handed_over: Iterable[Saved],
+        keep: Callable[[list[Saved]], None] | None = None,
+    ) -> None:
         super().__init__(env)
+        self._keep = keep
+        self._keeping = False
         self._bulk = bulk
         self._host = env.address.node
         self._held: dict[int, dict[Box, Bytes]] = {}
@@ -96,7 +116,6 @@ class Replicas(Actor):
         self._fetches: dict[int, _Fetch] = {}
         self._last_request = 0
         self._hosts: frozenset[str] = frozenset()
-        self._lost: set[str] = set()
         self._strangers: list[tuple[Address, FetchReplica | OfferReplica]] = []
         self._gone_clients: set[int] = set()
         for array, box, data in handed_over:
@@ -110,8 +129,13 @@ class Replicas(Actor):
             holdings = tuple(Holding(array, tuple(boxes)) for array, boxes in self._held.items())
             self.env.send(CONTROL, Holdings(holdings))
 
+    def leave(self) -> list[Saved]:
+        """All that is held, for the next incarnation; from now on nothing is kept for it any more."""
+        self._keep = None
+        return self.saved()
+
     def saved(self) -> list[Saved]:
-        """All that is held, for the next incarnation."""
+        """All that is held."""
         return [
             (array, box, data) for array, boxes in self._held.items() for box, data in boxes.items()
         ]
@@ -145,6 +169,19 @@ class Replicas(Actor):
     def _hold(self, array: int, boxes: dict[Box, Bytes]) -> None:
         self._held.setdefault(array, {}).update(boxes)
         self.env.send(CONTROL, Holdings((Holding(array, tuple(boxes)),)))
+        self._keep_soon()
+
+    def _keep_soon(self) -> None:
+        if self._keep is not None and not self._keeping:
+            self._keeping = True
+            self.env.call_later(KEEP_S, Keep())
+
+    @handles(Keep)
+    def _keep_all(self, sender: Address, note: Keep) -> None:
+        self._keeping = False
+        saved = self.saved()
+        if self._keep is not None and sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES:
+            self._keep(saved)
 
     @handles(DropReplicas)
     def _drop(self, sender: Address, message: DropReplicas) -> None:
@@ -159,8 +196,11 @@ class Replicas(Actor):
         self._forget(lambda array: client_of(array) == client)
 
     def _forget(self, meant: Callable[[int], bool]) -> None:
+        held = len(self._held)
         for array in [array for array in self._held if meant(array)]:
             del self._held[array]
+        if held and not self._held:
+            self._keep_soon()  # nothing
         for gathering in self._offers:
             if meant(gathering.array):
                 self.cancel(gathering)
@@ -220,7 +260,7 @@ class Replicas(Actor):
         asked: dict[str, list[Box]] = {}
         for box in boxes:
             hosts = gathering.missing[box]
-            while hosts and (hosts[-1] not in self._hosts or hosts[-1] in self._lost):
+            while hosts and hosts[-1] not in self._hosts:
                 gathering.why = f"host {hosts.pop()} has gone"
             if not hosts:
                 lost = ArrayLost(f"no host has a copy of {box} of the array: {gathering.why}")
@@ -350,7 +390,6 @@ class Replicas(Actor):
     def hosts_are(self, nodes: frozenset[str]) -> None:
         """The controller says which hosts exist."""
         gone, self._hosts = self._hosts - nodes, nodes
-        self._lost.clear()
         for node in sorted(gone):
             self._lose(node, "it has gone")
         strangers, self._strangers = self._strangers, []
@@ -359,7 +398,7 @@ class Replicas(Actor):
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
-        self._lost.add(message.node)
+        # Its next incarnation may have been announced already, so it is asked as before.
         self._lose(message.node, message.reason)
 
     def _lose(self, node: str, reason: str) -> None:

@@ -33,9 +33,13 @@ from pw.core.errors import (
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
+    AbandonFiles,
     ArraysLost,
     CancelRequest,
+    CommitFiles,
+    Describe,
     DropReplicas,
+    DropUploads,
     Fetch,
     Fetched,
     FetchReplica,
@@ -43,6 +47,7 @@ from pw.core.messages import (
     Identify,
     OfferReplica,
     PeerLost,
+    ReadArray,
     Ready,
     ReplicaData,
     ReplicaRefused,
@@ -65,7 +70,8 @@ from pw.core.sharding import (
     packed_offsets,
 )
 from pw.devices.backend import Backend, Build, Part, Read, Value, Watch, relative
-from pw.devices.replicas import Gathering, Replicas, Saved
+from pw.devices.files import Aside, Files
+from pw.devices.replicas import Gathering, Keep, Replicas, Saved
 
 PARKED_REQUESTS = 100_000
 """Requests for arrays not known yet that one host keeps; beyond that it refuses."""
@@ -81,6 +87,8 @@ class _Entry:
     devices: tuple[DeviceAddress, ...]
     submitted: bool = False
     """The op that makes the value has been handed to the backend, so that it can be watched."""
+    arrived: bool = False
+    """It was uploaded or restored, and all of it is here."""
     told: bool = False
     """The controller knows that the value was lost."""
 
@@ -104,6 +112,8 @@ class ObjectStore(Actor):
         bulk: Bulk,
         counters: Callable[[], dict[str, int]],
         replicas: Sequence[Saved] = (),
+        aside: Aside | None = None,
+        keep: Callable[[list[Saved]], None] | None = None,
     ) -> None:
         super().__init__(env)
         self._backend = backend
@@ -117,7 +127,8 @@ class ObjectStore(Actor):
         self._requests: dict[tuple[str, int], _Request] = {}
         self._landings: dict[int, int] = {}
         self._restoring: dict[int, Gathering] = {}
-        self.replicas = Replicas(env, bulk, replicas)
+        self.replicas = Replicas(env, bulk, replicas, keep)
+        self.files = Files(env, aside)
         self._dropped: dict[int, str] = {}
 
     # --- what the executor of this host does with it ---------------------------------------------------
@@ -146,6 +157,10 @@ class ObjectStore(Actor):
         """The value of an array, None if this host does not have it."""
         entry = self._entries.get(array)
         return None if entry is None else entry.value
+
+    def values_under_way(self) -> tuple[Value, ...]:
+        """The values of all arrays whose making has been handed over to the backend."""
+        return tuple(entry.value for entry in self._entries.values() if entry.submitted)
 
     def _abandon(self, array: int) -> None:
         """Whatever was to be the array's value here is not wanted any more."""
@@ -184,6 +199,7 @@ class ObjectStore(Actor):
             "live_arrays": len(self._entries),
             "live_bytes": sum(self._bytes_here(entry) for entry in self._entries.values()),
             "requests_waiting": len(self._requests),
+            "uploads_arriving": len(self._landings),
         } | self.replicas.census()
 
     def _bytes_here(self, entry: _Entry) -> int:
@@ -194,9 +210,11 @@ class ObjectStore(Actor):
 
     def save(self) -> list[Saved]:
         """All that the next incarnation can have: what is ready on the devices now, and replicas."""
-        saved = self.replicas.saved()
+        saved = self.replicas.leave()
         held = {(array, box) for array, box, _ in saved}
         for array, entry in self._entries.items():
+            if not entry.submitted:
+                continue  # what it will be is not known, even if there is something already
             boxes = [box for box, _ in self._boxes(entry)]
             if all((array, box) in held for box in boxes):
                 continue
@@ -207,7 +225,7 @@ class ObjectStore(Actor):
     def _boxes(self, entry: _Entry) -> list[tuple[Box, tuple[int, ...]]]:
         return host_boxes(entry.spec, entry.devices, self.env.address.node)
 
-    @handles(FetchReplica, ReplicaData, ReplicaRefused, OfferReplica, DropReplicas)
+    @handles(FetchReplica, ReplicaData, ReplicaRefused, OfferReplica, DropReplicas, Keep)
     def _of_replicas(self, sender: Address, message: object) -> None:
         self.replicas.receive(sender, message)
 
@@ -239,6 +257,56 @@ class ObjectStore(Actor):
         gathering = self.replicas.gather(message.copied, spec.dtype, sources, gathered)
         if not gathering.over:
             self._restoring[array] = gathering
+
+    # --- files -----------------------------------------------------------------------------------------
+
+    @handles(CommitFiles, AbandonFiles)
+    def _of_files(self, sender: Address, message: object) -> None:
+        self.files.receive(sender, message)
+
+    @handles(Describe)
+    def _describe(self, sender: Address, message: Describe) -> None:
+        if sender.node in self._clients:
+            self.files.receive(sender, message)
+        else:
+            error = Disconnected("this host does not know the client")
+            self.env.send(sender, RequestFailed(message.request, ErrorReport.of(error)))
+
+    @handles(ReadArray)
+    def _read_array(self, sender: Address, message: ReadArray) -> None:
+        array, spec = message.array, message.spec
+        if sender.node != CONTROLLER or client_of(array) in self._gone_clients:
+            self.env.count("messages_refused")
+            return
+        old = self._entries.get(array)
+        if old is not None and old.value.error is None:
+            if old.arrived:
+                self.env.send(CONTROL, Uploaded(array, None))
+            return  # otherwise it is being read, and what becomes of it will be said
+        value = Value()
+        self.expect(array, value, spec, message.devices)
+        boxes = self._boxes(self._entries[array])
+
+        def found(parts: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if self.value(array) is not value:
+                return
+            if isinstance(parts, ErrorReport):
+                self._fail_array(array, value, parts)
+            else:
+                self._build(
+                    array,
+                    value,
+                    [
+                        (positions, relative(box), part)
+                        for (box, positions), part in zip(boxes, parts, strict=True)
+                    ],
+                )
+
+        self.files.read(message.source, spec, [box for box, _ in boxes], found)
+
+    def turn_ended(self) -> None:
+        """Have files read for all that was asked for in this turn."""
+        self.files.turn_ended()
 
     # --- clients -------------------------------------------------------------------------------------
 
@@ -274,7 +342,17 @@ class ObjectStore(Actor):
     def _forget_node(self, node: str) -> None:
         self._clients.pop(node, None)
         for key in [key for key in self._requests if key[0] == node]:
-            self._requests.pop(key).cancelled = True
+            self._withdraw(self._requests.pop(key))
+
+    def _withdraw(self, request: _Request) -> None:
+        """Nobody waits for the answer any more."""
+        request.cancelled = True
+        for array in request.waiting_for:
+            parked = self._parked.get(array)
+            if parked is not None and request in parked:
+                parked.remove(request)
+                if not parked:
+                    del self._parked[array]
 
     def _allowed(self, sender: Address, array: int) -> bool:
         return self._clients.get(sender.node) == client_of(array)
@@ -285,8 +363,13 @@ class ObjectStore(Actor):
     def _upload(self, sender: Address, message: Upload) -> None:
         array, spec = message.array, message.spec
         old = self._entries.get(array)
-        if not self._allowed(sender, array) or (old is not None and old.value.error is None):
+        if not self._allowed(sender, array):
             self.env.count("uploads_refused")
+            return
+        if old is not None and old.value.error is None:
+            self.env.count("uploads_doubled")
+            if old.arrived:
+                self.env.send(CONTROL, Uploaded(array, None))
             return
         value = Value()
         self.expect(array, value, spec, message.devices)
@@ -324,6 +407,7 @@ class ObjectStore(Actor):
         entry = self._entries[array]
 
         def done(error: ErrorReport | None) -> None:
+            entry.arrived = error is None
             if self.value(array) in (value, None):
                 self.env.send(CONTROL, Uploaded(array, error))
 
@@ -335,6 +419,14 @@ class ObjectStore(Actor):
         value.error = error
         self.env.send(CONTROL, Uploaded(array, error))
         self.submitted(array, value)
+
+    @handles(DropUploads)
+    def _drop_uploads(self, sender: Address, message: DropUploads) -> None:
+        if sender.node != CONTROLLER:
+            self.env.count("messages_refused")
+            return
+        for array in message.arrays:
+            self.drop(array)
 
     @handles(UploadAborted)
     def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
@@ -388,13 +480,7 @@ class ObjectStore(Actor):
         request = self._requests.pop((sender.node, message.request), None)
         if request is None:
             return
-        request.cancelled = True
-        for array in request.waiting_for:
-            parked = self._parked.get(array)
-            if parked is not None and request in parked:
-                parked.remove(request)
-                if not parked:
-                    del self._parked[array]
+        self._withdraw(request)
 
     def _serve(self, array: int, request: _Request) -> None:
         if request.cancelled:

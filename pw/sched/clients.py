@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pw.core.errors import (
     ArgumentError,
@@ -26,10 +27,14 @@ from pw.core.messages import (
     ReleaseProgram,
     ReleaseSlice,
     Run,
+    SaveArrays,
 )
 from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
 from pw.sched.lineage import Lineage, Record
 from pw.sched.programs import RegisteredProgram, holders
+
+if TYPE_CHECKING:
+    from pw.sched.resume import Resumption
 
 
 @dataclass(slots=True)
@@ -42,6 +47,8 @@ class Array:
     uploading: set[str] = field(default_factory=set)
     """Hosts that do not have their shards yet."""
     error: ErrorReport | None = None
+    input: int = 0
+    """What the client knows it as that uploads it; 0 if it does not come from the client."""
     restored: int = 0
     """How often it was made from copies in host memory."""
 
@@ -62,6 +69,8 @@ class RunState:
     """It counts among the client's runs in flight; a run that is run again does not."""
     lost: ErrorReport | None = None
     """How a segment of it has ended without its value, because a host was lost."""
+    began_s: float = 0.0
+    """When it was submitted."""
 
 
 class Poisoned(Exception):
@@ -78,7 +87,9 @@ REPEATS = 1 << 39
 NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
 """The spec of an array whose run was refused: it never lies anywhere."""
 
-Held = Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice | Checkpoint | Inquire
+Held = (
+    Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice | Checkpoint | SaveArrays | Inquire
+)
 """What keeps its place in a client's order."""
 
 
@@ -97,6 +108,7 @@ class Client:
     early_uploads: dict[int, dict[str, ErrorReport | None]] = field(default_factory=dict)
     """Uploads that ended before their announcement came, or left the backlog."""
     backlog: deque[Held] = field(default_factory=deque)
+    newest_input: int = 0
     last_run: int = 0
     in_flight: int = 0
     settled: int = 0
@@ -107,15 +119,28 @@ class Client:
     """Arrays that were lost and are to be rebuilt, and how they were lost."""
     retired: dict[int, RegisteredProgram] = field(default_factory=dict)
     """Released programs that are installed once more, to run again what they made."""
+    unsure: set[int] = field(default_factory=set)
+    """Uploads that may not have reached their hosts, and whose announcement is still in the backlog."""
     bounds: Counter[int] = field(default_factory=Counter)
     """How often each slice was bound."""
     repeats: int = 0
     """Numbers given to repeated runs, and to their results that nobody needs."""
 
+    resuming: Resumption | None = None
+    """It is telling what an earlier controller knew of it."""
+    checkpointed: set[int] = field(default_factory=set)
+    """Arrays of which an earlier controller had copies made, if they are still there."""
+    patient_until_s: float = 0.0
+    """Until then hosts may come that have copies."""
+
     @property
     def recovering(self) -> bool:
         """Whether what the client sends has to wait."""
-        return bool(self.unbound or self.lost)
+        return bool(self.unbound or self.lost or self.resuming)
+
+    def is_repeat(self, identifier: int) -> bool:
+        """Whether a number is one that `repeat_id` has given."""
+        return bool(identifier & REPEATS)
 
     def repeat_id(self) -> int:
         """A number that the client itself never gives."""

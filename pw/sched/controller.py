@@ -7,7 +7,8 @@ buffers and opens no bulk channel; one entry stands for a logical array, whateve
 What a client sends is handled in order. While a program is being installed, runs of it, and all that
 the client sent after them, wait in the client's backlog, so that compile errors poison a run on all
 its hosts alike and deletes never overtake runs. The stream is held in the same way while something that the
-client had on a lost host is being rebuilt (`pw.sched.rebuild`).
+client had on a lost host, or under an earlier controller (`pw.sched.resume`), is being rebuilt
+(`pw.sched.rebuild`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pw.core.errors import (
     NotOwner,
     ProtocolError,
 )
-from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, scheduler_of
+from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, scheduler_of, store_of
 from pw.core.messages import (
     AddClient,
     AllocateSlice,
@@ -36,7 +37,8 @@ from pw.core.messages import (
     Artifact,
     Attach,
     Attached,
-    CancelRun,
+    Cancel,
+    CancelRuns,
     Checkpoint,
     ClientStatus,
     CreateArray,
@@ -44,15 +46,21 @@ from pw.core.messages import (
     Directory,
     DrainHost,
     Draining,
+    DropUploads,
     Evicted,
+    Explain,
+    FilesCommitted,
+    FileWritten,
     GetStats,
     GetStatus,
     Holdings,
     HostEmptied,
+    HostReport,
     InputGone,
     Inquire,
     IslandFormed,
     IslandLost,
+    IslandReport,
     IslandStatus,
     LinkLost,
     PeerLost,
@@ -61,24 +69,33 @@ from pw.core.messages import (
     ReleaseProgram,
     ReleaseSlice,
     RemoveClient,
+    Resumed,
     Run,
     RunFailed,
     RunRefused,
     RunsSettled,
+    RunStarted,
+    SaveArrays,
     SegmentDone,
     SliceBound,
     SliceRefused,
+    Stalled,
     Stats,
     Status,
     UninstallProgram,
     UploadAgain,
     Uploaded,
     UploadEnded,
+    WaitingHost,
 )
 from pw.core.sharding import Binding
+from pw.sched.cancelling import LookAtDeadlines, RunEnder
 from pw.sched.clients import NOWHERE, Array, Client, Held, Poisoned, RunState
 from pw.sched.programs import RegisteredProgram, check_program, holders
-from pw.sched.rebuild import GiveUp, Ledger, Rebuilder
+from pw.sched.rebuild import GiveUp, Ledger, Proceed, Rebuilder
+from pw.sched.resume import ClientNumbers, Resumption
+from pw.sched.saves import Saves
+from pw.sched.why import Explainer, Overdue
 
 RECOVERY_S = 60.0
 """How long what needs a lost island waits for it, before it fails."""
@@ -99,11 +116,13 @@ EMPTIED_S = 0.1
 """How often to look whether a drained host is empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Proceed:
-    """Note to oneself: rebuild what this client has lost."""
+RESUME_S = 90.0
+"""How long hosts keep what they have of clients of an earlier controller that have not come back."""
 
-    client: int
+
+@dataclass(frozen=True, slots=True)
+class _Disclaim:
+    """Note to oneself: clients of an earlier controller have come back by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +151,9 @@ class Controller(Actor):
         island_status: Callable[[], tuple[IslandStatus, ...]],
         counters: Callable[[], dict[str, int]],
         recovery_s: float = RECOVERY_S,
+        heard_s: Callable[[str], float | None] = lambda node: None,
+        first_client: int = 1,
+        waiting_hosts: Callable[[], tuple[WaitingHost, ...]] = tuple,
     ) -> None:
         super().__init__(env)
         self._secret = secret
@@ -139,17 +161,32 @@ class Controller(Actor):
         self._policy = policy
         self._spawn_scheduler = spawn_scheduler
         self._island_status = island_status
+        self._waiting_hosts = waiting_hosts
         self._counters = counters
         ledger = self._ledger = Ledger()
         self._clients = ledger.clients
         self._bindings = ledger.bindings
         self._runs = ledger.runs
         self._islands = ledger.islands
-        self._rebuilder = Rebuilder(env, ledger, recovery_s, self._lower, self._settle, self._drain)
+        numbers = self._numbers = ClientNumbers(first_client)
+        self._rebuilder = Rebuilder(
+            env,
+            ledger,
+            recovery_s,
+            self._lower,
+            self._settle,
+            self._drain,
+            numbers.is_known,
+        )
+        self._ender = RunEnder(env, ledger, self._rebuilder, self._settle, self._fail_run)
+        self._saves = Saves(env, ledger)
         self._nodes: dict[str, Client] = {}
-        self._next_client = 1
+        self._is_claimed = True
         self._artifacts: dict[bytes, bytes] = {}
-        self._schedulers: set[str] = set()
+        self._schedulers: dict[str, None] = {}
+        """Islands that have a scheduler, in the order of their forming."""
+        self._explainer = Explainer(env, ledger, self._schedulers, island_status, heard_s)
+        self._ender.explain = self._explainer.explain_run
         self._shares: dict[int, tuple[float, int]] = {}
         self._directory = Directory(())
         self._settled: set[int] = set()
@@ -163,14 +200,21 @@ class Controller(Actor):
             return
         if sender.node in self._nodes:
             self._remove(self._nodes[sender.node], "attached again")
-        number = self._next_client
-        self._next_client += 1
-        client = Client(sender, number, message.name)
+        number = message.resume
+        if not number:
+            number = self._numbers.take(self._rebuilder.unclaimed)
+        elif not self._numbers.claim(number):
+            self.env.send(sender, Evicted("it was silent for too long, and was given up"))
+            return
+        client = Client(sender, number, message.name, repeats=self._numbers.first << 16)
+        if message.resume:
+            client.resuming = Resumption(self._rebuilder.expect())
         self._clients[number] = self._nodes[sender.node] = client
         self._shares[number] = (message.share, message.priority)
         for island in self._schedulers:
             self.env.send(scheduler_of(island), AddClient(number, message.share, message.priority))
-        self.env.log("info", "client attached", client=number, node=sender.node, name=message.name)
+        event = "client attached again" if message.resume else "client attached"
+        self.env.log("info", event, client=number, node=sender.node, name=message.name)
         self.env.send(sender, self._directory)
         self.env.send(
             sender,
@@ -192,6 +236,7 @@ class Controller(Actor):
                 for early in client.early_uploads.values():
                     early.pop(message.node, None)
             self._rebuilder.host_lost(message.node)
+            self._saves.host_lost(message.node)
 
     def _remove(self, client: Client, reason: str) -> None:
         """Release all that the client owned, on every host."""
@@ -204,6 +249,7 @@ class Controller(Actor):
             runs=client.in_flight,
         )
         self._rebuilder.client_left(client)
+        self._saves.client_left(client)
         del self._nodes[client.address.node], self._clients[client.number]
         del self._shares[client.number]
         for island in self._schedulers:
@@ -248,6 +294,8 @@ class Controller(Actor):
             )
         else:
             client.slices.add(message.slice)
+            if client.resuming is not None:
+                client.unbound[message.slice] = client.resuming.loss
             self.env.send(RESOURCES, message)
 
     def _refuse_slice(self, client: Client, number: int, error: Error) -> None:
@@ -273,8 +321,8 @@ class Controller(Actor):
             client.slices.discard(message.slice)
             self._bindings.pop(message.slice, None)
             self.env.send(client.address, message)
-            if client.unbound.pop(message.slice, None) is not None:
-                self._rebuilder.proceed(client)
+            if message.slice in client.unbound:
+                self._rebuilder.slice_refused(client, message.slice, message.error)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -299,6 +347,10 @@ class Controller(Actor):
                 if digest in self._artifacts
             ),
         )
+        if client.resuming is not None:
+            client.resuming.programs[message.program] = program
+            if message.released:
+                return
         client.programs[message.program] = program
         if len(program.artifacts) < len(needed):
             program.error = ErrorReport.of(
@@ -352,15 +404,34 @@ class Controller(Actor):
 
     # --- the client's stream -------------------------------------------------------------------------
 
-    @handles(Run, Delete, CreateArray, ReleaseProgram, ReleaseSlice, Checkpoint, Inquire)
+    @handles(
+        Run, Delete, CreateArray, ReleaseProgram, ReleaseSlice, Checkpoint, SaveArrays, Inquire
+    )
     def _in_order(self, sender: Address, message: Held) -> None:
         client = self._client(sender)
         if client is None:
             return
-        if client.backlog or self._must_wait(client, message):
+        if client.resuming is not None and isinstance(message, Run):
+            client.resuming.run(client, message)
+        elif client.resuming is not None and isinstance(message, CreateArray):
+            client.resuming.create(client, message)
+        elif client.backlog or self._must_wait(client, message):
             client.backlog.append(message)
         else:
             self._handle(client, message)
+
+    @handles(Resumed)
+    def _resumed(self, sender: Address, message: Resumed) -> None:
+        """A client of an earlier controller has told what it has: from here on it is like any other."""
+        client = self._client(sender)
+        if client is None or client.resuming is None:
+            self.env.count("messages_refused")
+            return
+        resuming, client.resuming = client.resuming, None
+        resuming.finish(client, message)
+        fields = {"arrays": len(message.held), "runs": len(client.lineage)}
+        self.env.log("info", "client is back", client=client.number, **fields)
+        self._rebuilder.resumed(client, resuming.loss)
 
     def _must_wait(self, client: Client, message: Held) -> bool:
         if client.recovering:
@@ -368,7 +439,7 @@ class Controller(Actor):
         if isinstance(message, Run):
             program = client.programs.get(message.program)
             return program is not None and bool(program.installing)
-        if isinstance(message, Checkpoint):
+        if isinstance(message, (Checkpoint, SaveArrays)):
             arrays = [client.arrays.get(number) for number in message.arrays]
             return any(array is not None and array.uploading for array in arrays)
         return False
@@ -386,6 +457,8 @@ class Controller(Actor):
             self._create(client, message)
         elif isinstance(message, Checkpoint):
             self._rebuilder.checkpoint(client, message)
+        elif isinstance(message, SaveArrays):
+            self._saves.begin(client, message)
         elif isinstance(message, Inquire):
             self._inquire(client, message)
         elif isinstance(message, ReleaseProgram):
@@ -436,6 +509,7 @@ class Controller(Actor):
             islands,
             program.segment_count,
             donated,
+            began_s=self.env.now_s(),
         )
         for island, submit in program.submissions(
             message.run, message.args, message.results, awaits
@@ -447,6 +521,7 @@ class Controller(Actor):
             if client_of(array) == client.number and array not in client.arrays:
                 client.arrays[array] = Array(NOWHERE, "", (), error=error)
         self.env.count("runs_failed")
+        client.lineage.refuse_run(message.run)
         self.env.send(client.address, RunFailed(message.run, message.results, error))
         self._settle(client)
 
@@ -464,6 +539,7 @@ class Controller(Actor):
         if state.segments_left > 0:
             return
         del self._runs[message.run]
+        self._ender.ended(message.run, state)
         client = self._clients[state.client]
         if state.lost is not None:
             self._run_lost(message.run, state, state.lost)
@@ -476,10 +552,10 @@ class Controller(Actor):
         self._runs[run] = state
         self._rebuilder.interrupt(error, runs=(run,))
         delay_s = min(REPEAT_S * 2**state.record.attempts, 2.0)
-        self.env.call_later(delay_s, _Proceed(state.client))
+        self.env.call_later(delay_s, Proceed(state.client))
 
-    @handles(_Proceed)
-    def _proceed(self, sender: Address, note: _Proceed) -> None:
+    @handles(Proceed)
+    def _proceed(self, sender: Address, note: Proceed) -> None:
         client = self._clients.get(note.client)
         if client is not None:
             self._rebuilder.proceed(client)
@@ -512,27 +588,45 @@ class Controller(Actor):
             if held is None and message.spec.placement.slice in client.slices:
                 error = ArrayLost("the slice of an upload is not bound to an island at the moment")
             report = ErrorReport.of(error)
+            client.newest_input = max(client.newest_input, message.array)
+            for host in early:
+                self.env.send(store_of(host), DropUploads((message.array,)))
             if client_of(message.array) == client.number and message.array not in client.arrays:
                 client.arrays[message.array] = Array(NOWHERE, "", (), error=report)
             self.env.send(client.address, RunFailed(0, (message.array,), report))
             return
         island, hosts = held
-        array = Array(message.spec, island, hosts, set(hosts))
+        array = Array(message.spec, island, hosts, set(hosts), input=message.array)
         client.arrays[message.array] = array
-        client.lineage.add_input(message.array, message.spec)
+        client.lineage.add_input(message.array, message.spec, message.source)
         self.env.send(scheduler_of(island), self._ledger.placed(message.array, message.spec))
-        if message.bound != client.bounds[message.spec.placement.slice]:
-            self.env.send(client.address, UploadAgain(message.array, message.array))
+        client.newest_input = max(client.newest_input, message.array)
+        if message.source is not None:
+            array.input = 0
+            self._rebuilder.read(message.array, array, message.source)
+            return
         for host, error_report in early.items():
             self._upload_ended(client, message.array, array, host, error_report)
+        sent_elsewhere = message.bound != client.bounds[message.spec.placement.slice]
+        unsure = sent_elsewhere or message.array in client.unsure
+        client.unsure.discard(message.array)
+        if unsure and array.uploading and message.array not in client.lost:
+            self.env.send(client.address, UploadAgain(message.array, message.array))
 
     @handles(Uploaded)
     def _uploaded(self, sender: Address, message: Uploaded) -> None:
         client = self._clients.get(client_of(message.array))
         if client is None or sender.node in self._nodes:
             self.env.count("messages_stale")
+            if client is None and self._numbers.is_known(client_of(message.array)):
+                self.env.send(sender, DropUploads((message.array,)))
             return
         array = client.arrays.get(message.array) or client.doomed.get(message.array)
+        if array is None and (
+            message.array <= client.newest_input or client.is_repeat(message.array)
+        ):
+            self.env.send(sender, DropUploads((message.array,)))
+            return
         if array is None:
             client.early_uploads.setdefault(message.array, {})[sender.node] = message.error
             return
@@ -549,7 +643,7 @@ class Controller(Actor):
             if self._rebuilder.arrival_failed(client, number, array, error):
                 return
             array.error = error
-            self._fail_runs(error, arrays={number})
+            self._ender.fail(error, arrays=(number,))
         if array.uploading:
             return
         if array.restored:
@@ -595,7 +689,7 @@ class Controller(Actor):
         if message.device_memory_bytes is not None:
             self._ledger.limited.add(message.island)
         if message.island not in self._schedulers:
-            self._schedulers.add(message.island)
+            self._schedulers[message.island] = None
             self._spawn_scheduler(message.island)
             for number, (share, priority) in self._shares.items():
                 self.env.send(scheduler_of(message.island), AddClient(number, share, priority))
@@ -608,6 +702,7 @@ class Controller(Actor):
         self._ledger.limited.discard(message.island)
         self.env.send(scheduler_of(message.island), message)
         self._rebuilder.island_lost(message)
+        self._saves.island_lost(message.island)
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, note: GiveUp) -> None:
@@ -615,33 +710,31 @@ class Controller(Actor):
 
     @handles(RunRefused)
     def _run_refused(self, sender: Address, message: RunRefused) -> None:
-        """There is not the memory for a run, and never will be."""
-        self._fail_runs(message.error, runs=(message.run,))
+        self._ender.refused(message.run, message.results, message.error)
 
-    def _fail_runs(
-        self, error: ErrorReport, *, runs: tuple[int, ...] = (), arrays: set[int] | None = None
-    ) -> None:
-        """Give up these runs in flight, or those that need these arrays, and those that need them."""
-        failed = set(arrays or ())
-        for run, state in list(self._runs.items()):
-            reads = (arg for arg in state.args if isinstance(arg, int))
-            if run not in runs and failed.isdisjoint(reads):
-                continue
-            del self._runs[run]
-            client = self._clients[state.client]
-            if state.credited:
-                client.in_flight -= 1
-                self._settle(client)
-            failed.update(state.results)
-            for array in state.results:
-                if array in client.arrays:
-                    client.arrays[array].error = error
-            self.env.send(client.address, RunFailed(run, state.results, error))
-            for touched in state.islands:
-                if touched in self._islands:
-                    self.env.send(scheduler_of(touched), CancelRun(run))
-            kept = [(n, array) for n, array in state.donated if not array.uploading]
-            self._rebuilder.drop(client, kept)
+    # --- runs that are ended -------------------------------------------------------------------------
+
+    @handles(RunStarted)
+    def _run_started(self, sender: Address, message: RunStarted) -> None:
+        self._ender.started(message.run)
+
+    @handles(LookAtDeadlines)
+    def _look_at_deadlines(self, sender: Address, note: LookAtDeadlines) -> None:
+        self._ender.look_at_deadlines()
+
+    @handles(Cancel)
+    def _cancel(self, sender: Address, message: Cancel) -> None:
+        client = self._client(sender)
+        if client is not None:
+            self._ender.cancel(client, message.arrays)
+
+    @handles(CancelRuns)
+    def _cancel_runs(self, sender: Address, message: CancelRuns) -> None:
+        """Of any client: it is the operator's."""
+        if self._client(sender) is not None:
+            error = self._ender.cancel_runs(message)
+            report = None if error is None else ErrorReport.of(error)
+            self.env.send(sender, Answered(message.request, report))
 
     # --- copies and drains -----------------------------------------------------------------------------
 
@@ -651,6 +744,23 @@ class Controller(Actor):
             self.env.count("messages_refused")
         else:
             self._rebuilder.holds(sender.node, message)
+            if self._rebuilder.unclaimed and self._is_claimed:
+                self._is_claimed = False
+                self.env.call_later(RESUME_S, _Disclaim())
+
+    @handles(_Disclaim)
+    def _disclaim(self, sender: Address, note: _Disclaim) -> None:
+        self._is_claimed = True
+        self._rebuilder.disclaim()
+
+    @handles(FileWritten, FilesCommitted)
+    def _of_files(self, sender: Address, message: FileWritten | FilesCommitted) -> None:
+        if sender.node in self._nodes:
+            self.env.count("messages_refused")
+        elif isinstance(message, FileWritten):
+            self._saves.written(sender.node, message)
+        else:
+            self._saves.committed(message)
 
     @handles(ArraysLost)
     def _arrays_lost(self, sender: Address, message: ArraysLost) -> None:
@@ -659,7 +769,7 @@ class Controller(Actor):
             if client is None or sender.node in self._nodes:
                 self.env.count("messages_stale")
             elif self._rebuilder.arrays_lost(client, (array,)):
-                self.env.call_later(REPEAT_S, _Proceed(client.number))
+                self.env.call_later(REPEAT_S, Proceed(client.number))
 
     @handles(LinkLost)
     def _link_lost(self, sender: Address, message: LinkLost) -> None:
@@ -736,8 +846,31 @@ class Controller(Actor):
                 self._policy,
                 self._island_status(),
                 clients,
+                self._ender.status(),
+                self._waiting_hosts(),
             ),
         )
+
+    @handles(Explain)
+    def _explain(self, sender: Address, message: Explain) -> None:
+        if self._client(sender) is not None:
+            self._explainer.answer(sender, message)
+
+    @handles(IslandReport)
+    def _island_reported(self, sender: Address, message: IslandReport) -> None:
+        self._explainer.island_reported(message)
+
+    @handles(HostReport)
+    def _host_reported(self, sender: Address, message: HostReport) -> None:
+        self._explainer.host_reported(sender.node, message)
+
+    @handles(Overdue)
+    def _overdue(self, sender: Address, note: Overdue) -> None:
+        self._explainer.overdue(note)
+
+    @handles(Stalled)
+    def _stalled(self, sender: Address, message: Stalled) -> None:
+        self._explainer.log()
 
     @handles(GetStats)
     def _stats(self, sender: Address, message: GetStats) -> None:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pw.core.messages import FileSource
 from pw.core.sharding import ArraySpec
 from pw.sched.programs import RegisteredProgram
 
@@ -45,6 +46,8 @@ class Origin:
     maker: Record | None
     """None for an input, and for what can not be run again."""
     is_input: bool = False
+    source: FileSource | None = None
+    """Where an input is read from, if the client does not have it."""
     held: bool = True
     readers: int = 0
     """Kept records that read it."""
@@ -58,6 +61,7 @@ class Unneeded:
 
     copies: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
 
 
 class Lineage:
@@ -76,9 +80,17 @@ class Lineage:
         """Numbers of the programs of all kept records."""
         return {record.program.program for record in self._records.values()}
 
-    def add_input(self, array: int, spec: ArraySpec) -> None:
-        """The client uploads an array."""
-        self.origins[array] = Origin(spec, None, is_input=True)
+    def add_input(self, array: int, spec: ArraySpec, source: FileSource | None = None) -> None:
+        """The client uploads an array, or it is read from a file."""
+        self.origins[array] = Origin(spec, None, is_input=True, source=source)
+
+    def add_known(self, array: int, spec: ArraySpec) -> None:
+        """The client has an array of which only copies can tell; nothing changes for one with an origin."""
+        self.origins.setdefault(array, Origin(spec, None))
+
+    def refuse_run(self, order: int) -> None:
+        """A run will not be: there is nothing to remember of it."""
+        self._unneeded.runs.append(order)
 
     def add_run(
         self,
@@ -99,6 +111,8 @@ class Lineage:
                     origin.readers += 1
             if len(self._records) > self._records_kept:
                 self._cut(next(iter(self._records.values())))
+        else:
+            self._unneeded.runs.append(order)
         return record
 
     def release(self, arrays: Iterable[int]) -> None:
@@ -126,7 +140,7 @@ class Lineage:
     @property
     def has_unneeded(self) -> bool:
         """Whether `drain` has something to say."""
-        return bool(self._unneeded.copies)
+        return bool(self._unneeded.copies or self._unneeded.runs)
 
     def drain(self) -> Unneeded:
         """What has become unneeded since the last call."""
@@ -162,6 +176,7 @@ class Lineage:
                 continue
             if self._records.pop(maker.order, None) is None:
                 continue
+            self._unneeded.runs.append(maker.order)
             for arg in maker.args:
                 read = self.origins.get(arg) if isinstance(arg, int) else None
                 if read is None:

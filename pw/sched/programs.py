@@ -108,6 +108,7 @@ class RegisteredProgram:
                     part.notify,
                     awaits,
                     self.admitting,
+                    self.body.timeout_s > 0,
                 ),
             )
             for island, part in self.parts.items()

@@ -28,13 +28,17 @@ from pw.core.messages import (
     Checkpoint,
     Copy,
     CopyArrays,
+    CreateArray,
     Directory,
     DropReplicas,
+    FileSource,
     ForgetInputs,
+    ForgetRuns,
     Holding,
     Holdings,
     IslandLost,
     OfferReplica,
+    ReadArray,
     Release,
     Restore,
     RunFailed,
@@ -47,9 +51,15 @@ from pw.sched.clients import Array, Client, RunState
 from pw.sched.lineage import Record
 from pw.sched.programs import RegisteredProgram, holders
 from pw.sched.recovery import RecoveryPlan, plan_recovery, sources_of
+from pw.sched.resume import RESTARTED
 
 RESTORES = 8
 """How often one array is made from copies before it is given up."""
+PATIENCE_S = 5.0
+"""How long to wait for hosts that may have copies, when a client of an earlier controller has come back."""
+LOOK_S = 0.5
+AGAIN_S = 0.02
+"""How long to wait before another try, at first: a link may have to come back."""
 COPIES = 2
 """Hosts that shall have a copy of whatever was checkpointed."""
 
@@ -61,6 +71,13 @@ class GiveUp:
     island: str
     error: ErrorReport
     loss: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """Note to the controller: rebuild what this client has lost."""
+
+    client: int
 
 
 @dataclass(slots=True)
@@ -91,20 +108,22 @@ class _Copying:
     """By array: who is to keep which box."""
     givers: dict[tuple[int, Box], str] = field(default_factory=dict)
     """Who has it on a device, and gives it to the others."""
+    too_few: set[int] = field(default_factory=set)
+    """Arrays of which a copy has not been made: how they were made must not be forgotten."""
     error: ErrorReport | None = None
 
-    def without(self, node: str) -> bool:
-        """A host is gone, and with it what it was to keep or give; whether that is anything."""
-        found = False
-        for array, missing in self.missing.items():
-            left = {
-                (keeper, box)
-                for keeper, box in missing
-                if node not in (keeper, self.givers[array, box])
-            }
-            found = found or left != missing
-            self.missing[array] = left
-        return found
+    def without(self, node: str, array: int) -> bool:
+        """A host will neither keep nor give copies of an array; whether it was to."""
+        missing = self.missing[array]
+        left = {
+            (keeper, box)
+            for keeper, box in missing
+            if node not in (keeper, self.givers[array, box])
+        }
+        self.missing[array] = left
+        if left != missing:
+            self.too_few.add(array)
+        return left != missing
 
 
 class Rebuilder:
@@ -118,6 +137,7 @@ class Rebuilder:
         lower: Callable[[Client, RegisteredProgram], None],
         settle: Callable[[Client], None],
         resume: Callable[[Client], None],
+        is_known: Callable[[int], bool],
     ) -> None:
         self._env = env
         self._ledger = ledger
@@ -125,6 +145,7 @@ class Rebuilder:
         self._lower = lower
         self._settle = settle
         self._resume = resume
+        self._is_known = is_known
         self._copies: dict[int, dict[str, frozenset[Box]]] = {}
         """Boxes in host memory, by array and host."""
         self._checkpoints: list[_Copying] = []
@@ -133,6 +154,8 @@ class Rebuilder:
         """Hosts that shall not keep anything."""
         self._offered: set[tuple[int, Box, str]] = set()
         self._losses = 0
+        self._unclaimed: dict[int, list[tuple[str, Holding]]] = {}
+        """What hosts have of clients that have not come back to this controller, by client."""
 
     # --- what was lost -------------------------------------------------------------------------------
 
@@ -167,6 +190,8 @@ class Rebuilder:
     def host_lost(self, node: str) -> None:
         """What a host had in host memory is gone, unless its next incarnation says otherwise."""
         self._offered.clear()
+        for number, holdings in list(self._unclaimed.items()):
+            self._unclaimed[number] = [entry for entry in holdings if entry[0] != node]
         for array in [array for array, copies in self._copies.items() if node in copies]:
             del self._copies[array][node]
             client = self._ledger.clients.get(client_of(array))
@@ -178,7 +203,8 @@ class Rebuilder:
             if not self._copies[array]:
                 del self._copies[array]
         for copying in list(self._checkpoints):
-            if copying.without(node):
+            cut = [copying.without(node, array) for array in copying.missing]
+            if any(cut):
                 copying.error = ErrorReport.of(
                     HostLost(f"host {node} was lost while arrays were copied to or from it")
                 )
@@ -251,10 +277,14 @@ class Rebuilder:
 
     def proceed(self, client: Client) -> None:
         """Rebuild what a client has lost, as soon as its slices are bound and its programs compiled."""
-        if client.unbound:
+        if client.unbound or client.resuming is not None:
             return
+        self._recall_copies(client)
         if client.lost:
             plan = self._plan(client)
+            if plan.lost and self._env.now_s() < client.patient_until_s:
+                self._env.call_later(LOOK_S, Proceed(client.number))
+                return
             if self._waits_for_programs(client, plan):
                 return
             lost = set(client.lost)
@@ -270,7 +300,11 @@ class Rebuilder:
             return held is not None and array not in client.lost and held.error is None
 
         wanted = [array for array in client.lost if array in client.arrays]
-        return plan_recovery(client.lineage, wanted, exists, self._copies, client.lost)
+
+        def bound(spec: ArraySpec) -> bool:
+            return holders(spec, self._ledger.bindings) is not None
+
+        return plan_recovery(client.lineage, wanted, exists, self._copies, client.lost, bound)
 
     def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
         """Have the hosts compile what is to be run again; true while they are at it."""
@@ -310,6 +344,7 @@ class Rebuilder:
         for number, sources in plan.restores.items():
             name, array = self._land(client, number, names)
             array.restored += 1
+            array.input = 0
             devices = self._ledger.bindings[array.spec.placement.slice].located(
                 array.spec.placement
             )
@@ -324,13 +359,18 @@ class Rebuilder:
                 self._env.send(store_of(host), restore)
             self._env.count("arrays_restored")
         for number in plan.uploads:
-            name, _ = self._land(client, number, names)
+            name, array = self._land(client, number, names)
+            source = client.lineage.origins[number].source
+            if source is not None:
+                self.read(name, array, source)
+                continue
+            array.input = number
             self._env.send(client.address, UploadAgain(number, name))
         temporary: list[tuple[int, Array]] = []
         failed: dict[int, ErrorReport] = {}
         for record in plan.runs:
             self._repeat(client, record, lost, names, failed, temporary)
-        self._fail(client, failed)
+        self._fail(client, {number: error for number, error in failed.items() if number in lost})
         self.drop(client, temporary)
         for program in client.retired.values():
             for island, hosts in program.hosts.items():
@@ -351,6 +391,13 @@ class Rebuilder:
         array.island, array.hosts, array.uploading = island, hosts, set(hosts)
         self._env.send(scheduler_of(island), self._ledger.placed(number, spec))
         return number, array
+
+    def read(self, number: int, array: Array, source: FileSource) -> None:
+        """Have an input read from disk by its hosts."""
+        binding = self._ledger.bindings[array.spec.placement.slice]
+        devices = binding.located(array.spec.placement)
+        for host in array.hosts:
+            self._env.send(store_of(host), ReadArray(number, source, array.spec, devices))
 
     def _repeat(
         self,
@@ -401,6 +448,7 @@ class Rebuilder:
             program.segment_count,
             [],
             credited=False,
+            began_s=self._env.now_s(),
         )
         self._ledger.runs[run] = state
         self._env.count("runs_repeated")
@@ -417,48 +465,61 @@ class Rebuilder:
         array.restored += 1
         if number in client.arrays:
             self._lose(client, number, array, error)
-        else:
-            client.doomed.pop(number, None)
+        elif client.doomed.pop(number, None) is not None:
+            self.drop(client, [(number, array)])  # other hosts may have their shards
         consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
         self.interrupt(error, runs=consumers)
-        self.proceed(client)
+        pause_s = min(AGAIN_S * 2**array.restored, 2.0)
+        self._env.call_later(pause_s, Proceed(client.number))
         return True
 
     def give_up(self, note: GiveUp) -> None:
         """An island has not come back: what lay there fails, and what needs it fails from now on."""
         for client in list(self._ledger.clients.values()):
             gone = {number for number, loss in client.unbound.items() if loss == note.loss}
-            if not gone:
-                continue
-            for number in gone:
-                del client.unbound[number]
-            self._env.log("warning", "island given up", island=note.island, client=client.number)
-            for program in client.programs.values():
-                if not gone.isdisjoint(program.body.slices()):
-                    program.error = note.error
-            failed = {
-                number: note.error
-                for number in client.lost
-                if (array := client.arrays.get(number)) is None
-                or array.spec.placement.slice in gone
-            }
-            for number in failed:
-                del client.lost[number]
-            self._fail(client, failed)
-            self.proceed(client)
+            if gone:
+                self._env.log(
+                    "warning", "island given up", island=note.island, client=client.number
+                )
+                self._abandon(client, gone, note.error)
+
+    def _abandon(self, client: Client, gone: set[int], error: ErrorReport) -> None:
+        """These slices will not be bound: what lay there fails, and what needs it."""
+        for number in gone:
+            client.unbound.pop(number, None)
+        for program in client.programs.values():
+            if not gone.isdisjoint(program.body.slices()):
+                program.error = error
+        failed = {
+            number: error
+            for number in client.lost
+            if (array := client.arrays.get(number)) is None or array.spec.placement.slice in gone
+        }
+        for number in failed:
+            del client.lost[number]
+        self._fail(client, failed)
+        self.proceed(client)
 
     # --- copies --------------------------------------------------------------------------------------
 
     def hosts_are(self, directory: Directory) -> None:
         """These hosts can keep copies."""
         self._hosts = tuple(peer.node for peer in directory.peers)
+        for client in self._ledger.clients.values():
+            if not client.recovering:
+                self._top_up(client)
 
     def holds(self, host: str, message: Holdings) -> None:
         """A host has boxes in its memory."""
         useless = []
         for holding in message.holdings:
             self._confirm(host, holding)
-            client = self._ledger.clients.get(client_of(holding.array))
+            number = client_of(holding.array)
+            client = self._ledger.clients.get(number)
+            awaited = client is None and not self._is_known(number)
+            if awaited or (client is not None and client.resuming is not None):
+                self._unclaimed.setdefault(number, []).append((host, holding))
+                continue
             if client is None or holding.array not in client.lineage.origins:
                 useless.append(holding.array)
             elif holding.boxes:
@@ -476,7 +537,7 @@ class Rebuilder:
             if missing is not None and holding.boxes:
                 missing -= {(host, box) for box in holding.boxes}
             elif missing is not None:
-                copying.missing[holding.array] = {part for part in missing if part[0] != host}
+                copying.without(host, holding.array)
 
     def checkpoint(self, client: Client, message: Checkpoint) -> None:
         """Have arrays copied to host memory, after the client's earlier work."""
@@ -484,7 +545,13 @@ class Rebuilder:
         by_island: dict[str, list[tuple[str, Copy]]] = {}
         for number in dict.fromkeys(message.arrays):
             array = client.arrays.get(number)
-            error = _objection(client, number, array)
+            error = objection(client, number, array)
+            origin = client.lineage.origins.get(number)
+            if array is None and origin is not None:  # asked once more, of another controller
+                sources = sources_of(origin.spec, self._copies.get(number, {}))
+                if sources is not None:
+                    client.lineage.copied(number)
+                    continue
             if error is not None:
                 copying.error = error
                 continue
@@ -524,7 +591,9 @@ class Rebuilder:
         for array in [array for array, missing in copying.missing.items() if not missing]:
             del copying.missing[array]
             origin = copying.client.lineage.origins.get(array)
-            if origin is not None and sources_of(origin.spec, self._copies.get(array, {})):
+            if origin is None or array in copying.too_few:
+                continue
+            if sources_of(origin.spec, self._copies.get(array, {})):
                 copying.client.lineage.copied(array)
         if not copying.missing and copying in self._checkpoints:
             self._checkpoints.remove(copying)
@@ -532,9 +601,10 @@ class Rebuilder:
 
     def link_lost(self, client: Client, host: str) -> None:
         """What a client had sent to a host may not have come there: uploads are asked for again."""
-        for number, array in client.arrays.items():
-            if host in array.uploading and number not in client.lost:
-                self._env.send(client.address, UploadAgain(number, number))
+        for number, array in (*client.arrays.items(), *client.doomed.items()):
+            if host in array.uploading and array.input and number not in client.lost:
+                self._env.send(client.address, UploadAgain(array.input, number))
+        client.unsure.update(m.array for m in client.backlog if isinstance(m, CreateArray))
 
     def arrived(self, client: Client, number: int) -> None:
         """An array is on its devices again: copies that were not asked for can go."""
@@ -545,14 +615,21 @@ class Rebuilder:
     def forget(self, client: Client) -> None:
         """What nothing of this client can need any more need not be kept anywhere."""
         unneeded = client.lineage.drain()
+        if unneeded.runs:
+            self._env.send(client.address, ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
             self._env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
+        for copying in [copying for copying in self._checkpoints if copying.client is client]:
+            for array in unneeded.copies:  # what is dropped while it is copied arrives nowhere
+                copying.missing.pop(array, None)
+            self._check(copying)
         if unneeded.copies and self._copies:
             self._drop_copies(unneeded.copies)
 
     def client_left(self, client: Client) -> None:
         """Hosts drop its copies themselves; nothing of it is waited for any more."""
         self._checkpoints = [c for c in self._checkpoints if c.client is not client]
+        self._disclaim(client.number)
         self._drop_copies([n for n in self._copies if client_of(n) == client.number])
 
     def _drop_copies(self, arrays: Iterable[int]) -> None:
@@ -563,6 +640,49 @@ class Rebuilder:
         self._offered = {offer for offer in self._offered if offer[0] in self._copies}
         for host, dropped in by_host.items():
             self._env.send(store_of(host), DropReplicas(tuple(dropped)))
+
+    # --- clients of an earlier controller ------------------------------------------------------------
+
+    def expect(self) -> int:
+        """A client comes back, whose slices are not bound; how that loss is called."""
+        self._losses += 1
+        return self._losses
+
+    def resumed(self, client: Client, loss: int) -> None:
+        """A client has told all that it has: what hosts have of it is its own again."""
+        client.patient_until_s = self._env.now_s() + PATIENCE_S
+        for host, holding in self._unclaimed.pop(client.number, ()):
+            self.holds(host, Holdings((holding,)))
+        if client.unbound:
+            self._env.call_later(self._recovery_s, GiveUp("", RESTARTED, loss))
+        self.proceed(client)
+
+    @property
+    def unclaimed(self) -> set[int]:
+        """Clients that have not come back, and of which hosts have something."""
+        return set(self._unclaimed)
+
+    def disclaim(self) -> None:
+        """Clients that have not come back by now will not: nobody needs what hosts have of them."""
+        for number in self.unclaimed:
+            if number not in self._ledger.clients:
+                self._disclaim(number)
+
+    def _disclaim(self, number: int) -> None:
+        for host, holding in self._unclaimed.pop(number, ()):
+            self._env.send(store_of(host), DropReplicas((holding.array,)))
+
+    def _recall_copies(self, client: Client) -> None:
+        """What was checkpointed under an earlier controller, and is all there, has lasting copies again."""
+        for array in client.checkpointed:
+            origin = client.lineage.origins.get(array)
+            if origin is not None and sources_of(origin.spec, self._copies.get(array, {})):
+                client.lineage.copied(array)
+        client.checkpointed.clear()
+
+    def slice_refused(self, client: Client, number: int, error: ErrorReport) -> None:
+        """A slice that was bound, or is said to have been, cannot be had."""
+        self._abandon(client, {number}, error)
 
     def _top_up(self, client: Client) -> None:
         """Where a lost host had copies that a checkpoint asked for, have others make them."""
@@ -608,7 +728,7 @@ class Rebuilder:
         return not alone
 
 
-def _objection(client: Client, number: int, array: Array | None) -> ErrorReport | None:
+def objection(client: Client, number: int, array: Array | None) -> ErrorReport | None:
     """Why an array cannot be checkpointed."""
     if client_of(number) != client.number:
         return ErrorReport.of(NotOwner("a checkpoint names an array of another client"))

@@ -53,6 +53,7 @@ def plan_recovery(
     exists: Callable[[int], bool],
     copies: Copies,
     why: Mapping[int, ErrorReport],
+    bound: Callable[[ArraySpec], bool] = lambda spec: True,
 ) -> RecoveryPlan:
     """How to get the `wanted` arrays back.
 
@@ -62,6 +63,7 @@ def plan_recovery(
         exists: whether an array is on devices, and good.
         copies: what is in host memory, and on which hosts.
         why: how an array was lost, where that is known.
+        bound: whether there are devices for such an array; its island may have been given up.
     """
     plan = RecoveryPlan()
     records: dict[int, Record] = {}
@@ -74,7 +76,9 @@ def plan_recovery(
         seen.add(array)
         origin = lineage.origins.get(array)
         sources = sources_of(origin.spec, copies.get(array, {})) if origin else None
-        if sources is not None:
+        if origin is not None and not bound(origin.spec):
+            plan.lost[array] = _lost(why.get(array), _NOWHERE)
+        elif sources is not None:
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
             plan.lost[array] = _lost(why.get(array), _NO_ORIGIN)
@@ -105,6 +109,7 @@ _NO_ORIGIN = (
     "there are no copies of it, and how it was made is not known any more. Call pw.checkpoint on what "
     "a program cannot do without"
 )
+_NOWHERE = "the island on which it lay, or something that it is made of, did not come back"
 _IMPURE = "a Python function had a part in making it, which may have run already and is not run again by itself"
 
 

@@ -9,6 +9,10 @@ bound to the same ranks, and the controller lowers programs again.
 A host that is drained leaves in the same way, but its rank goes to a spare at once, and its next
 incarnation takes no place: it stays until the controller has had all that it held copied elsewhere.
 Where no spare can take over, the island's slices move to islands that have room.
+
+A controller that is started again knows nothing. Hosts tell it of the epoch that they are in, which is all it
+takes to know an island's form and who has which rank; from there on it is an epoch that ends as any other.
+Clients tell it of their slices, which wait for their islands.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
@@ -55,13 +61,22 @@ from pw.core.messages import (
     SliceRefused,
     StartCoordination,
     StopCoordination,
+    WaitingHost,
 )
 from pw.core.sharding import DeviceAddress
 
+RETRY_S = 0.5
+"""How long to wait before an island is formed again whose epoch could not begin."""
 REJOIN_S = 15.0
 """How long the rank of a host that was told to leave is kept for it."""
+RESTART_S = 2.0
+"""How long the rank of a host that died is kept for it, if there is a spare."""
 MOVE_S = 30.0
 """How long slices wait for their island before they move to another one."""
+RESUME_S = 60.0
+"""How long slices of an earlier controller wait for any island that has room."""
+SETTLING_S = 30.0
+"""How long hosts that an earlier controller had may take to show up."""
 
 
 Place = tuple[int, int]
@@ -82,6 +97,8 @@ class _Island:
     platform: str
     local_devices: int
     epoch: int = 0
+    newest: int = 0
+    """The last epoch under any controller."""
     state: str = "waiting"
     hosts: dict[str, _Host] = field(default_factory=dict)
     """Those that are here."""
@@ -89,6 +106,8 @@ class _Island:
     """Who has each rank, or had it and may take it again."""
     awaited: set[str] = field(default_factory=set)
     """Hosts that were told to leave and are about to come back."""
+    invited: bool = False
+    """Its hosts know of the epoch: they can only leave it as other incarnations."""
     formed: bool = False
     """Ranks were given out: they are kept from now on."""
     kind: str = ""
@@ -131,11 +150,28 @@ class _Overdue:
 
 
 @dataclass(frozen=True, slots=True)
+class _NotRestarted:
+    """Note to oneself: a host that died should have been started again by now."""
+
+    island: str
+    epoch: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Move:
     """Note to oneself: an island that left this epoch should have been formed by now."""
 
     island: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """Note to oneself: this slice has waited for its former island, or for any."""
+
+    slice: int
+    is_over: bool
 
 
 @dataclass(slots=True)
@@ -160,6 +196,8 @@ class ResourceManager(Actor):
         """Hosts to be emptied; None until they have come back without a place."""
         self._drains: dict[str, list[DrainHost]] = {}
         """Who wants to hear when a host has been drained."""
+        self._settling_until_s = 0.0
+        """Until then hosts that an earlier controller had may show up."""
 
     # --- hosts ---------------------------------------------------------------------------------------
 
@@ -168,8 +206,12 @@ class ResourceManager(Actor):
         node = sender.node
         for island in self._islands.values():
             if node in island.hosts and island.state != "waiting":
-                self._end_epoch(island, f"host {node} registered again", node)
+                self._end_epoch(island, f"host {node} registered again", node, True)
+                island.awaited.discard(node)  # here it is
         self.env.introduce(node, message.endpoint)
+        if message.epoch:
+            self._recall(sender, message)
+            return
         host = _Host(node, message)
         if node in self._draining:
             self._draining[node] = host
@@ -190,7 +232,7 @@ class ResourceManager(Actor):
                 message.island_hosts,
                 message.platform,
                 message.local_devices,
-                known.epoch if known else 0,
+                *((known.epoch, known.newest) if known else ()),
             )
         if (error := self._objection(known, node, message)) is not None:
             self.env.log("warning", "host rejected", host=node, reason=str(error))
@@ -199,6 +241,35 @@ class ResourceManager(Actor):
             self._seat(known, host)
         else:
             self._wait_as_spare(host, f"island {known.name} is full")
+
+    def _recall(self, sender: Address, message: RegisterHost) -> None:
+        """A host is in an epoch that is not one of ours: it is as if that epoch had just been ended."""
+        name, node = message.island, sender.node
+        self._settling_until_s = self.env.now_s() + SETTLING_S
+        known = self._islands.get(name)
+        if known is None or not known.formed:
+            here = known.hosts if known else {}
+            island = self._islands[name] = _Island(
+                name, len(message.members), message.platform, message.local_devices
+            )
+            island.formed, island.ranks = True, list(message.members)
+            for early in here.values():
+                if early.node in island.ranks:
+                    island.hosts[early.node] = early
+                else:
+                    self._spares[early.node] = early
+            island.awaited = set(island.ranks) - island.hosts.keys()
+            island.epoch = message.epoch
+            self.env.call_later(REJOIN_S, _Overdue(name, island.epoch))
+            self.env.call_later(MOVE_S, _Move(name, island.epoch))
+            self.env.log("info", "island found", island=name, epoch=message.epoch, host=node)
+        else:
+            island = known
+            if island.state == "waiting" and node in island.ranks:
+                island.awaited.add(node)
+        island.newest = max(island.newest, message.epoch)
+        reason = "its controller was started again, or lost sight of it"
+        self.env.send(sender, LeaveIsland(name, message.epoch, reason))
 
     def _is_abandoned(self, island: _Island, message: RegisterHost) -> bool:
         """Whether an island without hosts may be declared anew, in another form."""
@@ -271,6 +342,8 @@ class ResourceManager(Actor):
             self._form(island)
         elif island.formed:
             self._fill(island)
+        else:
+            self.env.send(executor_of(host.node), self._directory())  # it hears that we are here
 
     def _wait_as_spare(self, host: _Host, reason: str) -> None:
         self._spares[host.node] = host
@@ -282,13 +355,31 @@ class ResourceManager(Actor):
     def _fill(self, island: _Island) -> None:
         """Give free ranks of an island that waits to spare hosts."""
         while island.state == "waiting" and island.formed and self._free_rank(island) is not None:
-            spare = next(
-                (host for host in self._spares.values() if _can_replace(island, host)),
-                None,
-            )
+            spare = self._spare_for(island)
             if spare is None:
                 return
             self._seat(island, spare)
+
+    def _spare_for(self, island: _Island) -> _Host | None:
+        """A host that waits and can take a place in the island, rather one that belongs there.
+
+        Where a host that can go anywhere sits in an island, the one that it has replaced can go anywhere
+        in its stead: or each crash of a runtime would cost the cluster a spare.
+        """
+        belonging: list[_Host] = []
+        others: list[_Host] = []
+        for host in self._spares.values():
+            name = host.registration.island
+            home = self._islands.get(name)
+            guests = home is not None and any(
+                not member.registration.island for member in home.hosts.values()
+            )
+            if _alike(island, host.registration):
+                if name == island.name:
+                    belonging.append(host)
+                elif not name or guests:
+                    others.append(host)
+        return next(iter([*belonging, *others]), None)
 
     def _form(self, island: _Island) -> None:
         if None in self._draining.values():
@@ -298,7 +389,7 @@ class ResourceManager(Actor):
             island.ranks = sorted(island.hosts)
         else:
             self._announce()  # hosts that have come back may have copies that others need
-        island.epoch += 1
+        island.epoch = island.newest = max(island.epoch, island.newest) + 1
         island.state = "forming"
         if island.expected_hosts > 1:
             self.env.send(
@@ -318,6 +409,7 @@ class ResourceManager(Actor):
             self._invite(island, message.address)
 
     def _invite(self, island: _Island, group_address: str) -> None:
+        island.invited = True
         hosts = tuple(host.node for host in island.ranked())
         for rank, node in enumerate(hosts):
             self.env.send(
@@ -366,10 +458,12 @@ class ResourceManager(Actor):
             else:  # the island came back smaller, or as another platform
                 del self._slices[number]
                 self._refuse(entry.request)
+        for other in self._all():
+            self._fill(other)
         self._retry_parked()
 
-    def _announce(self) -> None:
-        """Tell hosts and clients who is here: also those that only have copies to give."""
+    def _directory(self) -> Directory:
+        """Who is here, also those that only have copies to give."""
         members = {
             node
             for island in self._islands.values()
@@ -379,11 +473,15 @@ class ResourceManager(Actor):
         here = [host for island in self._islands.values() for host in island.hosts.values()]
         here += self._spares.values()
         here += [host for host in self._draining.values() if host is not None]
-        directory = Directory(
+        return Directory(
             tuple(
                 Peer(host.node, host.registration.endpoint, host.node in members) for host in here
             )
         )
+
+    def _announce(self) -> None:
+        """Tell hosts and clients who is here."""
+        directory = self._directory()
         for peer in directory.peers:
             self.env.send(executor_of(peer.node), directory)
         self.env.send(CONTROL, directory)
@@ -418,32 +516,71 @@ class ResourceManager(Actor):
             self._drained(node, None)
         for island in self._islands.values():
             if node in island.hosts:
-                self._end_epoch(island, f"host {node} was lost: {message.reason}", node)
+                words = f"host {node} was lost: {message.reason}"
+                self._end_epoch(island, words, node, message.may_return)
+            elif node in island.awaited and message.reason != "closed":
+                # It did not leave, it died, which another host has noticed first.
+                self._await_restart(island, node, message.may_return)
 
-    def _end_epoch(self, island: _Island, reason: str, lost: str) -> None:
+    def _end_epoch(self, island: _Island, reason: str, lost: str, may_return: bool = False) -> None:
         """The island leaves its epoch; every host but `lost` is asked to come back anew."""
         self.env.log("warning", "island left its epoch", island=island.name, reason=reason)
-        if island.state == "waiting":
-            island.hosts.pop(lost, None)
-            self._announce()
-            self._fill(island)
+        if island.state == "waiting" or not island.invited:
+            self._stay(island, lost)
             return
         was_ready = island.state == "ready"
         remaining = [node for node in island.hosts if node != lost]
         island.state = "waiting"
+        island.invited = False
         island.hosts.clear()
         island.awaited = {node for node in remaining if node not in self._draining}
+        if lost:
+            self._await_restart(island, lost, may_return)
         for node in remaining:
             self.env.send(executor_of(node), LeaveIsland(island.name, island.epoch, reason))
         if island.expected_hosts > 1:
             self.env.send(SERVICES, StopCoordination(island.name, island.epoch))
         if was_ready:
             error = HostLost(f"island {island.name} left epoch {island.epoch}: {reason}")
-            self.env.send(CONTROL, IslandLost(island.name, island.epoch, ErrorReport.of(error)))
+            report = ErrorReport.of(error)
+            self.env.send(CONTROL, IslandLost(island.name, island.epoch, report, lost))
         self._announce()
         self.env.call_later(REJOIN_S, _Overdue(island.name, island.epoch))
         self.env.call_later(MOVE_S, _Move(island.name, island.epoch))
         self._fill(island)
+
+    def _stay(self, island: _Island, lost: str) -> None:
+        """The hosts know of no epoch yet, so all but `lost` can stay as they are."""
+        if island.state == "forming" and island.expected_hosts > 1:
+            self.env.send(SERVICES, StopCoordination(island.name, island.epoch))
+        island.state = "waiting"
+        island.hosts.pop(lost, None)
+        for node in [node for node in island.hosts if node in self._draining]:
+            self._draining[node] = island.hosts.pop(node)
+            self._tell_draining()
+        self._announce()
+        self._fill(island)
+        if len(island.hosts) == island.expected_hosts and island.state == "waiting":
+            self.env.call_later(RETRY_S, _Overdue(island.name, island.epoch))
+
+    def _await_restart(self, island: _Island, node: str, may_return: bool) -> None:
+        """Keep the rank of a host that has died for a moment, if its supervisor may start it again.
+
+        It has its programs compiled, and copies of what it kept; a spare has not.
+        """
+        if may_return:
+            island.awaited.add(node)
+            self.env.call_later(RESTART_S, _NotRestarted(island.name, island.epoch, node))
+        else:
+            island.awaited.discard(node)
+            self._fill(island)
+
+    @handles(_NotRestarted)
+    def _not_restarted(self, sender: Address, note: _NotRestarted) -> None:
+        island = self._islands.get(note.island)
+        if island is not None and island.state == "waiting" and island.epoch == note.epoch:
+            island.awaited.discard(note.node)
+            self._fill(island)
 
     @handles(_Overdue)
     def _overdue(self, sender: Address, note: _Overdue) -> None:
@@ -466,7 +603,10 @@ class ResourceManager(Actor):
             self._move_slices(island)
             parked, self._parked = self._parked, []
             for request in parked:
-                self._refuse(request)
+                if request.resumed:
+                    self._parked.append(request)
+                else:
+                    self._refuse(request)
 
     def _move_slices(self, island: _Island) -> None:
         for number, entry in list(self._slices.items()):
@@ -487,6 +627,9 @@ class ResourceManager(Actor):
             self._tell_draining()
         island = next((i for i in self._islands.values() if node in i.hosts), None)
         if node not in self._draining and island is None:
+            if self.env.now_s() < self._settling_until_s:
+                self.env.call_later(1.0, message)
+                return
             known = sorted(n for i in self._islands.values() for n in i.hosts)
             error = ArgumentError(f"there is no host {node!r}; there are {', '.join(known)}")
             self._answer_drain(message, error)
@@ -497,14 +640,15 @@ class ResourceManager(Actor):
         self._drains.setdefault(node, []).append(message)
         if island is not None:
             self._draining[node] = None
+            replaced = self._spare_for(island) is not None
             self._end_epoch(island, f"host {node} is drained", "")
-            if not any(_can_replace(island, host) for host in self._spares.values()):
+            if not replaced:
                 self._move_slices(island)
         self.env.log("info", "host is drained", host=node)
 
     def _cannot_do_without(self, island: _Island, node: str) -> Error | None:
         """Why a host cannot be drained."""
-        if any(_can_replace(island, host) for host in self._spares.values()):
+        if self._spare_for(island) is not None:
             return None
         stuck = [
             entry.request
@@ -544,13 +688,35 @@ class ResourceManager(Actor):
 
     @handles(AllocateSlice)
     def _allocate(self, sender: Address, message: AllocateSlice) -> None:
-        island = self._roomiest(message)
+        if message.resumed:
+            self._settling_until_s = self.env.now_s() + SETTLING_S
+            self.env.call_later(MOVE_S, _Patience(message.slice, False))
+            self.env.call_later(RESUME_S, _Patience(message.slice, True))
+        self._place(message)
+
+    def _place(self, request: AllocateSlice) -> None:
+        island = self._roomiest(request)
+        if request.formerly:
+            home = self._islands.get(request.formerly)
+            is_back = home is not None and home.state == "ready" and self._fits(home, request)
+            island = home if is_back else None
         if island is not None:
-            self._bind(message.slice, message, island)
-        elif any(i.formed and i.state != "ready" and self._fits(i, message) for i in self._all()):
-            self._parked.append(message)
+            request = msgspec.structs.replace(request, resumed=False, formerly="")
+            self._bind(request.slice, request, island)
+        elif request.resumed or any(
+            i.formed and i.state != "ready" and self._fits(i, request) for i in self._all()
+        ):
+            self._parked.append(request)
         else:
-            self._refuse(message)
+            self._refuse(request)
+
+    @handles(_Patience)
+    def _patience(self, sender: Address, note: _Patience) -> None:
+        """A slice's own island does not come back, or none that could have it."""
+        for request in [request for request in self._parked if request.slice == note.slice]:
+            self._parked.remove(request)
+            waits = request.resumed and not note.is_over
+            self._place(msgspec.structs.replace(request, resumed=waits, formerly=""))
 
     def _all(self) -> list[_Island]:
         return list(self._islands.values())
@@ -559,7 +725,7 @@ class ResourceManager(Actor):
         """An island is ready again, or will not be: requests that waited for it have their answer."""
         parked, self._parked = self._parked, []
         for request in parked:
-            self._allocate(CONTROL, request)
+            self._place(request)
 
     def _roomiest(self, request: AllocateSlice, but: _Island | None = None) -> _Island | None:
         """The island on which a slice would share its devices the least."""
@@ -675,8 +841,25 @@ class ResourceManager(Actor):
                 island.expected_hosts,
                 bound[island.name],
                 *queued.get(island.name, (0, 0)),
+                tuple(node for node in island.ranks if node not in island.hosts),
             )
             for island in sorted(self._islands.values(), key=lambda island: island.name)
+        )
+
+    def waiting_hosts(self) -> tuple[WaitingHost, ...]:
+        """Describe all hosts that are here and have no place in an island."""
+        waiting = [("spare", host) for host in self._spares.values()]
+        waiting += [("draining", host) for host in self._draining.values() if host is not None]
+        return tuple(
+            WaitingHost(
+                host.node,
+                state,
+                host.registration.island,
+                host.registration.process,
+                host.registration.local_devices,
+                host.registration.endpoint,
+            )
+            for state, host in waiting
         )
 
 
@@ -685,10 +868,6 @@ def _alike(island: _Island, registration: RegisterHost) -> bool:
         registration.local_devices == island.local_devices
         and registration.platform == island.platform
     )
-
-
-def _can_replace(island: _Island, host: _Host) -> bool:
-    return host.registration.island in ("", island.name) and _alike(island, host.registration)
 
 
 def _block(topology: tuple[int, ...]) -> tuple[int, int]:

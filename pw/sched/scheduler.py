@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
@@ -24,18 +26,23 @@ from pw.core.messages import (
     AddClient,
     Arguments,
     ArrayPlaced,
+    CallEnded,
     CancelRun,
     Copy,
     CopyArrays,
+    CopyFile,
     Discard,
     EndEpoch,
+    ExplainIsland,
     Finished,
     GangBroken,
     Install,
     Installed,
     InstallProgram,
+    InstallReport,
     IslandFormed,
     IslandLost,
+    IslandReport,
     Launch,
     LaunchGap,
     ProgramInstalled,
@@ -46,15 +53,22 @@ from pw.core.messages import (
     ReserveRun,
     RunAdmitted,
     RunAtHead,
+    RunRefused,
+    RunStarted,
     SegmentDone,
     SegmentLaunched,
+    Stalled,
     Submit,
     UninstallProgram,
     UploadEnded,
+    WorkReport,
 )
+from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.sched.admission import Admission, Request
 from pw.sched.policy import Policy
+from pw.sched.suspects import Suspects
 from pw.sched.tasks import ClientQueue, CopyTask, DiscardTask, Drops, RunHere, SegmentTask, Task
+from pw.sched.why import WORK_TOLD, Names, waited_for
 
 WINDOW_SEGMENTS = 256
 """Launched segments that have not ended, when one client has the island to itself."""
@@ -66,11 +80,27 @@ CONTENDED_WINDOW_SEGMENTS = 32
 UNKNOWN_US = 100.0
 """Device time of a segment that has never run."""
 
+NEVER = -1
+"""A producer that will not be launched: what waits for it stays where it is until it is cancelled."""
+HEAD_S = 1.0
+"""How often to look whether a run that is to end has come to its turn on the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Overdue:
+    """Note to oneself: this run should have ended by itself by now."""
+
+    run: int
+    epoch: int
+    reason: str
+    had_turn: bool
+    """It was next on its devices already when this note was written."""
+
 
 class IslandScheduler(Actor):
     """Orders the work of all clients on one island."""
 
-    def __init__(self, env: Env, island: str, policy: Policy) -> None:
+    def __init__(self, env: Env, island: str, policy: Policy, stall_s: float = STALL_S) -> None:
         super().__init__(env)
         self.island = island
         self.policy = policy
@@ -86,10 +116,13 @@ class IslandScheduler(Actor):
         self._waiting_uploads: dict[int, list[SegmentTask]] = {}
         self._estimates_us: dict[int, dict[int, float]] = {}
         """Device time of the segments of each installed program."""
+        self._names: dict[int, Names] = {}
+        self._watchdog = Watchdog(env, stall_s)
         self._installing: dict[int, set[str]] = {}
         self._drops: dict[str, Drops] = {}
         self._arrivals = 0
         self._admission = Admission(env, island)
+        self._suspects = Suspects()
 
     @property
     def queued(self) -> int:
@@ -114,6 +147,9 @@ class IslandScheduler(Actor):
     @handles(IslandLost)
     def _lost(self, sender: Address, message: IslandLost) -> None:
         """Nothing launched or queued here will ever end; the controller has told the clients."""
+        if message.host:
+            at_work = ((task.here.program, task.hosts) for task in self._in_flight.values())
+            self._suspects.host_lost(message.host, self._installing, at_work)
         self.hosts = ()
         self._members = frozenset()
         self._next_sequence = {}
@@ -141,9 +177,10 @@ class IslandScheduler(Actor):
             self._give_up(self._runs.pop(run))
         if self._admission.memory is not None:
             self._admission.memory.forget(message.client)
-        for known in (self._waiting_uploads, self._estimates_us):
+        for known in (self._waiting_uploads, self._estimates_us, self._names):
             for number in [number for number in known if client_of(number) == message.client]:
                 del known[number]
+        self._suspects.forget(message.client)
         self.policy.forget(message.client)
         for host in self.hosts:
             self._drops.setdefault(host, Drops()).clients.append(message.client)
@@ -157,8 +194,12 @@ class IslandScheduler(Actor):
             return
         if self._admission.memory is not None:
             self._admission.memory.install(message.program, message.body.name, message.memory)
+        if (refusal := self._suspects.install(message.program, message.body)) is not None:
+            self.env.send(CONTROL, ProgramInstalled(self.island, message.program, refusal))
+            return
         self._installing[message.program] = {plan.host for plan in message.plans}
         self._estimates_us.setdefault(message.program, {})
+        self._names[message.program] = Names.of(message)
         for plan in message.plans:
             self.env.send(
                 executor_of(plan.host),
@@ -176,6 +217,7 @@ class IslandScheduler(Actor):
             self._admission.memory.add_temporaries(message.program, message.temporary_bytes)
         if message.error is not None or not waiting:
             del self._installing[message.program]
+            self._suspects.compiled(message.program)
             self.env.send(CONTROL, ProgramInstalled(self.island, message.program, message.error))
 
     @handles(UninstallProgram)
@@ -198,6 +240,7 @@ class IslandScheduler(Actor):
             message.program,
             Arguments(message.args, message.results),
             self._admission.request(message),
+            message.is_timed,
         )
         tasks = []
         for index, segment in enumerate(message.segments):
@@ -218,6 +261,11 @@ class IslandScheduler(Actor):
                 here.last_segment[host] = segment
         for array in message.awaits:
             self._waiting_uploads.setdefault(array, []).append(tasks[0])
+        if self._suspects and (refusal := self._suspects.refusal(message.program)) is not None:
+            tasks[0].unlaunched.add(NEVER)
+            self.env.send(CONTROL, RunRefused(message.run, refusal))
+        if not self._runs and not self._in_flight:
+            self._watchdog.went_on()
         self._runs[message.run] = list(tasks)
         if not queue.tasks:
             self.policy.rejoin(queue.client)
@@ -230,7 +278,7 @@ class IslandScheduler(Actor):
 
     @handles(CopyArrays)
     def _copy_arrays(self, sender: Address, message: CopyArrays) -> None:
-        self._enqueue(message.client, CopyTask(message.copies, self._arrival()))
+        self._enqueue(message.client, CopyTask(message.copies, message.files, self._arrival()))
 
     @handles(SegmentLaunched)
     def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:
@@ -256,6 +304,8 @@ class IslandScheduler(Actor):
     @handles(CancelRun)
     def _cancel(self, sender: Address, message: CancelRun) -> None:
         """Forget what is queued, and tell the hosts that wait for it that it will not come."""
+        if message.reason:
+            self._end_soon(message)
         dropped = self._runs.pop(message.run, ())
         if not dropped:
             return
@@ -274,6 +324,41 @@ class IslandScheduler(Actor):
             for task in queue.tasks
             if not isinstance(task, SegmentTask) or task.here.run != message.run
         )
+
+    def _end_soon(self, message: CancelRun) -> None:
+        """See to it that what is launched of a run ends; only with its epoch can it be stopped."""
+        turn = self._turn_of(message.run)
+        if turn is None:
+            return
+        if turn and not message.grace_s:
+            self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, message.reason))
+            return
+        delay_s = message.grace_s or HEAD_S
+        self.env.call_later(
+            delay_s, _Overdue(message.run, self.epoch, message.reason, had_turn=turn)
+        )
+
+    @handles(_Overdue)
+    def _overdue(self, sender: Address, note: _Overdue) -> None:
+        turn = self._turn_of(note.run) if note.epoch == self.epoch else None
+        if turn and note.had_turn:
+            self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, note.reason))
+        elif turn is not None:
+            again = _Overdue(note.run, note.epoch, note.reason, had_turn=turn)
+            self.env.call_later(HEAD_S, again)
+
+    def _turn_of(self, run: int) -> bool | None:
+        """Whether a run is what its devices work at: nothing launched before it is unfinished there.
+
+        None if nothing of it is launched. Other clients' work is not ended for a run that only waits
+        behind it.
+        """
+        before: set[str] = set()
+        for task in self._in_flight.values():
+            if task.here.run == run:
+                return before.isdisjoint(task.hosts)
+            before.update(task.hosts)
+        return None
 
     def _give_up(self, tasks: Sequence[SegmentTask]) -> None:
         """These, which are all that is left of a run here, will not be launched."""
@@ -295,6 +380,8 @@ class IslandScheduler(Actor):
         """Launch all that may go, then send what hosts may drop."""
         while (task := self._next()) is not None:
             self._launch(task)
+        if self._in_flight or self._runs:
+            self._watchdog.watch()
         for host, drops in self._drops.items():
             self.env.send(
                 executor_of(host),
@@ -369,6 +456,9 @@ class IslandScheduler(Actor):
         here = task.here
         if here.request is not None:
             here.request.was_launched = True
+        if here.is_timed:
+            here.is_timed = False
+            self.env.send(CONTROL, RunStarted(here.run))
         leader = task.hosts[0]
         for host in task.hosts:
             first = host not in here.introduced
@@ -383,6 +473,8 @@ class IslandScheduler(Actor):
             )
             if host == leader:
                 self._in_flight[(host, sequence)] = task
+        self._watchdog.went_on()
+        task.launched_s = self._watchdog.progress_s
         self._in_flight_us += task.estimate_us
         self.env.count("launches")
         waiting = self._runs[here.run]
@@ -418,6 +510,8 @@ class IslandScheduler(Actor):
         memory = self._admission.memory
         if task.program:
             self._estimates_us.pop(task.program, None)
+            self._names.pop(task.program, None)
+            self._suspects.uninstall(task.program)
             if memory is not None:
                 memory.uninstall(task.program)
             for host in task.hosts[0]:
@@ -433,14 +527,17 @@ class IslandScheduler(Actor):
     def _replicate(self, task: CopyTask) -> None:
         """Sent at once, and not with the turn's drops: a later launch may take the arrays over."""
         copies: dict[str, list[Copy]] = {}
+        files: dict[str, list[CopyFile]] = {}
         for host, copy in task.copies:
-            if host in self._next_sequence:
-                copies.setdefault(host, []).append(copy)
-            else:
+            copies.setdefault(host, []).append(copy)
+        for host, file in task.files:
+            files.setdefault(host, []).append(file)
+        for host in dict.fromkeys((*copies, *files)):
+            if host not in self._next_sequence:
                 self.env.count("messages_stale")
-        for host, theirs in copies.items():
-            replicate = Replicate(self.epoch, self._sequence(host), tuple(theirs))
-            self.env.send(executor_of(host), replicate)
+                continue
+            mine = tuple(copies.get(host, ())), tuple(files.get(host, ()))
+            self.env.send(executor_of(host), Replicate(self.epoch, self._sequence(host), *mine))
 
     # --- admission -----------------------------------------------------------------------------------
 
@@ -466,6 +563,55 @@ class IslandScheduler(Actor):
         if (request := self._request(message.run)) is not None:
             request.is_admitted = True
 
+    # --- why it does not go on -----------------------------------------------------------------------
+
+    @handles(Look)
+    def _look(self, sender: Address, note: Look) -> None:
+        if self._watchdog.stalled(bool(self._in_flight or self._runs)):
+            self.env.send(CONTROL, Stalled(self.island))
+
+    @handles(ExplainIsland)
+    def _explain(self, sender: Address, message: ExplainIsland) -> None:
+        launched = [
+            task
+            for index, task in enumerate(self._in_flight.values())
+            if index < WORK_TOLD or task.here.run == message.run
+        ]
+        tasks = [queue.tasks[0] for queue in self._clients.values() if queue.tasks]
+        heads = [self._work(task) for task in tasks if isinstance(task, SegmentTask)]
+        report = IslandReport(
+            message.request,
+            self.island,
+            self.hosts,
+            self._watchdog.quiet_s,
+            self.launched,
+            self.queued,
+            tuple(map(self._work, launched)),
+            tuple(heads[:WORK_TOLD]),
+            tuple(
+                InstallReport(program, self._names[program].program, tuple(sorted(hosts)))
+                for program, hosts in islice(self._installing.items(), WORK_TOLD)
+            ),
+        )
+        self.env.send(sender, report)
+
+    def _work(self, task: SegmentTask) -> WorkReport:
+        """A segment that is launched, or next of its client."""
+        names = self._names.get(task.here.program) or Names()
+        shards = names.shards.get(task.segment, {})
+        is_launched = task.launched_s >= 0
+        return WorkReport(
+            task.here.run,
+            task.segment,
+            names.program,
+            names.segments.get(task.segment, ()),
+            task.hosts,
+            tuple(shards.get(host, ()) for host in task.hosts),
+            self.env.now_s() - task.launched_s if is_launched else -1.0,
+            () if is_launched else waited_for(task, len(self._in_flight)),
+            tuple(sorted(task.awaits)),
+        )
+
     # --- progress ------------------------------------------------------------------------------------
 
     @handles(Progress)
@@ -473,6 +619,7 @@ class IslandScheduler(Actor):
         if message.epoch != self.epoch:
             self.env.count("messages_stale")
             return
+        self._watchdog.went_on()
         for finished in message.finished:
             self._ended(sender.node, finished)
 
@@ -488,6 +635,8 @@ class IslandScheduler(Actor):
         if queue is not None:
             queue.launched -= 1
             self.policy.charge(queue, finished.device_time_us - task.estimate_us)
+        if self._suspects:
+            self._suspects.ran(task.here.program)
         estimates_us = self._estimates_us.get(task.here.program)
         if estimates_us is not None:
             known = estimates_us.get(task.segment, float(finished.device_time_us))
@@ -496,6 +645,16 @@ class IslandScheduler(Actor):
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
         self.env.send(CONTROL, done)
+
+    @handles(CallEnded)
+    def _call_ended(self, sender: Address, message: CallEnded) -> None:
+        """A host tells the others of its gang."""
+        if message.epoch != self.epoch:
+            self.env.count("messages_stale")
+            return
+        for host in message.gang:
+            if host != sender.node and host in self._members:
+                self.env.send(executor_of(host), message)
 
     @handles(LaunchGap)
     def _gap(self, sender: Address, message: LaunchGap) -> None:
@@ -510,5 +669,8 @@ class IslandScheduler(Actor):
         """Hosts of a gang would go different ways, so the epoch must end before any does."""
         self.env.count("gangs_broken")
         if message.epoch == self.epoch:
+            if message.error is not None:
+                refused = RunRefused(message.run, message.error, message.results)
+                self.env.send(CONTROL, refused)
             reason = f"host {sender.node} cannot go on with its gang: {message.reason}"
             self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from pw.core.messages import Arguments, Copy
+from pw.core.messages import Arguments, Copy, CopyFile
 from pw.sched.admission import Request
 
 
@@ -18,6 +18,8 @@ class RunHere:
     arguments: Arguments
     request: Request | None
     """Its place in the order of admission; None where memory does not matter to it."""
+    is_timed: bool = False
+    """The controller is to hear of its first launch."""
     introduced: set[str] = field(default_factory=set)
     last_segment: dict[str, int] = field(default_factory=dict)
 
@@ -38,6 +40,8 @@ class SegmentTask:
     """Uploads that have not ended."""
     arrival: int
     estimate_us: float = 0.0
+    launched_s: float = -1.0
+    """When it was launched; negative while it is queued."""
 
 
 @dataclass(slots=True)
@@ -52,9 +56,10 @@ class DiscardTask:
 
 @dataclass(slots=True)
 class CopyTask:
-    """Arrays to copy to host memory after the client's earlier work, and before its later work."""
+    """Arrays to copy to host memory or to disk, after the client's earlier work and before its later work."""
 
     copies: tuple[tuple[str, Copy], ...]
+    files: tuple[tuple[str, CopyFile], ...]
     arrival: int
 
 

@@ -187,6 +187,11 @@ class BulkPlane:
         if expected.segment is not None:
             self._pool.retire(expected.segment)
 
+    def landed_bytes(self, transfer: int) -> int:
+        """How much of a landing has come in chunks; of shared memory only its end is heard."""
+        expected = self._expected.get(transfer)
+        return expected.inflow.received_bytes if expected is not None else 0
+
     # Sending
 
     def push(

@@ -109,6 +109,10 @@ class LocalNetwork:
         """Do not expect `node` any more."""
         self._introduced.discard(node)
 
+    def heard_s(self, node: str) -> float | None:
+        """There are no links here."""
+        return None
+
     def close(self) -> None:
         """Leave the hub; the others get a PeerLost after all that was said."""
         self.hub._leave(self)

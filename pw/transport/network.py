@@ -54,6 +54,9 @@ class Network(Protocol):
     def introduce(self, node: str, endpoint: str) -> None:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
 
+    def heard_s(self, node: str) -> float | None:
+        """How many seconds ago anything came from `node`; None if there is no link, or no telling."""
+
     def forget(self, node: str) -> None:
         """Drop the link to `node`, its endpoint, and all that waits to be sent to it."""
 

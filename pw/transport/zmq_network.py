@@ -177,6 +177,11 @@ class ZmqNetwork:
         if link is not None:
             self._drop(link, Goodbye())
 
+    def heard_s(self, node: str) -> float | None:
+        """How many seconds ago a frame came from `node`; None without a link."""
+        link = self._links.get(node)
+        return None if link is None else self._loop.time() - link.heard_s
+
     def close(self) -> None:
         """Say goodbye to all peers; takes at most about 0.2 s."""
         if self._closed:

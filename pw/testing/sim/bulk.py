@@ -57,6 +57,10 @@ class SimBulk:
         """Give up a landing."""
         self._landings.pop(transfer, None)
 
+    def landed_bytes(self, transfer: int) -> int:
+        """Bytes come all at once."""
+        return 0
+
     def push(self, landing: Landing, parts: _Parts, done: _Done) -> None:
         """Copy arrays to offsets of a landing; `done` when they are no longer needed."""
         world, node = self._world, self._node

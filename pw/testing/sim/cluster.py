@@ -61,6 +61,8 @@ class SimCluster:
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
         self.schedulers: dict[str, IslandScheduler] = {}
+        if world.profile.device_memory_bytes:
+            world.ledger.injected["memory is short"] += 1
         self._start_controller()
         self.hosts: list[SimHost] = []
         self.islands: dict[str, list[SimHost]] = {}
@@ -92,6 +94,7 @@ class SimCluster:
             world.after(random.uniform(0.0, 0.05), host.start)
 
     def _start_controller(self) -> None:
+        """Start the one controller process; what a second incarnation would begin with goes in here."""
         self.node = node = SimNode(self.world, CONTROLLER, 1, CONTROLLER, 1.0, silence_s)
         schedulers = self.schedulers
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalError
+from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices import backend as ops
@@ -32,6 +33,8 @@ OP_S = 4e-6
 COMPILE_S = 2e-3
 COMPUTE_S = 150e-6
 BUILD_BYTES_PER_S = 4e9
+OVERSUBSCRIBED = 1.5
+"""Uploads come whether or not there is room (DESIGN G5 is about runs): so much more than there is is seen."""
 
 
 class Shards(dict[int, np.ndarray[Any, Any]]):
@@ -78,6 +81,7 @@ class SimBackend:
         self._compiling_until_s = 0.0
         self._refs: dict[int, weakref.ref[Shards]] = {}
         self._filled = 0
+        self._limit_bytes = node.world.profile.device_memory_bytes
 
     # --- what actors ask for -------------------------------------------------------------------------
 
@@ -138,6 +142,16 @@ class SimBackend:
     def counters(self) -> dict[str, int]:
         """What this backend holds."""
         return {"device_bytes": sum(self.live_bytes.values())}
+
+    def stage(self, value: Value) -> str:
+        """How far a value is."""
+        if value.error is None and value.payload is None:
+            return "handed over"
+        return "finished"
+
+    def whereabouts(self) -> tuple[ThreadReport, ...]:
+        """There are no threads."""
+        return ()
 
     def close(self) -> None:
         """Stop; no `done` is called afterwards."""
@@ -367,6 +381,9 @@ class SimBackend:
         for ordinal, shard in shards.items():
             self.live_bytes[ordinal] += shard.nbytes
             self.peak_bytes[ordinal] = max(self.peak_bytes[ordinal], self.live_bytes[ordinal])
+            if self._limit_bytes and self.live_bytes[ordinal] > OVERSUBSCRIBED * self._limit_bytes:
+                what = f"device {ordinal} of {self.host} holds {self.live_bytes[ordinal]} bytes"
+                raise Violation("memory", f"{what} of {self._limit_bytes}")
         sizes = tuple((ordinal, shard.nbytes) for ordinal, shard in shards.items())
 
         self._filled += 1

@@ -96,7 +96,8 @@ class SimHost:
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
         replicas, self.replicas = self.replicas, []
         self.store = node.add(
-            "store", lambda env: ObjectStore(env, backend, bulk, counters, replicas)
+            "store",
+            lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.hand_over),
         )
         self.coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
         self.executor = node.add(
@@ -218,7 +219,8 @@ class Groups:
             node.call(lambda: joined(IslandJoinFailed(form.island, form.epoch, error)))
             return
         self._cluster.gangs.joined(host.backend, form.epoch)
-        answer = IslandJoined(form.island, form.epoch, "simulated", host.devices, None)
+        memory_bytes = self._world.profile.device_memory_bytes or None
+        answer = IslandJoined(form.island, form.epoch, "simulated", host.devices, memory_bytes)
         node.call(lambda: joined(answer))
 
     def _give_up(

@@ -9,6 +9,7 @@
 | epochs last | no island leaves its epoch unless something was injected |
 | credits | a client gets back what it has spent, no more, and in the end no less (in `workload`) |
 | values | read before made, made twice, wrong parts (in `devices`) |
+| memory | devices with little memory never hold much more than they have (in `devices`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | a client that has deleted all it had holds nothing; when all have gone, nothing is held anywhere |
 | liveness | when faults have stopped, everything asked for is answered and all islands are formed |

@@ -291,7 +291,9 @@ class SimNetwork:
         link.incarnation = incarnation
         link.received = 1
         self._sources[source] = link
-        if self._world.blocked_until(link.node, self.name):
+        there = self._peer(link)
+        is_gone = there is None or there.node.incarnation != incarnation
+        if is_gone or self._world.blocked_until(link.node, self.name):
             self._world.after(HEARTBEAT_S, self.probe, link.node)
 
     # --- ends of links -------------------------------------------------------------------------------

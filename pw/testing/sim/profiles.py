@@ -42,6 +42,8 @@ class Profile:
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
     """Probability that a group cannot be joined."""
+    device_memory_bytes: int = 0
+    """Memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
     """Clients also bring programs that do not compile, or raise."""
 
@@ -101,6 +103,7 @@ PROFILES = {
         Profile("calm"),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
+        Profile("memory", device_memory_bytes=256 << 10, **_CLIENTS),
         Profile("devices", **_DEVICES),
         Profile("network", span_s=20.0, **_NETWORK),
         Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3),

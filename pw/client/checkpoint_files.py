@@ -1,0 +1,244 @@
+"""Checkpoints on disk, as a user has them: `checkpoint(tree, path=...)` and `restore`.
+
+The bytes of arrays go between hosts and their file system; this process describes the tree and nothing else.
+A *leaf* of that description is an array, by the path that JAX gives it in the tree, or a value that was in this
+process anyway: numbers and small host arrays travel in the description.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from pw.client.array import Array
+from pw.client.graph import ProgramTracer
+from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.mesh import NamedSharding, default_mesh
+from pw.client.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
+from pw.client.transfer import put
+from pw.core.errors import ArgumentError, CheckpointFailed, NotOwner, ShardingError, TracerError
+from pw.core.messages import INLINE_BYTES, Described, FileSource
+from pw.core.sharding import dtype_of
+
+__all__ = ["restore"]
+
+_NUMBERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, complex)}
+
+
+class _Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One leaf of a tree on disk: an array there, or a host value in here."""
+
+    key: str
+    """Where it is in the tree."""
+    array: str = ""
+    """Name of the array; several leaves may be the same one."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    """Of the elements; of the integers that typed keys consist of."""
+    prng: str = ""
+    """The generator of typed keys."""
+    weak: bool = False
+    number: tuple[str, str] | None = None
+    """A Python number: its type, and how Python writes it."""
+    data: bytes | None = None
+    """The elements of a small host array."""
+
+    @property
+    def in_files(self) -> bool:
+        """Whether hosts have it."""
+        return bool(self.array)
+
+    def aval(self) -> Any:
+        """What it is for JAX."""
+        data = jax.ShapeDtypeStruct(self.shape, dtype_of(self.dtype))
+        if self.prng:
+            data = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=self.prng), data)
+        return jax.core.ShapedArray(data.shape, data.dtype, weak_type=self.weak)
+
+    def value(self) -> Any:
+        """The host value that it is."""
+        if self.number is not None:
+            kind, text = self.number
+            return text == "True" if kind == "bool" else _NUMBERS[kind](text)
+        assert self.data is not None
+        value: Any = np.empty(self.shape, dtype_of(self.dtype))
+        value.reshape(-1).view(np.uint8)[:] = np.frombuffer(self.data, np.uint8)
+        return jax.random.wrap_key_data(value, impl=self.prng) if self.prng else value[()]
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(list[_Leaf]).decode
+
+
+def normal_path(path: Any) -> str:
+    """An absolute path, as hosts need it. Raises ArgumentError if it is none."""
+    text = os.fspath(path)
+    if not isinstance(text, str) or "://" in text or not os.path.basename(os.path.abspath(text)):
+        raise ArgumentError(
+            f"{path!r} is no path for a checkpoint; it takes that of a directory on a file system that all "
+            "hosts share"
+        )
+    return os.path.abspath(text)
+
+
+def save(leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -> Future[None]:
+    """Have the arrays among these leaves of a tree (with their JAX paths) written to disk."""
+    where = normal_path(path)
+    described: list[_Leaf] = []
+    names: dict[int, str] = {}
+    session = None
+    for keys, leaf in leaves:
+        key = jax.tree_util.keystr(keys)
+        if isinstance(leaf, Array):
+            session = leaf._runtime
+            name = names.setdefault(leaf._id, key or "array")
+            type_ = leaf._type
+            described.append(
+                _Leaf(
+                    key,
+                    name,
+                    type_.spec.shape,
+                    type_.spec.dtype,
+                    type_.key_impl or "",
+                    leaf.weak_type,
+                )
+            )
+        else:
+            described.append(_host_leaf(key, leaf))
+    if session is None:
+        raise ArgumentError(
+            "pw.checkpoint(path=...) was given no pw array, so there is nothing that hosts could write"
+        )
+    if len(set(names.values())) != len(names):
+        raise ArgumentError(
+            "pw.checkpoint(path=...) was given a tree with the same path in it twice"
+        )
+    arrays = {name: number for number, name in names.items()}
+    future: Future[None] = session.save(where, overwrite, arrays, _encode(described))
+    return future
+
+
+def _host_leaf(key: str, leaf: Any) -> _Leaf:
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        kind: Any = next(k for k in (bool, int, float, complex) if isinstance(leaf, k))
+        return _Leaf(key, number=(kind.__name__, repr(kind(leaf))))
+    dtype = aval_of(signature_of(leaf)).dtype
+    prng = key_impl_of(dtype) or ""
+    value = np.asarray(jax.random.key_data(leaf) if prng else leaf)
+    if value.nbytes > INLINE_BYTES:
+        raise ArgumentError(
+            f"the array of {value.nbytes} bytes at {key or 'the top'} is in this process, and arrays are "
+            "written by the hosts that have them: put it on devices first, with pw.put"
+        )
+    return _Leaf(key, "", value.shape, value.dtype.name, prng, data=value.tobytes())
+
+
+def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
+    """Bring a tree back from disk, onto any devices; returns futures at once.
+
+    The hosts read what their shards need, whatever the sharding and the hosts it was written with. The
+    arrays last as long as their files: when hosts are lost, they are read again.
+
+    Args:
+        path: what was given to `pw.checkpoint`. All hosts must see it.
+        like: a tree like the one that was written, or part of it, whose leaves say where arrays shall
+            lie: `pw.NamedSharding`s, pw arrays, or `jax.ShapeDtypeStruct`s (with `sharding=`). Shapes and
+            dtypes must be those on disk.
+        sharding: for leaves that do not say; a `pw.NamedSharding`, or a tree prefix of such. Where nothing
+            says it, arrays go to a default slice of one device, as in `pw.put`, and what was a host value
+            is one again.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint at the path, as the hosts see it.
+        CheckpointFailed: it cannot be read. Arrays raise it later, for files.
+        ArgumentError: a leaf is not in it, or has another shape or dtype there.
+        ShardingError: an array cannot be split that way.
+    """
+    where = normal_path(path)
+    leaves, structure = tree_flatten(like)
+    keys = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(like)[0]]
+    if under_jax_trace(leaves):
+        raise TracerError("pw.restore was called in a function that JAX traces")
+    wanted = [
+        _wanted(leaf, given)
+        for leaf, given in zip(
+            leaves, spread(sharding, like, "the sharding of pw.restore"), strict=True
+        )
+    ]
+    first = next((entry for entry in wanted if entry is not None), None)
+    mesh = default_mesh() if first is None else first.mesh
+    mesh.check_alive()
+    session = mesh.runtime
+    if any(entry is not None and entry.mesh.runtime is not session for entry in wanted):
+        raise NotOwner("pw.restore was given shardings over devices of different sessions")
+    described: Described = session.look(where, mesh.placement)
+    try:
+        on_disk = {leaf.key: leaf for leaf in _decode(described.tree)}
+    except msgspec.MsgspecError as error:
+        raise CheckpointFailed(f"the tree in {where} cannot be read: {error}") from None
+    missing = [key for key in keys if key not in on_disk]
+    if missing:
+        raise ArgumentError(
+            f"the checkpoint {where} has no {missing[0] or 'single array'}"
+            f"{f' and {len(missing) - 1} others' if len(missing) > 1 else ''}; it has "
+            f"{', '.join(list(on_disk)[:8])}{', ...' if len(on_disk) > 8 else ''}"
+        )
+    plans = []
+    for key, leaf, target in zip(keys, leaves, wanted, strict=True):
+        saved = on_disk[key]
+        plans.append((saved, _type_of(saved, leaf, target, where)))
+    made: dict[tuple[str, int], Array] = {}
+    restored: list[Any] = []
+    for saved, type_ in plans:
+        if not saved.in_files:
+            value = saved.value()
+            restored.append(value if type_ is None else put(value, sharding=type_.sharding))
+            continue
+        assert type_ is not None
+        array = made.get((saved.array, id(type_)))
+        if array is None:
+            source = FileSource(where, described.checkpoint, saved.array)
+            array = Array(session, session.load(source, type_.spec), type_)
+            made[saved.array, id(type_)] = array
+        restored.append(array)
+    return tree_unflatten(structure, restored)
+
+
+def _wanted(leaf: Any, given: Any) -> NamedSharding | None:
+    """Where a leaf shall lie."""
+    if isinstance(leaf, ProgramTracer):
+        leaf._needed("pw.restore()")
+    own = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
+    chosen = own if isinstance(own, NamedSharding) else given
+    if chosen is not None and not isinstance(chosen, NamedSharding):
+        raise ShardingError(f"pw.restore needs a pw.NamedSharding, not {chosen!r}")
+    return chosen
+
+
+def _type_of(saved: _Leaf, leaf: Any, target: NamedSharding | None, where: str) -> ArrayType | None:
+    """The array that is to be made of a leaf; None for a host value that stays one."""
+    if saved.in_files and target is None:
+        target = NamedSharding.replicated(default_mesh())
+    if saved.number is not None:
+        aval = aval_of(signature_of(saved.value()))
+    else:
+        aval = saved.aval()
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if not isinstance(leaf, NamedSharding) and shape is not None and dtype is not None:
+        if saved.number is None and (tuple(shape), _name(dtype)) != (aval.shape, _name(aval.dtype)):
+            raise ArgumentError(
+                f"{saved.key or 'the array'} is {_name(aval.dtype)}{list(aval.shape)} in the checkpoint "
+                f"{where}, not {_name(dtype)}{list(shape)}"
+            )
+        if isinstance(leaf, (Array, jax.ShapeDtypeStruct)):
+            aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=leaf.weak_type)
+    return None if target is None else ArrayType.of(aval, target)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype) if is_key(dtype) else np.dtype(dtype).name

@@ -1,0 +1,86 @@
+"""What a host can say about work that does not end: how far each launch has got here.
+
+The executor does not watch what it hands over; only the first host of a gang reports. So that every host
+can be asked all the same, the last launches are remembered, each with a weak reference to the last value
+that it makes: the value itself tells how far it is, and one that nobody holds any more has been enqueued
+at least.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from weakref import ReferenceType, ref
+
+from pw.core.messages import HostReport, LaunchReport
+from pw.core.plan import Execute, Instruction
+from pw.devices.backend import Backend, Value
+from pw.devices.host_program import HostProgram
+
+KEPT = 512
+"""Launches that are remembered: more than may be under way on an island."""
+
+_Handed = tuple[int, int, HostProgram, ReferenceType[Value] | None]
+
+
+class Account:
+    """The launches that this host has handed over last."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._recent: deque[_Handed] = deque(maxlen=KEPT)
+
+    def handed(self, run: int, segment: int, program: HostProgram, made: Sequence[Value]) -> None:
+        """All instructions of a launch have become ops; the last of them makes these."""
+        self._recent.append((run, segment, program, ref(made[-1]) if made else None))
+
+    def reports(self, wanted: Collection[tuple[int, int]]) -> Iterator[LaunchReport]:
+        """How far these launches (run, segment) are."""
+        for run, segment, program, made in self._recent:
+            if (run, segment) in wanted:
+                value = made() if made is not None else None
+                stage = "enqueued" if value is None else self._backend.stage(value)
+                if made is None:
+                    stage = "finished"
+                yield launch_report(run, segment, program, stage)
+
+
+def launch_report(
+    run: int,
+    segment: int,
+    program: HostProgram,
+    state: str,
+) -> LaunchReport:
+    """One launch in words."""
+    instructions = program.segments.get(segment, ())
+    names = computations(program, instructions)
+    return LaunchReport(run, segment, program.body.name, names, state)
+
+
+def computations(program: HostProgram, instructions: tuple[Instruction, ...]) -> tuple[str, ...]:
+    """Names of the computations among these instructions."""
+    return tuple(
+        program.body.computations[instruction.computation].name
+        for instruction in instructions
+        if isinstance(instruction, Execute)
+    )
+
+
+def told(report: HostReport) -> Iterator[str]:
+    """What the log of a host says of the head of its queue that does not move."""
+    head = report.launches[0] if report.launches else None
+    if head is None:
+        return
+    names = ", ".join(map(repr, head.computations)) or "no computation"
+    yield (
+        f"run {head.run}, segment {head.segment} of {head.program!r} ({names}) waits at the head of the "
+        f"queue since {report.quiet_s:.0f} s, {report.queued - 1} behind it"
+    )
+    for edge in report.edges:
+        if edge.incoming and (edge.run, edge.edge) in head.waits_for:
+            yield (
+                f"edge {edge.edge} from {edge.peer}, shards {edge.shards}: {edge.state}, "
+                f"{edge.received_bytes} of {edge.size_bytes} bytes after {edge.open_s:.0f} s"
+            )
+    for thread in report.threads:
+        yield f"{thread.thread}: {thread.doing} for {thread.busy_s:.0f} s at {thread.stack[-1]}"

@@ -1,0 +1,211 @@
+"""Checkpoints on disk, as the controller sees them: which files are missing, and who commits.
+
+    begin -> every host writes its file -> all written -> one host commits -> answered
+                     |                                          |
+                     +-- one could not, or was lost -> one host removes the rest -> answered with why
+
+Nothing is removed before every host that is there has said what became of its file; one that was given up
+and writes nevertheless is told when it says so. Checkpoints to the same path are committed in the order
+in which they were begun, so the later one stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pw.core.actor import Env
+from pw.core.errors import ErrorReport, HostLost, ProtocolError
+from pw.core.ids import scheduler_of, store_of
+from pw.core.messages import (
+    AbandonFiles,
+    Answered,
+    CommitFiles,
+    Copy,
+    CopyArrays,
+    CopyFile,
+    FilesCommitted,
+    FileWritten,
+    SaveArrays,
+)
+from pw.core.sharding import ArraySpec, DeviceAddress
+from pw.sched.clients import Client
+from pw.sched.rebuild import Ledger, objection
+
+
+@dataclass(slots=True)
+class _Save:
+    client: Client
+    message: SaveArrays
+    files: dict[str, str]
+    """What each host writes."""
+    islands: dict[str, str]
+    """Where each host is."""
+    missing: set[str]
+    """Hosts that have not said what became of their file."""
+    present: list[str]
+    """Hosts that are there: one of them commits."""
+    error: ErrorReport | None = None
+    committing: bool = False
+
+
+class Saves:
+    """The checkpoints that are being written to disk."""
+
+    def __init__(self, env: Env, ledger: Ledger) -> None:
+        self._env = env
+        self._ledger = ledger
+        self._saves: dict[str, _Save] = {}
+        """By id, in the order in which they were begun."""
+
+    def begin(self, client: Client, message: SaveArrays) -> None:
+        """Have every box of the arrays written once, after the client's earlier work."""
+        error = self._objection(client, message)
+        if error is not None:
+            self._env.send(client.address, Answered(message.request, error))
+            return
+        parts: dict[str, tuple[list[str], list[Copy]]] = {}
+        sizes_bytes: dict[str, int] = {}
+        islands: dict[str, str] = {}
+        for number, name in zip(message.arrays, message.names, strict=True):
+            array = client.arrays[number]
+            spec = array.spec
+            devices = self._ledger.bindings[spec.placement.slice].located(spec.placement)
+            for host, positions in self._divide(spec, devices, sizes_bytes).items():
+                islands[host] = array.island
+                names, copies = parts.setdefault(host, ([], []))
+                names.append(name)
+                copies.append(Copy(number, spec, devices, positions, ()))
+        files = {
+            host: f"{message.checkpoint}-{at:05d}.safetensors" for at, host in enumerate(parts)
+        }
+        by_island: dict[str, list[tuple[str, CopyFile]]] = {}
+        for host, (names, copies) in parts.items():
+            where = (message.checkpoint, message.path, message.overwrite, files[host])
+            file = CopyFile(*where, tuple(names), tuple(copies))
+            by_island.setdefault(islands[host], []).append((host, file))
+        for island, theirs in by_island.items():
+            self._env.send(scheduler_of(island), CopyArrays(client.number, (), tuple(theirs)))
+        self._saves[message.checkpoint] = _Save(
+            client, message, files, islands, set(files), list(files)
+        )
+
+    def _objection(self, client: Client, message: SaveArrays) -> ErrorReport | None:
+        """Why arrays cannot be written."""
+        id_ = message.checkpoint
+        if (
+            not (8 <= len(id_) <= 64 and set(id_) <= set("0123456789abcdef"))
+            or id_ in self._saves
+            or not message.arrays
+            or len(message.arrays) != len(message.names)
+            or not message.path.startswith("/")
+        ):
+            return ErrorReport.of(ProtocolError("that is no checkpoint that can be written"))
+        for number in message.arrays:
+            error = objection(client, number, client.arrays.get(number))
+            if error is not None:
+                return error
+        return None
+
+    def _divide(
+        self, spec: ArraySpec, devices: tuple[DeviceAddress, ...], sizes_bytes: dict[str, int]
+    ) -> dict[str, tuple[int, ...]]:
+        """For each host the mesh positions whose boxes it writes; of those that could, the one with least."""
+        chosen: dict[str, list[int]] = {}
+        for _, positions in spec.distinct_boxes():
+            at = min(positions, key=lambda at: sizes_bytes.get(devices[at].host, 0))
+            host = devices[at].host
+            sizes_bytes[host] = sizes_bytes.get(host, 0) + spec.shard_bytes
+            chosen.setdefault(host, []).append(at)
+        return {host: tuple(positions) for host, positions in chosen.items()}
+
+    # --- what becomes of it ----------------------------------------------------------------------------
+
+    def written(self, host: str, message: FileWritten) -> None:
+        """A host has written its file, or cannot."""
+        save = self._saves.get(message.checkpoint)
+        if save is None:
+            self._env.send(store_of(host), AbandonFiles(message.checkpoint, message.path))
+            return
+        save.error = save.error or message.error
+        save.missing.discard(host)
+        self._proceed()
+
+    def committed(self, message: FilesCommitted) -> None:
+        """A host has put a checkpoint in its place, or cannot."""
+        save = self._saves.pop(message.checkpoint, None)
+        if save is None:
+            self._env.count("messages_stale")
+            return
+        self._answer(save, message.error)
+        self._proceed()
+
+    def host_lost(self, node: str) -> None:
+        """It will not write, and not commit."""
+        for save in self._saves.values():
+            if node in save.present:
+                save.committing = save.committing and node != save.present[0]
+                save.present.remove(node)
+                if not save.present:
+                    save.error = save.error or _lost(node)
+                self._lose(save, node)
+        self._proceed()
+
+    def island_lost(self, island: str) -> None:
+        """Its hosts leave; what they were to write they may not have heard of."""
+        for save in self._saves.values():
+            for host in [host for host in save.missing if save.islands[host] == island]:
+                self._lose(save, host)
+        self._proceed()
+
+    def _lose(self, save: _Save, host: str) -> None:
+        if host in save.missing:
+            save.missing.discard(host)
+            save.error = save.error or _lost(host)
+
+    def client_left(self, client: Client) -> None:
+        """What it asked for may not reach the hosts any more; only what is complete is seen through."""
+        gone = [id_ for id_, save in self._saves.items() if save.client is client]
+        for id_ in gone:
+            if not self._saves[id_].committing:
+                self._abandon(id_, self._saves.pop(id_))
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Commit what is complete, give up what cannot be."""
+        paths: set[str] = set()
+        for id_, save in list(self._saves.items()):
+            message = save.message
+            if save.missing or save.committing:
+                paths.add(message.path)
+            elif save.error is not None:
+                del self._saves[id_]
+                self._abandon(id_, save)
+                self._answer(save, save.error)
+            elif message.path not in paths:
+                paths.add(message.path)
+                save.committing = True
+                others = tuple(
+                    other for other, s in self._saves.items() if s.message.path == message.path
+                )
+                commit = CommitFiles(
+                    id_,
+                    message.path,
+                    message.overwrite,
+                    tuple(save.files.values()),
+                    message.tree,
+                    others,
+                )
+                self._env.send(store_of(save.present[0]), commit)
+
+    def _abandon(self, id_: str, save: _Save) -> None:
+        if save.present:
+            self._env.send(store_of(save.present[0]), AbandonFiles(id_, save.message.path))
+
+    def _answer(self, save: _Save, error: ErrorReport | None) -> None:
+        self._env.count("checkpoints_written" if error is None else "checkpoints_not_written")
+        if self._ledger.clients.get(save.client.number) is save.client:
+            self._env.send(save.client.address, Answered(save.message.request, error))
+
+
+def _lost(host: str) -> ErrorReport:
+    return ErrorReport.of(HostLost(f"host {host} was lost while it wrote a checkpoint to disk"))

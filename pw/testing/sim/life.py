@@ -1,0 +1,221 @@
+"""A simulated client's sessions: the production `ClientSession`, born, attached, cut off, closed or killed.
+
+A user may come back after a session has ended, under another name, as a new process would. Slices are
+allocated here as well, because a session without one can do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pw.client.notes import Allocate, Close, Open
+from pw.client.session import ClientSession
+from pw.core.errors import Disconnected, Error, InsufficientDevices
+from pw.core.ids import CONTROLLER, client_id
+from pw.core.messages import AllocateSlice, Attached, SliceBound
+from pw.core.sharding import ArraySpec
+from pw.testing.sim.bulk import SimBulk
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.host import CLIENT_SILENCE_S
+from pw.testing.sim.node import SimNode
+from pw.testing.sim.oracle import Oracle
+from pw.testing.sim.programs import Draft
+from pw.testing.sim.world import Violation
+
+RUNS_AHEAD = 12
+"""Runs that a user has in flight at most; less than the controller would allow, so that it matters."""
+LIVES = 3
+EVERYTHING = 1 << 30
+"""A budget for inputs that no user here exhausts."""
+
+
+class Promise:
+    """What the session settles (see `pw.client.notes.Settle`)."""
+
+    __slots__ = ("_settled", "_then")
+
+    def __init__(self, then: Callable[[Any, BaseException | None], None]) -> None:
+        self._then = then
+        self._settled = False
+
+    def set_result(self, result: Any) -> None:
+        """It worked."""
+        self._settled = True
+        self._then(result, None)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """It did not."""
+        self._settled = True
+        self._then(None, exception)
+
+    def done(self) -> bool:
+        """Whether it is settled."""
+        return self._settled
+
+
+class Life:
+    """The sessions of one user: how they begin and end; `act` is what the user does in between."""
+
+    def __init__(self, cluster: SimCluster, number: int, runs: int) -> None:
+        self.cluster = cluster
+        self.world = cluster.world
+        self.number = number
+        self.runs_left = runs
+        self.lives = 0
+        self.random = self.world.streams(f"client/{number}")
+        self.drained = False
+        self.finished = False
+        """Everything this user wanted has been done, and the session is closed or dead."""
+        self.final = False
+        """Look at all arrays once more, then go."""
+        self.fetched = 0
+        self.failed = 0
+        self.live()
+
+    # --- a life --------------------------------------------------------------------------------------
+
+    def live(self) -> None:
+        """Begin a session."""
+        self.lives += 1
+        self.name = f"client-{self.number}.{self.lives}"
+        node = SimNode(self.world, self.name, 1, "", 1.0, lambda peer: CLIENT_SILENCE_S)
+        node.network.introduce(CONTROLLER, CONTROLLER)
+        self.node = node
+        self.bulk = SimBulk(node, self.cluster.planes)
+        self.session = node.add("session", lambda env: ClientSession(env, self.bulk, self._credits))
+        self.attached: Attached | None = None
+        self.open: dict[int, str] = {}
+        """What has been asked and not been answered."""
+        self.slices: dict[int, SliceBound] = {}
+        self.refused = 0
+        self.kinds: list[ArraySpec] = []
+        self.programs: dict[int, Draft] = {}
+        self.arrays: dict[int, ArraySpec] = {}
+        self.given: list[int] = []
+        """Donated arrays whose handles still exist."""
+        self.credits = 0
+        self.serial = 0
+        self.looking = False
+        self.cleared = False
+        self.closing = False
+        share, priority = self.random.choice((1.0, 1.0, 2.0)), self.random.randrange(3)
+        keep_bytes = self.random.choice((0, 1 << 12, 1 << 18, EVERYTHING, EVERYTHING))
+        keeps = keep_bytes == EVERYTHING
+        # A copy is where lineage ends: if all hosts with copies die, there is nothing to go back to.
+        self.copies = not keeps or self.random.random() < 0.3
+        keeps = keeps and not self.copies
+        self.oracle = Oracle(self.name, keeps, self.world.ledger, self._nodes_of)
+        promise = self._promise("attach", self._on_attached)
+        self.node.post("session", Open(self.name, share, priority, keep_bytes, promise))
+
+    def _nodes_of(self, number: int) -> tuple[str, ...]:
+        bound = self.slices.get(number)
+        hosts = () if bound is None else self.cluster.hosts_of(bound.island)
+        return (self.name, CONTROLLER, *hosts)
+
+    def _promise(self, what: str, then: Callable[[Any, BaseException | None], None]) -> Promise:
+        life = self.lives
+        self.serial += 1
+        ticket = self.serial
+
+        def settled(result: Any, error: BaseException | None) -> None:
+            if self.lives == life and self.node.alive:
+                del self.open[ticket]
+                then(result, error)
+
+        self.open[ticket] = what
+        return Promise(settled)
+
+    def _id(self) -> int:
+        assert self.attached is not None
+        self.serial += 1
+        return client_id(self.attached.client, self.serial)
+
+    def _post(self, note: object) -> None:
+        self.node.post("session", note)
+
+    def _credits(self, count: int) -> None:
+        if count < 1 << 20:
+            self.credits += count
+
+    def die(self) -> None:
+        """The process is killed."""
+        if self.node.alive:
+            self.node.die()
+            self.node.network.vanish(seen=True)
+            self._again()
+
+    def leave(self) -> None:
+        """Close the session, whatever is open."""
+        if self.closing or not self.node.alive:
+            return
+        self.closing = True
+        self.open.clear()
+        self.lives += 1  # answers to this life do not matter any more
+        self._post(Close(Disconnected("the user has left"), Promise(lambda result, error: None)))
+        self.world.after(0.01, self._close, self.node)
+
+    def _close(self, node: SimNode) -> None:
+        if node.paused:
+            self.world.at(node.paused_until_s, self._close, node)
+        elif node.alive:
+            node.network.close()
+            node.die()
+            self._again()
+
+    def _again(self) -> None:
+        """This life is over; there may be another."""
+        self.open.clear()
+        if self.lives < 2 * LIVES and self.runs_left > 0 and not self.final:
+            self.world.after(self.random.uniform(0.01, 2.0), self.live)
+        else:
+            self.finished = True
+
+    # --- the beginning of a life ---------------------------------------------------------------------
+
+    def _on_attached(self, answer: Attached | None, error: BaseException | None) -> None:
+        if answer is None:
+            self._cut_off(error)
+            return
+        self.attached = answer
+        self.credits += min(answer.run_credits, RUNS_AHEAD)
+        for _ in range(self.random.choice((1, 2, 2, 3))):
+            self._allocate()
+        self.world.after(0.001, self.act, self.lives)
+
+    def _allocate(self) -> None:
+        island = self.random.choice(list(self.cluster.islands))
+        members = self.cluster.islands[island]
+        most = len(members) * members[0].devices
+        size = self.random.choice([n for n in (1, 2, 4, 8, most) if n <= most])
+        request = AllocateSlice(self._id(), size, None, island, None)
+
+        def bound(answer: SliceBound | None, error: BaseException | None) -> None:
+            if answer is not None:
+                self.slices[answer.slice] = answer
+            elif isinstance(error, InsufficientDevices):
+                self.refused += 1
+                self.world.after(self.random.uniform(0.05, 0.5), self._retry, self.lives)
+            else:
+                self._cut_off(error)
+
+        self._post(Allocate(request, self._promise("allocate", bound)))
+
+    def _retry(self, life: int) -> None:
+        if life == self.lives and self.node.alive and self.session.closed is None:
+            self._allocate()
+
+    def _cut_off(self, error: BaseException | None) -> None:
+        """The session has ended without being asked."""
+        if not isinstance(error, Error):
+            raise Violation("errors are typed", f"{self.name}: {error!r}")
+        if not self.world.ledger.touched((self.name, CONTROLLER)):
+            raise Violation("sessions last", f"{self.name} was cut off: {error}")
+        if not self.closing:
+            self.closing = True
+            self.world.after(0.0, self._close, self.node)
+
+    def act(self, life: int) -> None:
+        """Do one thing in this life, and plan the next."""
+        raise Violation("users act", f"{self.name} does not know how, in life {life}")

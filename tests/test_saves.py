@@ -1,0 +1,284 @@
+"""Checkpoints on disk while hosts and clients come and go: whole or not at all, and always answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.client.notes import Tell
+from pw.core.errors import CheckpointFailed, ErrorReport
+from pw.core.messages import CreateArray, FileSource, SaveArrays
+from pw.devices import disk, files
+from tests import test_controller_restart as restart
+from tests.scripted import chain
+from tests.test_rebuild import Cluster, Survivor
+
+SEEDS = range(40)
+X = np.arange(8)
+
+
+@pytest.fixture(autouse=True)
+def blocking_calls_take_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hosts do aside happens when the world likes, and its end becomes known later still."""
+
+    def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        world: Any = self.env.world
+        happenings = world.happenings[self._host]
+
+        def act() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 - as threads do
+                result = ErrorReport.of(error, self._host, CheckpointFailed)
+            happenings.append(lambda: done(result))
+
+        happenings.append(act)
+
+    monkeypatch.setattr(files.Files, "_call", call)
+    monkeypatch.setattr(disk.os, "fsync", lambda _: None)
+
+
+class Writer:
+    """A cluster with an array on each of its islands, and a place for checkpoints."""
+
+    def __init__(self, seed: int, path: Path) -> None:
+        self.path = path / f"{seed}" / "last"
+        self.cluster = Cluster(seed)
+        self.client: Survivor = self.cluster.client
+        self.world = self.cluster.world
+        self.serial = 0
+        self.there = self.client.program(chain([self.cluster.a], donated=(0,)))
+        (self.x,) = self.client.run(self.there, X)
+        self.here = self.client.program(chain([self.cluster.b]))
+        (self.y,) = self.client.run(self.here, X)
+
+    def step(self) -> None:
+        (self.x,) = self.client.run(self.there, self.x)
+
+    def save(self, overwrite: bool = True) -> int:
+        request, self.serial = self.client.id(), self.serial + 1
+        id_ = f"{self.serial:016x}"
+        self.client.tell(
+            SaveArrays(request, id_, f"{self.path}", overwrite, (self.x, self.y), ("x", "y"), b"[]")
+        )
+        return request
+
+    def error(self, request: int) -> ErrorReport | None:
+        answer = self.client.answered(request)
+        assert answer is not None, "a checkpoint is never answered"
+        return answer.error
+
+    def on_disk(self) -> tuple[Any, Any] | None:
+        """What the checkpoint at the path has; None if there is none."""
+        if not self.path.exists():
+            return None
+        id_, _ = disk.describe(f"{self.path}")
+        reader = disk.Reader(f"{self.path}", id_)
+
+        def read(name: str, spec: Any) -> Any:
+            source = FileSource(f"{self.path}", id_, name)
+            return reader.read(source, spec, [((0, len(X)),)])[0]
+
+        return read("x", self.cluster.a), read("y", self.cluster.b)
+
+    def end(self, *arrays: int) -> None:
+        """The client lets go of all it has: nothing of it is left."""
+        self.client.delete(self.x, self.y, *arrays)
+        self.client.release(self.there), self.client.release(self.here)
+        self.cluster.idle()
+
+    def junk(self) -> set[str]:
+        if not self.path.parent.exists():
+            return set()
+        return {entry.name for entry in self.path.parent.iterdir()} - {"last"}
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[Writer]:
+    return (Writer(seed, tmp_path) for seed in SEEDS)
+
+
+def test_it_is_written_between_the_runs_before_and_after(writers: Iterator[Writer]) -> None:
+    for writer in writers:
+        writer.step()
+        first = writer.save()
+        writer.step()
+        second = writer.save()
+        writer.step()
+        writer.world.settle()
+        assert writer.error(first) is None
+        assert writer.error(second) is None
+        found = writer.on_disk()
+        assert found is not None
+        np.testing.assert_array_equal(found[0], X + 3)
+        np.testing.assert_array_equal(found[1], X + 1)
+        assert not writer.junk()
+        np.testing.assert_array_equal(writer.client.value(writer.x), X + 4)
+        writer.end()
+
+
+@pytest.mark.parametrize("victim", ["a0", "a1", "b0"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_host_may_be_lost_at_any_moment(
+    writers: Iterator[Writer], victim: str, old: bool
+) -> None:
+    outcomes = set()
+    for seed, writer in zip(SEEDS, writers, strict=True):
+        if old:
+            before = writer.save()
+            writer.world.settle()
+            assert writer.error(before) is None
+        writer.step()
+        asked = writer.save()
+        writer.world.steps(seed * 2)
+        writer.cluster.hosts[victim].crash()
+        writer.step()
+        writer.world.settle()
+        writer.world.wait(5)
+        error, found = writer.error(asked), writer.on_disk()
+        outcomes.add(error is None)
+        if error is None:
+            assert found is not None
+            np.testing.assert_array_equal(found[0], X + 2)
+        else:
+            assert error.kind in ("HostLost", "CheckpointFailed"), error
+            assert (found is not None) == old
+        if found is not None:
+            assert found[0][0] in (1, 2)
+            np.testing.assert_array_equal(found[0], X + found[0][0])
+        writer.client.value(writer.x)
+        after = writer.save()
+        writer.world.settle()
+        assert writer.error(after) is None
+        assert not writer.junk()
+        found = writer.on_disk()
+        assert found is not None
+        np.testing.assert_array_equal(found[0], X + 3)
+        writer.end()
+    assert outcomes == {True, False}
+
+
+def test_a_client_may_be_lost_at_any_moment(writers: Iterator[Writer]) -> None:
+    for seed, writer in zip(SEEDS, writers, strict=True):
+        writer.save()
+        writer.world.steps(seed * 3)
+        writer.world.kill("c")
+        writer.world.settle()
+        assert not writer.junk()
+        found = writer.on_disk()
+        if found is not None:
+            np.testing.assert_array_equal(found[0], X + 1)
+        assert not writer.world.control._saves._saves
+        writer.cluster.idle()
+
+
+def test_what_was_read_from_disk_is_read_again_when_its_host_is_lost(
+    writers: Iterator[Writer],
+) -> None:
+    ends = set()
+    for seed, writer in zip(SEEDS, writers, strict=True):
+        client, world = writer.client, writer.world
+        asked = writer.save()
+        world.settle()
+        assert writer.error(asked) is None
+        id_, _ = disk.describe(f"{writer.path}")
+        client.delete(writer.x, writer.y)
+        array = client.id()
+        spec = client.specs[array] = writer.cluster.a
+        client.tell(CreateArray(array, spec, source=FileSource(f"{writer.path}", id_, "x")))
+        program = client.program(chain([spec]))
+        (more,) = client.run(program, array)
+        world.steps(seed * 2)
+        writer.cluster.hosts[f"a{seed % 2}"].crash()
+        world.settle()
+        world.wait(5)
+        np.testing.assert_array_equal(client.value(array), X + 1)
+        np.testing.assert_array_equal(client.value(more), X + 2)
+        (writer.path / "manifest.json").unlink()
+        writer.cluster.hosts["a0"].crash()
+        world.settle()
+        world.wait(5)
+        value = client.value(array)
+        ends.add(value.kind if isinstance(value, ErrorReport) else "it was handed over")
+        client.release(program)
+        writer.end(array, more)
+    assert ends <= {"CheckpointNotFound", "it was handed over"}
+    assert "CheckpointNotFound" in ends
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    writer = Writer(0, tmp_path)
+    good: dict[str, Any] = {
+        "checkpoint": "0123456789abcdef",
+        "path": f"{writer.path}",
+        "arrays": (writer.x,),
+        "names": ("x",),
+    }
+    for bad, kind in (
+        ({"checkpoint": "../../../etc"}, "ProtocolError"),
+        ({"checkpoint": ""}, "ProtocolError"),
+        ({"path": "relative"}, "ProtocolError"),
+        ({"arrays": (), "names": ()}, "ProtocolError"),
+        ({"names": ("x", "y")}, "ProtocolError"),
+        ({"arrays": (1,)}, "NotOwner"),
+        ({"arrays": (writer.client.id(),)}, "ArrayDeleted"),
+    ):
+        fields = good | bad
+        request = writer.client.id()
+        writer.client.tell(
+            SaveArrays(
+                request,
+                fields["checkpoint"],
+                fields["path"],
+                False,
+                fields["arrays"],
+                fields["names"],
+                b"[]",
+            )
+        )
+        writer.world.settle()
+        error = writer.error(request)
+        assert error is not None
+        assert error.kind == kind
+    assert not writer.path.parent.exists()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -> None:
+    cluster = restart.Cluster(seed)
+    user, world, path, id_ = cluster.user, cluster.world, f"{tmp_path}/last", f"{seed:016x}"
+    program = user.program(chain([cluster.a]))
+    x = user.run(program, X.tobytes())
+    saving = user.ask(lambda request: SaveArrays(request, id_, path, False, (x,), ("x",), b"[]"), x)
+    world.steps(seed * 2)
+    cluster.lose()
+    world.steps(seed)
+    cluster.start()
+    cluster.time(20)
+    assert saving.done(), "a checkpoint is never answered"
+    saving.result(0)
+    assert entries(tmp_path) == {"last"}
+    array = user.id()
+    user.specs[array] = cluster.a
+    user.note(Tell(CreateArray(array, cluster.a, source=FileSource(path, id_, "x"))))
+    more = user.run(program, array)
+    world.steps(seed * 2)
+    cluster.lose()
+    world.steps(seed)
+    if seed % 4:
+        cluster.hosts["a1"].crash()
+    cluster.start()
+    cluster.time(20)
+    np.testing.assert_array_equal(user.value(array), X + 1)
+    np.testing.assert_array_equal(user.value(more), X + 2)
+    user.delete(x, array, more)
+    user.release(program)
+    cluster.idle()
+
+
+def entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}

@@ -1,0 +1,170 @@
+"""What training through failures on real processes has taught, as rules without processes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pw.core.ids import CONTROL, RESOURCES, executor_of
+from pw.core.messages import EndEpoch, IslandStatus, PeerLost, RegisterHost
+from tests.scripted import SMALL, chain
+from tests.test_rebuild import Cluster
+from tests.test_replicas import Bench as ReplicasBench
+from tests.test_resources import Bench as ResourcesBench
+
+X = np.arange(SMALL)
+
+
+def test_a_host_whose_old_link_ends_late_is_asked_again() -> None:
+    """The directory names its next incarnation before the link to the last one is found to be dead."""
+    bench = ReplicasBench(b=(0, 1))
+    bench.a.receive(CONTROL, PeerLost("b", "moved to tcp://elsewhere"))
+    bench.restore((0, "b"), (1, "b"))
+    assert bench.uploaded() == [None]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_that_were_not_made_do_not_end_the_lineage(seed: int) -> None:
+    """One of two hosts that shall keep a copy dies before it has it; then the other one does."""
+    cluster = Cluster(seed, spares=1)
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    state = client.upload(X, cluster.a)
+    (state,) = client.run(step, state)
+    world.settle()
+    client.checkpoint(state)
+    world.steps(seed * 2)
+    cluster.hosts["s0"].crash()
+    for _ in range(2):
+        (state,) = client.run(step, state)
+    world.settle()
+    cluster.hosts["a1"].crash()
+    (state,) = client.run(step, state)
+    world.settle()
+    world.wait(5)
+    np.testing.assert_array_equal(client.value(state), X + 4)
+
+
+def test_copies_survive_the_crash_of_all_who_keep_them() -> None:
+    cluster = Cluster(spares=1)
+    client, world = cluster.client, cluster.world
+    client.keeps_inputs = False
+    step = client.program(chain([cluster.a], donated=(0,)))
+    state = client.upload(X, cluster.a)
+    (state,) = client.run(step, state)
+    client.checkpoint(state)
+    world.settle()
+    world.wait(0.1)
+    (state,) = client.run(step, state)
+    world.settle()
+    for name in ("a0", "a1", "s0"):
+        cluster.hosts[name].crash()
+    world.settle()
+    world.wait(5)
+    np.testing.assert_array_equal(client.value(state), X + 2)
+
+
+def test_an_array_made_from_what_was_on_an_island_that_is_given_up_is_lost() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    first = client.program(chain([cluster.b]))
+    second = client.program(chain([cluster.b, cluster.a], donated=()))
+    (there,) = client.run(first, X)
+    here = client.run(second, there)[-1]
+    client.delete(there)
+    world.settle()
+    cluster.hosts["b0"].die()
+    cluster.hosts["a1"].crash()
+    world.settle()
+    world.wait(31)
+    world.wait(61)
+    assert client.value(here).kind in ("ArrayLost", "HostLost")
+    (fine,) = client.run(client.program(chain([cluster.a])), X)
+    np.testing.assert_array_equal(client.value(fine), X + 1)
+
+
+class Hosts(ResourcesBench):
+    """Two islands of one and of two hosts, and a spare that can go anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.island("one", 1, 1)
+        self.island("two", 2, 1)
+        self.register("s", "")
+
+    def register(self, node: str, island: str, hosts: int = 1) -> None:
+        here = RegisterHost(island, hosts, 1, "cpu", f"at {node}", 7, spare=True)
+        self.say(executor_of(node), here)
+
+    def ranks(self, island: str) -> list[str]:
+        return [host.node for host in self.state(island).hosts]
+
+    def state(self, island: str) -> IslandStatus:
+        (found,) = [each for each in self.manager.status({}) if each.island == island]
+        return found
+
+    def waiting(self) -> list[str]:
+        return [host.node for host in self.manager.waiting_hosts()]
+
+
+def test_the_place_of_a_host_that_crashed_is_kept_for_a_moment() -> None:
+    bench = Hosts()
+    bench.say(RESOURCES, PeerLost("one0", "connection lost"))
+    bench.register("one0", "one")
+    assert bench.ranks("one") == ["one0"]
+    assert bench.waiting() == ["s"]
+    bench.joined("one0", 2, island="one")
+    bench.say(RESOURCES, PeerLost("one0", "connection lost"))
+    assert bench.ranks("one") == []
+    bench.world.wait(2.1)
+    assert bench.ranks("one") == ["s"]
+
+
+def test_the_place_of_a_host_that_is_silent_is_given_away_at_once() -> None:
+    bench = Hosts()
+    bench.say(RESOURCES, PeerLost("one0", "silent for 3 s"))
+    assert bench.ranks("one") == ["s"]
+
+
+@pytest.mark.parametrize(("reason", "bound_s"), [("connection lost", 2.1), ("silent for 3 s", 0.0)])
+def test_a_host_that_is_gone_is_not_awaited_because_its_gang_noticed_first(
+    reason: str, bound_s: float
+) -> None:
+    bench = Hosts()
+    bench.say(RESOURCES, EndEpoch("two", 1, "the gang broke"))
+    bench.say(RESOURCES, PeerLost("two0", "closed"))
+    bench.say(RESOURCES, PeerLost("two1", reason))
+    bench.register("two0", "two", 2)
+    bench.world.wait(bound_s)
+    assert bench.ranks("two") == ["two0", "s"]
+    assert bench.state("two").state == "forming"
+
+
+def test_who_was_replaced_by_a_spare_that_can_go_anywhere_can_go_anywhere() -> None:
+    bench = Hosts()
+    bench.lose("one0")
+    bench.joined("s", 2, island="one")
+    bench.register("one0", "one")
+    assert bench.waiting() == ["one0"]
+    bench.lose("two1")
+    bench.register("two0", "two", 2)
+    assert bench.ranks("two") == ["two0", "one0"]
+    # There it has a rank now, whatever it says of itself.
+    bench.joined("two0", 2, island="two")
+    bench.joined("one0", 2, island="two")
+    bench.say(RESOURCES, PeerLost("one0", "connection lost"))
+    bench.register("two0", "two", 2)
+    bench.register("one0", "one")
+    assert bench.ranks("two") == ["two0", "one0"]
+
+
+def test_a_spare_of_an_island_stays_there() -> None:
+    bench = ResourcesBench()
+    bench.island("one", 1, 1)
+    bench.island("two", 1, 1)
+    spare = RegisterHost("one", 1, 1, "cpu", "at s", 7, spare=True)
+    bench.say(executor_of("s"), spare)
+    bench.lose("two0")
+    assert [each.state for each in bench.manager.status({})] == ["ready", "waiting"]
+    bench.lose("one0")
+    assert [each.state for each in bench.manager.status({})] == ["forming", "waiting"]
