@@ -175,7 +175,9 @@ class FakeBackend:
             return True
         heads = [member.queue[0] if member.queue else None for member in gang]
         for other, member in zip(heads, gang, strict=True):
-            if member.gang_broken or (isinstance(other, ops.Execute) and member._fails_alone(other)):
+            if member.gang_broken or (
+                isinstance(other, ops.Execute) and member._fails_alone(other)
+            ):
                 return False
         met = [o for o in heads if isinstance(o, ops.Execute) and o.key == head.key]
         for other, member in zip(heads, gang, strict=True):

@@ -17,7 +17,7 @@ import pytest
 from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
 from pw.client.session import ClientSession
 from pw.core.errors import ConnectionFailed, Disconnected
-from pw.core.ids import CONTROLLER, Address, client_id, session_of
+from pw.core.ids import CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
     AllocateSlice,
     Artifact,
@@ -25,6 +25,7 @@ from pw.core.messages import (
     DrainHost,
     GetStatus,
     PeerLost,
+    RegisterHost,
     RegisterProgram,
     ReleaseProgram,
     Run,
@@ -311,6 +312,23 @@ def test_the_spare_that_took_a_rank_keeps_it() -> None:
     np.testing.assert_array_equal(user.value(array), cluster.x + 1)
     (island,) = [one for one in world.resources._islands.values() if one.name == "a"]
     assert (island.state, island.ranks, island.epoch) == ("ready", ["a0", "s0"], 3)
+
+
+def test_a_spare_that_comes_first_does_not_make_an_island() -> None:
+    cluster = Cluster(0)
+    world = cluster.world
+    cluster.hosts["s"] = SupervisedHost(world, "s", "a", 0, spare=True)
+    world.settle()
+    cluster.lose()
+    world.settle()
+    cluster.start()
+    world.post(Address("s", "executor"), RESOURCES, RegisterHost("a", 0, 1, "cpu", "", 1, True))
+    world.settle()
+    assert not world.resources._islands
+    assert "s" in world.resources._spares
+    cluster.time(3)
+    assert sorted(world.resources._islands["a"].ranks) == ["a0", "a1"]
+    assert world.resources._islands["a"].state == "ready"
 
 
 def test_what_is_ready_can_be_read_without_a_controller() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jax
 import numpy as np
 import pytest
 
 from pw.core.ids import CONTROL, RESOURCES, executor_of
 from pw.core.messages import EndEpoch, IslandStatus, PeerLost, RegisterHost
+from pw.devices.jax_backend import _copy
 from tests.scripted import SMALL, chain
 from tests.test_rebuild import Cluster
 from tests.test_replicas import Bench as ReplicasBench
@@ -168,3 +172,13 @@ def test_a_spare_of_an_island_stays_there() -> None:
     assert [each.state for each in bench.manager.status({})] == ["ready", "waiting"]
     bench.lose("one0")
     assert [each.state for each in bench.manager.status({})] == ["forming", "waiting"]
+
+
+def test_an_array_is_copied_whose_shards_jax_lists_twice() -> None:
+    """It does when two threads ask for them for the first time at the same time."""
+    array = jax.device_put(np.arange(4.0), jax.devices()[0])
+    shards = [*array.addressable_shards, *array.addressable_shards]
+    twice = SimpleNamespace(
+        addressable_shards=shards, shape=array.shape, sharding=array.sharding, dtype=array.dtype
+    )
+    np.testing.assert_array_equal(_copy(twice), np.arange(4.0))

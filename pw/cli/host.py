@@ -137,7 +137,7 @@ class HostRuntime:
                 parcel.close()
         took_s = round(time.monotonic() - begun_s, 3)
         fields = {"bytes": parcel.index_offset, "took_s": took_s, "taken": taken}
-        log("info" if taken else "error", "handed over", self._name, "", fields)
+        log("debug" if taken else "error", "handed over", self._name, "", fields)
 
     def finish(self, reason: str) -> None:
         """End for good."""

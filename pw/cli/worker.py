@@ -333,7 +333,7 @@ def serve(
     arguments = [
         *("--controller", controller),
         *("--island", island),
-        *("--island-hosts", str(island_hosts)),
+        *("--island-hosts", "0" if spare else str(island_hosts)),
         *("--devices", str(devices)),
         *("--platform", platform),
         *("--name", name),

@@ -115,7 +115,8 @@ class Journal:
         self._runs[message.run] = message
         self._runs_of[message.program] += 1
         for index in donated:
-            self._held.pop(message.args[index], None)  # type: ignore[call-overload]
+            if isinstance(arg := message.args[index], int):
+                self._held.pop(arg, None)
         self._held.update(zip(message.results, made, strict=False))
 
     def _delete(self, message: Delete) -> None:

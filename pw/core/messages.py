@@ -83,6 +83,7 @@ class RegisterHost(_Message, frozen=True, tag=10):
 
     island: str
     island_hosts: int
+    """0: this host, a spare, does not know."""
     local_devices: int
     platform: str
     endpoint: str

@@ -600,7 +600,7 @@ def _in_host_memory(array: jax.Array) -> bool:
 
 def _copy(array: jax.Array) -> jax.Array:
     """A copy made shard by shard, so that it concerns no other host."""
-    shards = [jnp.copy(shard.data) for shard in array.addressable_shards]
+    shards = [jnp.copy(shard) for shard in local_shards(array).values()]
     return jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, shards, dtype=array.dtype
     )

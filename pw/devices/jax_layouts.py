@@ -73,7 +73,11 @@ class Layouts:
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """This host's shards of `array`, each an array on one device that shares its buffer."""
+    """This host's shards of `array`, each an array on one device that shares its buffer.
+
+    By device, because JAX may list each of them twice: it makes the list when it is first asked for, and
+    does not expect two threads to ask at the same time.
+    """
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 

@@ -225,6 +225,9 @@ class ResourceManager(Actor):
         if not message.island and own is None:
             self._wait_as_spare(host, "it takes any island's free place")
             return
+        if not message.island_hosts and own is None and message.island not in self._islands:
+            self._wait_as_spare(host, f"island {message.island} is not there yet")
+            return
         known = own or self._islands.get(message.island)
         if known is None or self._is_abandoned(known, message):
             known = self._islands[message.island] = _Island(
@@ -278,7 +281,8 @@ class ResourceManager(Actor):
             and island.platform == message.platform
             and island.local_devices == message.local_devices
         )
-        return island.state == "waiting" and not island.hosts and not island.awaited and not alike
+        deserted = island.state == "waiting" and not island.hosts and not island.awaited
+        return deserted and not alike and message.island_hosts > 0
 
     def _objection(self, island: _Island, node: str, message: RegisterHost) -> Exception | None:
         if message.island_hosts != island.expected_hosts and not message.spare:
