@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from pw.core.ids import CONTROL, RESOURCES, executor_of
 from pw.core.messages import EndEpoch, IslandStatus, PeerLost, RegisterHost
+from pw.devices.executables import Executables
 from pw.devices.jax_backend import _copy
 from tests.scripted import SMALL, chain
 from tests.test_rebuild import Cluster
@@ -182,3 +184,25 @@ def test_an_array_is_copied_whose_shards_jax_lists_twice() -> None:
         addressable_shards=shards, shape=array.shape, sharding=array.sharding, dtype=array.dtype
     )
     np.testing.assert_array_equal(_copy(twice), np.arange(4.0))
+
+
+def test_executables_outlive_whoever_has_compiled_them_even_if_killed_while_writing() -> None:
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    x = jax.ShapeDtypeStruct((4,), np.float32, sharding=there)
+    first, second = (jax.jit(lambda x, by=by: x * by).lower(x).compile() for by in (2, 3))
+    descriptor = os.memfd_create("executables")
+    try:
+        Executables(descriptor).save(b"1" * 32, first)
+        length = os.fstat(descriptor).st_size
+        os.pwrite(descriptor, b"half of another one", length)
+        following = Executables(descriptor)
+        assert following.load(b"2" * 32) is None
+        ones = jax.device_put(np.ones(4, np.float32), there)
+        np.testing.assert_array_equal(following.load(b"1" * 32)(ones), 2)
+        following.save(b"2" * 32, second)
+        last = Executables(descriptor)
+        for key, by in ((b"1", 2), (b"2", 3)):
+            np.testing.assert_array_equal(last.load(key * 32)(ones), by)
+        assert (last.loaded, last.failed) == (2, 0)
+    finally:
+        os.close(descriptor)

@@ -82,7 +82,9 @@ def why(
 def cancel(
     what: Annotated[
         list[str],
-        typer.Argument(help="Runs, as `pw status` shows them (client.number), or clients: all theirs."),
+        typer.Argument(
+            help="Runs, as `pw status` shows them (client.number), or clients: all theirs."
+        ),
     ],
     address: Address = "",
     timeout: Annotated[

@@ -43,7 +43,17 @@ class Value:
     but for `error`, which actors may read once a `done` has told them that the value is settled.
     """
 
-    __slots__ = ("__weakref__", "alone", "building", "error", "heir", "joint", "maker", "payload", "shared")
+    __slots__ = (
+        "__weakref__",
+        "alone",
+        "building",
+        "error",
+        "heir",
+        "joint",
+        "maker",
+        "payload",
+        "shared",
+    )
 
     def __init__(self, error: ErrorReport | None = None) -> None:
         self.payload: Any = None

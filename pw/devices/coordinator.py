@@ -476,7 +476,9 @@ class ShardCoordinator(Actor):
         no receiver: its launch was still queued when the client went.
         """
         self._gone_clients.add(client)
-        for series in [series for series in self._newest if client_of(series << SERIES_BITS) == client]:
+        for series in [
+            series for series in self._newest if client_of(series << SERIES_BITS) == client
+        ]:
             del self._newest[series]
         self.env.call_later(ORPHAN_S, _DropOrphans(client))
 
@@ -554,7 +556,9 @@ class ShardCoordinator(Actor):
     def _gone(self, sender: Address, message: EdgeGone) -> None:
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is not None and sender.node in incoming.missing:
-            error = HostLost(f"what {sender.node} had sent was lost with the link between the hosts")
+            error = HostLost(
+                f"what {sender.node} had sent was lost with the link between the hosts"
+            )
             self._fail(incoming, sender.node, ErrorReport.of(error, self._host))
 
     def _unsent(self, key: tuple[int, int, str]) -> None:

@@ -16,6 +16,7 @@ import pickle
 import struct
 from typing import Any
 
+import jax
 from jax.experimental import serialize_executable
 
 LIMIT_BYTES = 512 << 20
@@ -50,8 +51,11 @@ class Executables:
             return None
         offset, size = place
         try:
-            saved = pickle.loads(os.pread(self._descriptor, size, offset))
-            executable = serialize_executable.deserialize_and_load(*saved)
+            numbers, saved = pickle.loads(os.pread(self._descriptor, size, offset))
+            here = {device.id: device for device in jax.devices()}
+            executable = serialize_executable.deserialize_and_load(
+                *saved, execution_devices=[here[number] for number in numbers]
+            )
         except Exception:  # noqa: BLE001 - it is compiled instead
             self.failed += 1
             return None
@@ -64,7 +68,10 @@ class Executables:
             return
         index = self._index()
         try:
-            data = pickle.dumps(serialize_executable.serialize(executable))
+            # JAX writes down for which devices it is, and by default loads it for all there are.
+            devices = executable._executable._unloaded_executable.device_list
+            numbers = [device.id for device in devices]
+            data = pickle.dumps((numbers, serialize_executable.serialize(executable)))
         except Exception:  # noqa: BLE001 - not every platform can, and none has to
             self.failed += 1
             return

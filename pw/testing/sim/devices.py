@@ -76,6 +76,8 @@ class SimBackend:
         self._random = node.world.streams(f"devices/{node.name}")
         self._queue: deque[ops.Op] = deque()
         self._installed: dict[bytes, Installed] = {}
+        self.broken: ErrorReport | None = None
+        """How a computation of several hosts failed: this host meets no others any more."""
         self._running = False
         self._pump_planned = False
         self._compiling_until_s = 0.0
@@ -106,7 +108,7 @@ class SimBackend:
             if error is None:
                 layout = self._gangs.layout(computation, devices)
                 self._installed[key] = Installed(computation.name, artifact, computation, layout)
-            self._answer(lambda: done(error))
+            self.answer(lambda: done(error))
 
         self._world.at(self._compiling_until_s, self._awake, compiled)
 
@@ -187,7 +189,8 @@ class SimBackend:
         else:
             action()
 
-    def _answer(self, function: Callable[[], None]) -> None:
+    def answer(self, function: Callable[[], None]) -> None:
+        """Call something on the node's loop, unless this incarnation is over."""
         if not self.closed:
             self.node.call(lambda: None if self.closed else function())
 
@@ -323,7 +326,7 @@ class SimBackend:
         self._world.after(delay_s, self._awake, built)
 
     def _answer_none(self, done: ops.Done) -> None:
-        self._answer(lambda: done(None))
+        self.answer(lambda: done(None))
 
     def _watch(self, op: ops.Watch, start: int) -> None:
         for index in range(start, len(op.values)):
@@ -332,7 +335,7 @@ class SimBackend:
                 return
             failure = None if value.payload is _DONATED else self._failure(value)
             if failure is not None:
-                self._answer(lambda failure=failure: op.done(failure))  # type: ignore[misc]
+                self.answer(lambda failure=failure: op.done(failure))  # type: ignore[misc]
                 return
         self._answer_none(op.done)
 
@@ -341,17 +344,17 @@ class SimBackend:
             return
         failure = self._failure(op.value)
         if failure is not None:
-            self._answer(lambda: op.done(failure))
+            self.answer(lambda: op.done(failure))
             return
         shards: Shards = op.value.payload
         wanted = [(op.devices[position].ordinal, box) for position, box in op.boxes]
         if any(ordinal not in shards for ordinal, _ in wanted):
             elsewhere = InternalError("the read names a device that does not hold the value")
             report = ErrorReport.of(elsewhere, self.host)
-            self._answer(lambda: op.done(report))
+            self.answer(lambda: op.done(report))
             return
         views = [shards[ordinal][box_slices(box)] for ordinal, box in wanted]
-        self._answer(lambda: op.done(views))
+        self.answer(lambda: op.done(views))
 
     # --- values --------------------------------------------------------------------------------------
 

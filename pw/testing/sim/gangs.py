@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.core.errors import ComputationFailed, ErrorReport
+from pw.core.errors import ComputationFailed, ErrorReport, HostLost
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
 from pw.devices import backend as ops
@@ -111,7 +111,7 @@ class Gangs:
         world.ledger.injected["collective fails"] += 1
         name = member.installed.name
         words = f"the computation {name!r} failed: the connection to {lost} was closed by the peer"
-        report = ErrorReport.of(ComputationFailed(words), member.backend.host)
+        report = ErrorReport.of(HostLost(words), member.backend.host)
         world.after(self._random.uniform(1e-3, 2.0), self._give_up, member, report)
 
     def _give_up(self, member: _Member, report: ErrorReport) -> None:
@@ -119,7 +119,14 @@ class Gangs:
         if self._waiting.get(key) is member:
             del self._waiting[key]
             member.backend.meeting = None
-            member.backend.executed(member.op, report, ())
+            member.backend.broken = report
+            self._fail(member, report)
+
+    def _fail(self, member: _Member, report: ErrorReport) -> None:
+        """This host has failed a computation of several hosts, and says so to whom it concerns."""
+        member.backend.executed(member.op, report, ())
+        if (failed := member.op.failed) is not None:
+            member.backend.answer(lambda: failed(report))
 
     # --- meetings ------------------------------------------------------------------------------------
 
@@ -128,10 +135,15 @@ class Gangs:
         member = _Member(backend, installed, op)
         hosts = installed.layout.hosts
         failure = backend.poison(op)
-        if (
-            failure is not None
-        ):  # nothing is enqueued, here; the other hosts had better know as well
-            backend.executed(op, failure, ())
+        if failure is not None:
+            # Nothing is enqueued here. The other hosts had better know as well.
+            if len(hosts) > 1 and any(value.alone for value in op.args if value.error):
+                self._fail(member, failure)
+            else:
+                backend.executed(op, failure, ())
+            return
+        if len(hosts) > 1 and backend.broken is not None:
+            backend.executed(op, backend.broken, ())  # its connections to the others are closed
             return
         if len(hosts) == 1:
             self._start([member])

@@ -214,7 +214,7 @@ def _cross(cluster: SimCluster) -> None:
     _tamper(cluster, EdgeData, alter)
 
 
-@_mutation("lose-poison", "calm", "liveness")
+@_mutation("lose-poison", "calm", "liveness", "oracle")
 def _no_poison(cluster: SimCluster) -> None:
     """A receiver is not told that its sender has failed."""
     _tamper(cluster, EdgeFailed, lambda random, to, message: [])
