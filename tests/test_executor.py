@@ -30,6 +30,8 @@ from pw.core.messages import (
     EdgeCredit,
     EdgeData,
     EdgeFailed,
+    EdgeGone,
+    EdgeProbe,
     FormIsland,
     GangBroken,
     Holding,
@@ -360,6 +362,26 @@ def test_the_sender_of_a_credit_is_answered_whatever_has_become_of_the_edge() ->
     (failed,) = bench.world.to(coordinator_of("b0"), EdgeFailed)
     assert failed.error.kind == "Disconnected"
     assert not [op for op in bench.host.backend.queue if isinstance(op, ops.Execute)]
+
+
+def test_who_asks_for_an_edge_of_a_client_that_has_gone_is_answered_once_it_was_sent() -> None:
+    bench = Bench()
+    program = bench.install(chain([bench.third, bench.here, bench.there]))
+    (segment,) = bench.segments
+    run, _ = bench.launch(program, b"", segment=segment)
+    bench.sequence += 1
+    bench.tell(Discard(1, bench.sequence, (), (), (1,)))
+    b = coordinator_of("b0")
+    bench.tell(EdgeProbe(run, 1), b, "coordinator")
+    assert not bench.world.to(b)
+    bench.edge(run, "c0", X)
+    bench.settle()
+    (sent,) = bench.world.to(b)
+    assert isinstance(sent, EdgeData)
+    assert sent.edge == 1
+    bench.tell(EdgeProbe(run, 1), b, "coordinator")
+    assert bench.world.to(b, EdgeGone) == [EdgeGone(run, 1)]
+    assert not any(bench.host.census().values())
 
 
 # --- what a lost host does to others ------------------------------------------------------------------

@@ -382,7 +382,9 @@ class ShardCoordinator(Actor):
     def _credit(self, sender: Address, message: EdgeCredit) -> None:
         key = (message.run, message.edge, sender.node)
         outgoing = self._outgoing.get(key)
-        if outgoing is None and client_of(message.run) in self._gone_clients:
+        sent = self._sent.get(message.run)
+        is_queued = sent is not None and key[1:] not in sent
+        if outgoing is None and client_of(message.run) in self._gone_clients and not is_queued:
             self._refuse(key)
         elif outgoing is None:
             self._park(key, message, 0)
@@ -393,10 +395,10 @@ class ShardCoordinator(Actor):
             self._push(key, outgoing)
 
     def _refuse(self, key: tuple[int, int, str]) -> None:
-        """There is no sender for a credit any more: its receiver must not wait."""
+        """There is no sender for a credit any more: its receiver must not wait. Others may have the value."""
         run, edge, destination = key
         error = ErrorReport.of(Disconnected("the client has left"), self._host)
-        self.env.send(coordinator_of(destination), EdgeFailed(run, edge, error))
+        self.env.send(coordinator_of(destination), EdgeFailed(run, edge, error, alone=True))
 
     def _push(self, key: tuple[int, int, str], outgoing: _Outgoing) -> None:
         """Push as soon as both the bytes and their place are known."""
@@ -433,7 +435,7 @@ class ShardCoordinator(Actor):
         message: _Early,
         size_bytes: int,
     ) -> None:
-        if client_of(key[0]) in self._gone_clients:
+        if client_of(key[0]) in self._gone_clients and not isinstance(message, EdgeCredit):
             self.env.count("edges_stale")
             return
         if self._parked_bytes + size_bytes > PARKED_BYTES:
@@ -546,7 +548,10 @@ class ShardCoordinator(Actor):
         """Has this been sent, so that it will not come (again)?"""
         run, edge = message.run, message.edge
         key = (run, edge, sender.node)
-        is_to_come = run > self._newest.get(run >> SERIES_BITS, 0)
+        is_to_come = (
+            run > self._newest.get(run >> SERIES_BITS, 0)
+            and client_of(run) not in self._gone_clients
+        )
         if is_to_come or key in self._outgoing or key in self._pushing:
             return
         if run not in self._sent or (edge, sender.node) in self._sent[run]:

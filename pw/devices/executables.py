@@ -51,10 +51,11 @@ class Executables:
             return None
         offset, size = place
         try:
-            numbers, saved = pickle.loads(os.pread(self._descriptor, size, offset))
+            saved = pickle.loads(os.pread(self._descriptor, size, offset))
+            numbers, (data, takes, gives) = saved
             here = {device.id: device for device in jax.devices()}
             executable = serialize_executable.deserialize_and_load(
-                *saved, execution_devices=[here[number] for number in numbers]
+                data, takes, gives, execution_devices=[here[number] for number in numbers]
             )
         except Exception:  # noqa: BLE001 - it is compiled instead
             self.failed += 1

@@ -108,9 +108,10 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class _Forget:
-    """A place in the queue: the backend may forget these computations."""
+    """A place in the queue: the backend may forget these computations, and these runs go no further."""
 
     keys: tuple[bytes, ...]
+    runs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +316,8 @@ class HostExecutor(HostMember):
                 self._flush()
                 for key in head.keys:
                     self._backend.forget(key)
+                for number in head.runs:
+                    self._coordinator.end(number)
                 self._queue.popleft()
                 continue
             if isinstance(head, _Copying):
@@ -675,9 +678,11 @@ class HostExecutor(HostMember):
         for client in message.clients:
             self._store.drop_client(client)
             self._coordinator.drop_client(client)
-            for run in [run for run in self._runs if client_of(run) == client]:
+            runs = tuple(run for run in self._runs if client_of(run) == client)
+            for run in runs:
                 del self._runs[run]
-                self._coordinator.end(run)
+            self._queue.append(_Forget((), runs))
+            self._advance()
             for program in [p for p in self._programs if client_of(p) == client]:
                 self._uninstall(program)
 

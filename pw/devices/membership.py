@@ -170,8 +170,9 @@ class HostMember(Actor):
         if sender.node != RESOURCES.node:
             self.env.count("messages_refused")
             return
-        if not self._epoch and any(peer.node == self._host for peer in message.peers):
-            self._heard()  # in an epoch, only an answer proves that the controller has heard of the loss
+        is_asked = self._lost_s is None or self._is_calling
+        if not self._epoch and is_asked and any(p.node == self._host for p in message.peers):
+            self._heard()  # only an answer proves that the controller has heard of the loss
         for peer in message.peers:
             if peer.node != self._host:
                 self.env.introduce(peer.node, peer.endpoint)

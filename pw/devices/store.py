@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pw.core.actor import Actor, Env, handles
@@ -23,9 +24,11 @@ from pw.core.errors import (
     INFRASTRUCTURE,
     ArgumentError,
     ArrayDeleted,
+    ArrayLost,
     Disconnected,
     Error,
     ErrorReport,
+    HostLost,
     NotOwner,
     ProtocolError,
     TransferFailed,
@@ -150,8 +153,16 @@ class ObjectStore(Actor):
         if entry is None or entry.value is not value:
             return
         entry.submitted = True
+        if value.error is not None and value.error.kind in INFRASTRUCTURE:
+            self._tell_lost(array, entry)
         for request in self._parked.pop(array, ()):
             self._serve(array, request)
+
+    def _tell_lost(self, array: int, entry: _Entry) -> None:
+        """Only this host may know: a run has ended when the host that leads its gang says so."""
+        if not entry.told:
+            entry.told = True
+            self.env.send(CONTROL, ArraysLost((array,)))
 
     def value(self, array: int) -> Value | None:
         """The value of an array, None if this host does not have it."""
@@ -246,6 +257,9 @@ class ObjectStore(Actor):
         def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
             self._restoring.pop(array, None)
             if isinstance(found, ErrorReport):
+                if found.kind == ArrayLost.__name__:
+                    # Others may have copies, or it is made again: that is for the controller to say.
+                    found = msgspec.structs.replace(found, kind=HostLost.__name__)
                 self._fail_array(array, value, found)
             else:
                 parts: list[Part] = [
@@ -510,9 +524,8 @@ class ObjectStore(Actor):
             self._serve(array, request)
             return
         self._parked.setdefault(array, []).append(request)
-        if current is entry and not entry.told:
-            entry.told = True
-            self.env.send(CONTROL, ArraysLost((array,)))
+        if current is entry:
+            self._tell_lost(array, entry)
 
     def _ready(self, request: _Request) -> None:
         if not request.cancelled:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
+    INFRASTRUCTURE,
     ArrayDeleted,
     ArrayLost,
     Error,
@@ -642,6 +643,9 @@ class Controller(Actor):
         if error is not None and array.error is None:
             if self._rebuilder.arrival_failed(client, number, array, error):
                 return
+            if error.kind in INFRASTRUCTURE:
+                lost = ArrayLost(f"the array could not be brought back: {error.message}")
+                error = ErrorReport.of(lost, error.where)
             array.error = error
             self._ender.fail(error, arrays=(number,))
         if array.uploading:

@@ -11,6 +11,7 @@ Nothing here sends a message: `drain` says which copies and inputs have lost the
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Record:
     """Results that are needed."""
     attempts: int = 0
     """How often it was run again because hosts were lost."""
+    attempted_s: float = -math.inf
 
 
 @dataclass(slots=True, eq=False)

@@ -58,6 +58,8 @@ RESTORES = 8
 PATIENCE_S = 5.0
 """How long to wait for hosts that may have copies, when a client of an earlier controller has come back."""
 LOOK_S = 0.5
+ATTEMPT_S = 4.0
+"""What is tried again and again within this time is one attempt: a network may take a while to heal."""
 AGAIN_S = 0.02
 """How long to wait before another try, at first: a link may have to come back."""
 COPIES = 2
@@ -416,7 +418,10 @@ class Rebuilder:
         if error is not None:
             failed.update(dict.fromkeys(record.results, error))
             return
-        record.attempts += 1
+        now_s = self._env.now_s()
+        if now_s - record.attempted_s >= ATTEMPT_S:
+            record.attempts += 1
+            record.attempted_s = now_s
         args = tuple(names.get(arg, arg) if isinstance(arg, int) else arg for arg in record.args)
         awaits = []
         for arg in args:
@@ -459,8 +464,7 @@ class Rebuilder:
 
     def arrival_failed(self, client: Client, number: int, array: Array, error: ErrorReport) -> bool:
         """An upload or a restored array did not get there: get it in another way, so many times."""
-        again = error.kind in INFRASTRUCTURE or (array.restored and error.kind == "ArrayLost")
-        if not again or array.restored > RESTORES:
+        if error.kind not in INFRASTRUCTURE or array.restored > RESTORES:
             return False
         array.restored += 1
         if number in client.arrays:

@@ -344,10 +344,10 @@ class ResourceManager(Actor):
         )
         if len(island.hosts) == island.expected_hosts:
             self._form(island)
-        elif island.formed:
+            return
+        self.env.send(executor_of(host.node), self._directory())  # it hears that we are here
+        if island.formed:
             self._fill(island)
-        else:
-            self.env.send(executor_of(host.node), self._directory())  # it hears that we are here
 
     def _wait_as_spare(self, host: _Host, reason: str) -> None:
         self._spares[host.node] = host

@@ -142,6 +142,21 @@ class SimCluster:
         }
         return ready >= whole
 
+    def members(self) -> list[SimHost]:
+        """Hosts that are where the controller takes them to be, and so hear what they are told."""
+        epochs = {
+            host: scheduler.epoch
+            for scheduler in self.schedulers.values()
+            for host in scheduler.hosts
+        }
+        return [
+            host
+            for host in self.hosts
+            if host.node is not None
+            and not host.node.paused
+            and host.executor._epoch == epochs.get(host.name)
+        ]
+
     def census(self) -> Counter[str]:
         """All that is held anywhere, which must be nothing when all clients have gone."""
         found: Counter[str] = Counter()

@@ -27,7 +27,7 @@ from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import Slice, random_kinds, random_program
 from pw.testing.sim.world import Violation
 
-SETTLED_S = 2.0
+SETTLED_S = 6.0
 """When everything has been answered, what has been deleted is gone after this time."""
 
 
@@ -251,7 +251,7 @@ class SimClient(Life):
             assert self.attached is not None
             held = [
                 f"{host.name} holds {what}"
-                for host in self.cluster.hosts
+                for host in self.cluster.members()
                 if (what := host.held_by(self.attached.client))
             ]
             if held:
