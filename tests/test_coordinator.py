@@ -226,6 +226,24 @@ def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
     assert edge.census()["edges_outgoing"] == 0, "nor is kept what nobody will fetch"
 
 
+@pytest.mark.parametrize("waited_s", [0.0, under_test.ORPHAN_S + 1])
+def test_what_is_queued_is_sent_though_its_client_has_left(waited_s: float) -> None:
+    """Other hosts of the gang have their part, so this one must not be refused its own."""
+    edge = Edge(LARGE)
+    for end in edge.ends.values():
+        end.actor.begin(RUN)
+        end.actor.drop_client(1)
+    edge.expect()
+    edge.world.settle()
+    edge.world.wait(waited_s)
+    for rank in (0, 1):
+        edge.send(rank)
+    edge.world.settle()
+    assert edge.arrived == 1
+    np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
+    assert not any(edge.census().values()), edge.census()
+
+
 def test_a_landing_that_is_too_small_fails_the_edge() -> None:
     edge = Edge(LARGE)
     edge.send(0)

@@ -136,6 +136,15 @@ def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -
     assert len(bench.news(IslandLost)) == 3
 
 
+def test_a_host_that_waits_for_others_hears_that_it_has_its_place() -> None:
+    bench = Bench()
+    bench.island("i", 2, 1)
+    for node in ("i0", "i1"):
+        bench.lose(node)
+    bench.host("i0", hosts=2)
+    assert [peer.node for peer in bench.told("i0", Directory)[-1].peers] == ["i0"]
+
+
 def test_what_comes_from_an_old_epoch_changes_nothing() -> None:
     bench = Bench()
     bench.host("x", hosts=2)

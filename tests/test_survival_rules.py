@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from pw.core.ids import CONTROL, RESOURCES, executor_of
-from pw.core.messages import EndEpoch, IslandStatus, PeerLost, RegisterHost
+from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
+from pw.core.messages import Directory, EndEpoch, IslandStatus, Peer, PeerLost, RegisterHost
 from pw.devices.executables import Executables
 from pw.devices.jax_backend import _copy
+from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain
 from tests.test_rebuild import Cluster
 from tests.test_replicas import Bench as ReplicasBench
@@ -206,3 +207,25 @@ def test_executables_outlive_whoever_has_compiled_them_even_if_killed_while_writ
         assert (last.loaded, last.failed) == (2, 0)
     finally:
         os.close(descriptor)
+
+
+def test_what_a_controller_sent_before_it_noticed_the_loss_is_no_answer() -> None:
+    """It lost several hosts at once, and told those of the first loss whose own it had yet to find."""
+    world = World()
+    FakeHost(world, "a0", RegisterHost("a", 2, 1, "cpu", "", 1))
+    address = executor_of("a0")
+
+    def tell(sender: Address, message: object) -> None:
+        world.mailboxes["a0"].append((sender, address, message))
+        world.drain("a0")
+
+    here = Directory((Peer("a0", ""),))
+    tell(RESOURCES, here)
+    tell(address, PeerLost(RESOURCES.node, "connected anew"))
+    tell(RESOURCES, here)
+    before = len(world.to(RESOURCES, RegisterHost))
+    world.wait(2.0)
+    assert len(world.to(RESOURCES, RegisterHost)) == before + 1
+    tell(RESOURCES, here)
+    world.wait(100.0)
+    assert len(world.to(RESOURCES, RegisterHost)) == before + 1

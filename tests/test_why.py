@@ -315,7 +315,7 @@ def test_a_stopped_host_is_named_by_the_call_the_command_the_timeout_and_the_log
         guilty = "island-0-host-1 (shard 1) does not answer (nothing was heard of it for "
         story = story_about(guilty)
         verdict = story.splitlines()[0]
-        assert "That is why 'all_reduce' (run 1." in verdict
+        assert "That is why 'all_reduce' (run " in verdict
         assert "program 'all_reduce', segment 0) has not ended" in verdict
         assert "island-0-host-0 (shard 0): entered" in story
         assert "pw-execute: at the computation 'all_reduce'" in story

@@ -29,7 +29,7 @@ from pw.devices.files import Aside
 from pw.devices.membership import RECONNECT_S, HostProcess
 from pw.devices.replicas import Saved
 from pw.devices.store import ObjectStore
-from pw.sched.controller import Controller, ControllerVersions
+from pw.sched.controller import RECOVERY_S, Controller, ControllerVersions
 from pw.sched.policy import POLICIES
 from pw.sched.resources import ResourceManager
 from pw.sched.scheduler import IslandScheduler
@@ -80,6 +80,7 @@ def add_controller(
     secret: bytes,
     policy: str = "fifo",
     bind_host: str = "127.0.0.1",
+    recovery_s: float = RECOVERY_S,
     stall_s: float = STALL_S,
     first_client: int = 1,
 ) -> CoordinationServices:
@@ -91,6 +92,7 @@ def add_controller(
         secret: key that signs the tickets with which clients identify themselves to hosts.
         policy: name of the scheduling policy of every island.
         bind_host: address at which hosts reach the coordination services.
+        recovery_s: how long work waits for a lost island before it fails, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
 
@@ -123,6 +125,7 @@ def add_controller(
             spawn_scheduler,
             island_status,
             lambda: counters_of(node, None),
+            recovery_s,
             heard_s=node.network.heard_s,
             first_client=first_client,
             waiting_hosts=resources.waiting_hosts,

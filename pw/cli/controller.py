@@ -26,6 +26,7 @@ from pw.cli.process import (
 from pw.client.threads import incarnation
 from pw.core.ids import CONTROLLER
 from pw.core.watchdog import STALL_S
+from pw.sched.controller import RECOVERY_S
 from pw.sched.policy import POLICIES
 from pw.transport.log import log
 from pw.transport.node import Node
@@ -45,13 +46,19 @@ def serve(
     lease: Annotated[
         float,
         typer.Option(
-            min=LEAST_LEASE_S, help="Seconds after which a silent client or host is given up."
+            min=LEAST_LEASE_S, help="Seconds after which a silent client is given up."
         ),
     ] = 10.0,
     allow_remote: Annotated[
         bool,
         typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP),
     ] = False,
+    recovery_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0, help="Seconds that work waits for an island to come back, before it fails."
+        ),
+    ] = RECOVERY_S,
     stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
@@ -80,6 +87,7 @@ def serve(
         secret=secrets.token_bytes(32),
         policy=policy,
         bind_host=host_of(network.endpoint),
+        recovery_s=recovery_timeout,
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
     )

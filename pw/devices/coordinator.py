@@ -345,7 +345,8 @@ class ShardCoordinator(Actor):
         if not void and began <= self._lost_at.get(key[2], 0):
             void = True
             self._unsent(key)
-        if client_of(run) not in self._void_clients and not void:
+        is_wanted = client_of(run) not in self._void_clients or (*key, True) in self._parked
+        if is_wanted and not void:
             self._outgoing[key] = outgoing
         if run in self._sent:
             self._sent[run].add((send.edge, key[2]))
@@ -382,9 +383,11 @@ class ShardCoordinator(Actor):
     def _credit(self, sender: Address, message: EdgeCredit) -> None:
         key = (message.run, message.edge, sender.node)
         outgoing = self._outgoing.get(key)
-        sent = self._sent.get(message.run)
-        is_queued = sent is not None and key[1:] not in sent
-        if outgoing is None and client_of(message.run) in self._gone_clients and not is_queued:
+        if (
+            outgoing is None
+            and client_of(message.run) in self._gone_clients
+            and not self._is_queued(key)
+        ):
             self._refuse(key)
         elif outgoing is None:
             self._park(key, message, 0)
@@ -393,6 +396,11 @@ class ShardCoordinator(Actor):
         else:
             outgoing.landing = message.landing
             self._push(key, outgoing)
+
+    def _is_queued(self, key: tuple[int, int, str]) -> bool:
+        """Whether an edge is of a run whose turn is still to come here, so that it will be sent."""
+        run, *edge = key
+        return run in self._sent and tuple(edge) not in self._sent[run]
 
     def _refuse(self, key: tuple[int, int, str]) -> None:
         """There is no sender for a credit any more: its receiver must not wait. Others may have the value."""
@@ -493,6 +501,8 @@ class ShardCoordinator(Actor):
         if message.client:
             self._void_clients.add(message.client)
         for early in [early for early in self._parked if message.concerns(early[0])]:
+            if early[3] and self._is_queued(early[:3]):
+                continue
             if isinstance(self._unpark(early), EdgeCredit):
                 self._refuse(early[:3])
         for key, outgoing in list(self._outgoing.items()):

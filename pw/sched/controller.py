@@ -93,7 +93,7 @@ from pw.core.sharding import Binding
 from pw.sched.cancelling import LookAtDeadlines, RunEnder
 from pw.sched.clients import NOWHERE, Array, Client, Held, Poisoned, RunState
 from pw.sched.programs import RegisteredProgram, check_program, holders
-from pw.sched.rebuild import GiveUp, Ledger, Proceed, Rebuilder
+from pw.sched.rebuild import GiveUp, Ledger, OfferAgain, Proceed, Rebuilder
 from pw.sched.resume import ClientNumbers, Resumption
 from pw.sched.saves import Saves
 from pw.sched.why import Explainer, Overdue
@@ -707,6 +707,10 @@ class Controller(Actor):
         self.env.send(scheduler_of(message.island), message)
         self._rebuilder.island_lost(message)
         self._saves.island_lost(message.island)
+
+    @handles(OfferAgain)
+    def _offer_again(self, sender: Address, note: OfferAgain) -> None:
+        self._rebuilder.offer_again()
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, note: GiveUp) -> None:

@@ -60,6 +60,8 @@ PATIENCE_S = 5.0
 LOOK_S = 0.5
 ATTEMPT_S = 4.0
 """What is tried again and again within this time is one attempt: a network may take a while to heal."""
+OFFER_S = 5.0
+"""How long a host may take to fetch a copy before it is told of it once more."""
 AGAIN_S = 0.02
 """How long to wait before another try, at first: a link may have to come back."""
 COPIES = 2
@@ -80,6 +82,11 @@ class Proceed:
     """Note to the controller: rebuild what this client has lost."""
 
     client: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAgain:
+    """Note to the controller: what checkpoints still wait for may have been lost with a link."""
 
 
 @dataclass(slots=True)
@@ -151,6 +158,7 @@ class Rebuilder:
         self._copies: dict[int, dict[str, frozenset[Box]]] = {}
         """Boxes in host memory, by array and host."""
         self._checkpoints: list[_Copying] = []
+        self._offering = False
         self._hosts: tuple[str, ...] = ()
         self.draining: set[str] = set()
         """Hosts that shall not keep anything."""
@@ -577,8 +585,27 @@ class Rebuilder:
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
+        if not self._offering:
+            self._offering = True
+            self._env.call_later(OFFER_S, OfferAgain())
         self._checkpoints.append(copying)
         self._check(copying)
+
+    def offer_again(self) -> None:
+        """Tell those that were to keep copies where they are: they may not have heard of it."""
+        for copying in self._checkpoints:
+            for array, missing in copying.missing.items():
+                origin = copying.client.lineage.origins.get(array)
+                if origin is None:
+                    continue
+                for keeper, box in sorted(missing):
+                    giver = copying.givers[array, box]
+                    if keeper != giver and box in self._copies.get(array, {}).get(giver, ()):
+                        offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
+                        self._env.send(store_of(keeper), offer)
+        self._offering = bool(self._checkpoints)
+        if self._offering:
+            self._env.call_later(OFFER_S, OfferAgain())
 
     def _targets(self, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
         """Who keeps copies of what is on `host`: rather one that does not hold the array itself."""

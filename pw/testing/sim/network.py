@@ -202,6 +202,8 @@ class SimNetwork:
         side = 0 if wire.dialler is self else 1
         free_s = max(world.now_s, world.blocked_until(self.name, target))
         arrives_s = max(free_s + delay_s, wire.last_s[side])
+        if free_s > world.now_s:
+            world.held_until_s = max(world.held_until_s, arrives_s)
         wire.last_s[side] = arrives_s
         for _ in range(copies):
             world.at(arrives_s, self._arrive, wire, side, target, kind, sequence, payload)

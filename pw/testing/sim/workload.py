@@ -254,11 +254,16 @@ class SimClient(Life):
                 for host in self.cluster.members()
                 if (what := host.held_by(self.attached.client))
             ]
+            missing = min(self.attached.run_credits, RUNS_AHEAD) - self.credits
+            settled_s = world.held_until_s + SETTLED_S
+            if (held or missing) and world.now_s < settled_s:
+                # A link that carries again brings its frames in order, those first that were held back.
+                world.at(settled_s, self._check_out, life)
+                return
             if held:
                 raise Violation(
                     "census", f"of {self.name}, which has deleted all: {'; '.join(held)}"
                 )
-            missing = min(self.attached.run_credits, RUNS_AHEAD) - self.credits
             if missing:
                 raise Violation(
                     "credits", f"{self.name} misses {missing}, and all its runs are over"

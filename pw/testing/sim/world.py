@@ -77,6 +77,8 @@ class World:
         """Who accepts connections at an endpoint."""
         self.blocked: dict[tuple[str, str], float] = {}
         """Directions in which nothing passes, and until when."""
+        self.held_until_s = 0.0
+        """When the last frame comes that a partition has held back."""
         self.calm = False
         """Faults have stopped."""
         self.sent_watchers: dict[type, list[Watcher]] = {}
