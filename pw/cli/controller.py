@@ -45,9 +45,7 @@ def serve(
     ] = "fifo",
     lease: Annotated[
         float,
-        typer.Option(
-            min=LEAST_LEASE_S, help="Seconds after which a silent client is given up."
-        ),
+        typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent client is given up."),
     ] = 10.0,
     allow_remote: Annotated[
         bool,

@@ -247,8 +247,12 @@ class SimClient(Life):
             return
         world = self.world
         if (world.calm or not world.ledger.any) and self.session.closed is None:
-            world.checked["census"] += 1
             assert self.attached is not None
+            known = self.cluster.controller._clients.get(self.attached.client)
+            if known is not None and (known.recovering or known.backlog):
+                world.after(SETTLED_S, self._check_out, life)
+                return
+            world.checked["census"] += 1
             held = [
                 f"{host.name} holds {what}"
                 for host in self.cluster.members()
