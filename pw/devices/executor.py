@@ -182,6 +182,10 @@ class HostExecutor(HostMember):
         self._programs[message.program] = program
         blobs = {artifact.digest: artifact.blob for artifact in message.artifacts}
         waiting = {key for key in program.keys if key is not None}
+        for place, queued in enumerate(self._queue):
+            if isinstance(queued, _Forget) and not waiting.isdisjoint(queued.keys):
+                keys = tuple(key for key in queued.keys if key not in waiting)
+                self._queue[place] = _Forget(keys, queued.runs)
         failures: list[ErrorReport] = []
 
         def compiled(key: bytes, error: ErrorReport | None) -> None:

@@ -197,6 +197,7 @@ class IslandScheduler(Actor):
         if (refusal := self._suspects.install(message.program, message.body)) is not None:
             self.env.send(CONTROL, ProgramInstalled(self.island, message.program, refusal))
             return
+        self._keep(message.program)
         self._installing[message.program] = {plan.host for plan in message.plans}
         self._estimates_us.setdefault(message.program, {})
         self._names[message.program] = Names.of(message)
@@ -205,6 +206,19 @@ class IslandScheduler(Actor):
                 executor_of(plan.host),
                 Install(self.epoch, message.program, message.body, plan, message.artifacts),
             )
+
+    def _keep(self, program: int) -> None:
+        """It was to be dropped, and is needed again: a drop must not follow the new installation."""
+        queue = self._clients.get(client_of(program))
+        if queue is not None:
+            queue.tasks = deque(
+                task
+                for task in queue.tasks
+                if not isinstance(task, DiscardTask) or task.program != program
+            )
+        for drops in self._drops.values():
+            if program in drops.programs:
+                drops.programs.remove(program)
 
     @handles(Installed)
     def _installed(self, sender: Address, message: Installed) -> None:
