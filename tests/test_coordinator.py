@@ -205,6 +205,22 @@ def test_what_is_kept_for_later_launches_is_bounded(monkeypatch: pytest.MonkeyPa
     assert edge.ends["a0"].actor._parked_bytes == 0
 
 
+def test_parking_again_and_again_leaves_one_timer() -> None:
+    """Every edge that came early would otherwise begin a chain of timers that lasts for ten minutes."""
+    edge = Edge(SMALL)
+    for serial in range(20):
+        for rank in (0, 1):
+            edge.send(rank, run=client_id(1, serial))
+        edge.world.settle()
+        edge.expect(client_id(1, serial))
+        edge.world.settle()
+    assert edge.arrived == 20
+    names = sorted(type(alarm.note).__name__ for alarm in edge.world.alarms)
+    assert names == ["_Expire", "_Probe"]
+    edge.world.wait(under_test.PARKED_S)
+    assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+
+
 def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
     edge = Edge(LARGE)
     edge.send(0)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from pw.core.errors import INFRASTRUCTURE, ErrorReport
-from pw.core.ids import CONTROL, session_of
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, session_of
 from pw.core.messages import (
     Answered,
     Checkpoint,
     CreateArray,
     DrainHost,
+    Draining,
     ForgetInputs,
     InputGone,
     Inquire,
@@ -344,6 +345,17 @@ def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spare
     else:
         assert cluster.hosts[victim].finished == "drained"
     np.testing.assert_array_equal(client.value(state), X + 5)
+
+
+def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
+    cluster = Cluster()
+    world = cluster.world
+    world.settle()
+    for _ in range(3):
+        world.post(RESOURCES, CONTROL, Draining(("a0",)))
+    world.drain(CONTROLLER)
+    looks = [a for a in world.alarms if type(a.note).__name__ == "_LookAtDrained"]
+    assert len(looks) == 1
 
 
 def test_a_host_that_does_not_exist_cannot_be_drained() -> None:

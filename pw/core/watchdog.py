@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pw.core.ticker import Ticker
+
 if TYPE_CHECKING:  # the command line wants the constant, and nothing heavy
     from pw.core.actor import Env
 
@@ -33,10 +35,10 @@ class Watchdog:
     def __init__(self, env: Env, stall_s: float) -> None:
         self._env = env
         self._stall_s = stall_s
+        self._looks = Ticker(env, stall_s, Look())
         self.progress_s = env.now_s()
         """When something went on last."""
         self._told_s = -1.0
-        self.watching = False
 
     def went_on(self) -> None:
         """Something has begun, moved or ended."""
@@ -49,22 +51,17 @@ class Watchdog:
 
     def watch(self) -> None:
         """Something is under way: have it looked after."""
-        if not self.watching:
-            self._look_in(self._stall_s)
+        self._looks.start()
 
     def stalled(self, under_way: bool) -> bool:
         """Whether there is a stall that nobody was told of; to be asked at every `Look`."""
-        self.watching = False
+        self._looks.ticked(more=False)
         if not under_way:
             return False
         left_s = self._stall_s - self.quiet_s
         if left_s > 0:
-            self._look_in(left_s)
+            self._looks.start(left_s)
             return False
-        self._look_in(self._stall_s)
+        self._looks.start()
         is_new, self._told_s = self._told_s != self.progress_s, self.progress_s
         return is_new
-
-    def _look_in(self, delay_s: float) -> None:
-        self.watching = True
-        self._env.call_later(delay_s, Look())

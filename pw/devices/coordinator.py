@@ -40,6 +40,7 @@ from pw.core.packing import pack, unpack
 from pw.core.plan import Receive, Route, Send
 from pw.core.reshard import route_layout
 from pw.core.sharding import Box, DeviceAddress
+from pw.core.ticker import Ticker
 from pw.devices.backend import Backend, Build, Op, Part, Read, Value
 
 SERIES_BITS = 39
@@ -140,7 +141,8 @@ class ShardCoordinator(Actor):
         self._gone_clients: set[int] = set()
         self._void_clients: set[int] = set()
         self._begun = 0
-        self._probing = False
+        self._probes = Ticker(env, PROBE_S, _Probe())
+        self._expiry = Ticker(env, PARKED_S, _Expire())
         self._sent: dict[int, set[tuple[int, str]]] = {}
         """Edges and destinations that runs under way here have begun to send."""
         self._newest: dict[int, int] = {}
@@ -195,9 +197,7 @@ class ShardCoordinator(Actor):
                 self._take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
                 self._fail(incoming, source, early.error, alone=early.alone)
-        if not self._probing:
-            self._probing = True
-            self.env.call_later(PROBE_S, _Probe())
+        self._probes.start()
         if not routes:
             self._build(incoming)
 
@@ -459,8 +459,7 @@ class ShardCoordinator(Actor):
         place = (*key, isinstance(message, EdgeCredit))
         self._parked[place] = message
         self._parked_at[place] = self.env.now_s()
-        if len(self._parked) == 1:
-            self.env.call_later(PARKED_S, _Expire())
+        self._expiry.start()
         self._parked_bytes += size_bytes
 
     @handles(_Expire)
@@ -469,8 +468,7 @@ class ShardCoordinator(Actor):
         for place in [p for p, since_s in self._parked_at.items() if now_s - since_s >= PARKED_S]:
             self._unpark(place)
             self.env.count("edges_expired")
-        if self._parked:
-            self.env.call_later(PARKED_S, note)
+        self._expiry.ticked(more=bool(self._parked))
 
     def _unpark(self, key: tuple[int, int, str, bool]) -> _Early | None:
         message = self._parked.pop(key, None)
@@ -549,9 +547,7 @@ class ShardCoordinator(Actor):
             incoming.probe_s = now_s + 2 * (now_s - incoming.since_s)
             for source in sorted(incoming.missing - {self._host}):
                 self.env.send(coordinator_of(source), EdgeProbe(run, edge))
-        self._probing = bool(self._incoming)
-        if self._probing:
-            self.env.call_later(PROBE_S, note)
+        self._probes.ticked(more=bool(self._incoming))
 
     @handles(EdgeProbe)
     def _probed(self, sender: Address, message: EdgeProbe) -> None:

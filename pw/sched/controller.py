@@ -90,10 +90,11 @@ from pw.core.messages import (
     WaitingHost,
 )
 from pw.core.sharding import Binding
+from pw.core.ticker import Ticker
 from pw.sched.cancelling import LookAtDeadlines, RunEnder
 from pw.sched.clients import NOWHERE, Array, Client, Held, Poisoned, RunState
 from pw.sched.programs import RegisteredProgram, check_program, holders
-from pw.sched.rebuild import GiveUp, Ledger, OfferAgain, Proceed, Rebuilder
+from pw.sched.rebuild import GiveUp, Ledger, LookForCopies, OfferAgain, Proceed, Rebuilder
 from pw.sched.resume import ClientNumbers, Resumption
 from pw.sched.saves import Saves
 from pw.sched.why import Explainer, Overdue
@@ -182,7 +183,8 @@ class Controller(Actor):
         self._ender = RunEnder(env, ledger, self._rebuilder, self._settle, self._fail_run)
         self._saves = Saves(env, ledger)
         self._nodes: dict[str, Client] = {}
-        self._is_claimed = True
+        self._disclaimer = Ticker(env, RESUME_S, _Disclaim())
+        self._drains = Ticker(env, EMPTIED_S, _LookAtDrained())
         self._artifacts: dict[bytes, bytes] = {}
         self._schedulers: dict[str, None] = {}
         """Islands that have a scheduler, in the order of their forming."""
@@ -708,6 +710,10 @@ class Controller(Actor):
         self._rebuilder.island_lost(message)
         self._saves.island_lost(message.island)
 
+    @handles(LookForCopies)
+    def _look_for_copies(self, sender: Address, note: LookForCopies) -> None:
+        self._rebuilder.look_for_copies()
+
     @handles(OfferAgain)
     def _offer_again(self, sender: Address, note: OfferAgain) -> None:
         self._rebuilder.offer_again()
@@ -752,13 +758,12 @@ class Controller(Actor):
             self.env.count("messages_refused")
         else:
             self._rebuilder.holds(sender.node, message)
-            if self._rebuilder.unclaimed and self._is_claimed:
-                self._is_claimed = False
-                self.env.call_later(RESUME_S, _Disclaim())
+            if self._rebuilder.unclaimed:
+                self._disclaimer.start()
 
     @handles(_Disclaim)
     def _disclaim(self, sender: Address, note: _Disclaim) -> None:
-        self._is_claimed = True
+        self._disclaimer.ticked(more=False)
         self._rebuilder.disclaim()
 
     @handles(FileWritten, FilesCommitted)
@@ -820,15 +825,14 @@ class Controller(Actor):
     def _draining(self, sender: Address, message: Draining) -> None:
         self._rebuilder.draining = set(message.nodes)
         if message.nodes:
-            self.env.call_later(EMPTIED_S, _LookAtDrained())
+            self._drains.start()
 
     @handles(_LookAtDrained)
     def _look_at_drained(self, sender: Address, note: _LookAtDrained) -> None:
         for node in sorted(self._rebuilder.draining):
             if self._rebuilder.emptied(node):
                 self.env.send(RESOURCES, HostEmptied(node))
-        if self._rebuilder.draining:
-            self.env.call_later(EMPTIED_S, note)
+        self._drains.ticked(more=bool(self._rebuilder.draining))
 
     # --- reports -------------------------------------------------------------------------------------
 

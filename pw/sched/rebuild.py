@@ -47,6 +47,7 @@ from pw.core.messages import (
     UploadAgain,
 )
 from pw.core.sharding import ArraySpec, Binding, Box
+from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
 from pw.sched.lineage import Record
 from pw.sched.programs import RegisteredProgram, holders
@@ -58,6 +59,7 @@ RESTORES = 8
 PATIENCE_S = 5.0
 """How long to wait for hosts that may have copies, when a client of an earlier controller has come back."""
 LOOK_S = 0.5
+"""How often to see whether such hosts have come."""
 ATTEMPT_S = 4.0
 """What is tried again and again within this time is one attempt: a network may take a while to heal."""
 OFFER_S = 5.0
@@ -82,6 +84,11 @@ class Proceed:
     """Note to the controller: rebuild what this client has lost."""
 
     client: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookForCopies:
+    """Note to the controller: hosts may have come by now that have what clients miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +165,8 @@ class Rebuilder:
         self._copies: dict[int, dict[str, frozenset[Box]]] = {}
         """Boxes in host memory, by array and host."""
         self._checkpoints: list[_Copying] = []
-        self._offering = False
+        self._offers = Ticker(env, OFFER_S, OfferAgain())
+        self._looks = Ticker(env, LOOK_S, LookForCopies())
         self._hosts: tuple[str, ...] = ()
         self.draining: set[str] = set()
         """Hosts that shall not keep anything."""
@@ -293,7 +301,7 @@ class Rebuilder:
         if client.lost:
             plan = self._plan(client)
             if plan.lost and self._env.now_s() < client.patient_until_s:
-                self._env.call_later(LOOK_S, Proceed(client.number))
+                self._looks.start()
                 return
             if self._waits_for_programs(client, plan):
                 return
@@ -303,6 +311,13 @@ class Rebuilder:
             self._carry_out(client, plan, lost)
         self._top_up(client)
         self._resume(client)
+
+    def look_for_copies(self) -> None:
+        """See whether those who have come back can go on, or have to do without."""
+        self._looks.ticked(more=False)
+        for client in list(self._ledger.clients.values()):
+            if client.lost and client.patient_until_s:
+                self.proceed(client)
 
     def _plan(self, client: Client) -> RecoveryPlan:
         def exists(array: int) -> bool:
@@ -585,9 +600,7 @@ class Rebuilder:
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
-        if not self._offering:
-            self._offering = True
-            self._env.call_later(OFFER_S, OfferAgain())
+        self._offers.start()
         self._checkpoints.append(copying)
         self._check(copying)
 
@@ -603,9 +616,7 @@ class Rebuilder:
                     if keeper != giver and box in self._copies.get(array, {}).get(giver, ()):
                         offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
                         self._env.send(store_of(keeper), offer)
-        self._offering = bool(self._checkpoints)
-        if self._offering:
-            self._env.call_later(OFFER_S, OfferAgain())
+        self._offers.ticked(more=bool(self._checkpoints))
 
     def _targets(self, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
         """Who keeps copies of what is on `host`: rather one that does not hold the array itself."""
