@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from pw.core.errors import ErrorReport
+from pw.core.ids import arrays_in
 from pw.core.messages import (
     AllocateSlice,
     Artifact,
@@ -209,5 +210,5 @@ class Journal:
 
     def _of_interest(self) -> set[int]:
         """Arrays that the client has, or that something which it has was made of."""
-        read = {arg for run in self._runs.values() for arg in run.args if isinstance(arg, int)}
+        read = {arg for run in self._runs.values() for arg in arrays_in(run.args)}
         return read | self._held.keys()

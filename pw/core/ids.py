@@ -7,6 +7,7 @@ in its upper bits, so that ownership is a shift and a comparison, and no call wa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 CONTROLLER = "controller"
@@ -40,6 +41,11 @@ def serial_of(identifier: int) -> int:
 def run_name(run: int) -> str:
     """How people call a run: its client's number, a dot, its own."""
     return f"{client_of(run)}.{serial_of(run)}"
+
+
+def arrays_in(args: Iterable[int | bytes]) -> list[int]:
+    """The arrays among a run's arguments; the others are small values that travel with it."""
+    return [arg for arg in args if isinstance(arg, int)]
 
 
 RESOURCES = Address(CONTROLLER, "resources")

@@ -23,7 +23,7 @@ from pw.core.errors import (
     Error,
     ErrorReport,
 )
-from pw.core.ids import client_of, run_name, scheduler_of
+from pw.core.ids import arrays_in, client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, CancelRuns, Run, RunFailed, RunStatus
 from pw.sched.clients import Client, RunState
 from pw.sched.rebuild import Ledger, Rebuilder
@@ -123,8 +123,7 @@ class RunEnder:
         ledger = self._ledger
         failed = set(arrays)
         for run, state in list(ledger.runs.items()):
-            reads = (arg for arg in state.args if isinstance(arg, int))
-            if run not in runs and failed.isdisjoint(reads):
+            if run not in runs and failed.isdisjoint(arrays_in(state.args)):
                 continue
             del ledger.runs[run]
             self.ended(run, state)
@@ -271,9 +270,7 @@ class RunEnder:
         failed: set[int] = set()
         for _, record in sorted(makers.items()):
             lost = [array for array in record.results if array in client.lost]
-            if wanted(record.order, lost) or not failed.isdisjoint(
-                arg for arg in record.args if isinstance(arg, int)
-            ):
+            if wanted(record.order, lost) or not failed.isdisjoint(arrays_in(record.args)):
                 failed.update(record.results)
         return tuple(array for array in client.lost if array in failed)
 

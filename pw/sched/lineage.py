@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pw.core.ids import arrays_in
 from pw.core.messages import FileSource
 from pw.core.sharding import ArraySpec
 from pw.sched.programs import RegisteredProgram
@@ -108,8 +109,8 @@ class Lineage:
             origins[array] = Origin(output.spec, record)
         if results:
             self._records[order] = record
-            for arg in args:
-                if isinstance(arg, int) and (origin := origins.get(arg)) is not None:
+            for arg in arrays_in(args):
+                if (origin := origins.get(arg)) is not None:
                     origin.readers += 1
             if len(self._records) > self._records_kept:
                 self._cut(next(iter(self._records.values())))
@@ -179,13 +180,12 @@ class Lineage:
             if self._records.pop(maker.order, None) is None:
                 continue
             self._unneeded.runs.append(maker.order)
-            for arg in maker.args:
-                read = self.origins.get(arg) if isinstance(arg, int) else None
+            for arg in arrays_in(maker.args):
+                read = self.origins.get(arg)
                 if read is None:
                     continue
                 read.readers -= 1
                 if not read.readers and not read.held:
-                    assert isinstance(arg, int)
                     self._forget(arg, read)
                     origins.append(read)
 

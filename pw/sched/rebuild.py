@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from pw.core.actor import Env
 from pw.core.errors import INFRASTRUCTURE, ArrayDeleted, ErrorReport, HostLost, NotOwner
-from pw.core.ids import client_of, scheduler_of, store_of
+from pw.core.ids import arrays_in, client_of, scheduler_of, store_of
 from pw.core.messages import (
     Answered,
     ArrayPlaced,
@@ -234,7 +234,7 @@ class Rebuilder:
         chosen = set(runs)
         lost: set[int] = set()
         for run, state in list(ledger.runs.items()):
-            needed = any(arg in lost for arg in state.args if isinstance(arg, int))
+            needed = not lost.isdisjoint(arrays_in(state.args))
             if run not in chosen and island not in state.islands and not needed:
                 continue
             del ledger.runs[run]
@@ -436,7 +436,7 @@ class Rebuilder:
         """Run a run again, under a new number."""
         program = record.program
         error = program.error or next(
-            (failed[a] for a in record.args if isinstance(a, int) and a in failed), None
+            (failed[arg] for arg in arrays_in(record.args) if arg in failed), None
         )
         if error is not None:
             failed.update(dict.fromkeys(record.results, error))
@@ -447,11 +447,10 @@ class Rebuilder:
             record.attempted_s = now_s
         args = tuple(names.get(arg, arg) if isinstance(arg, int) else arg for arg in record.args)
         awaits = []
-        for arg in args:
-            if isinstance(arg, int):
-                given = client.arrays.get(arg) or client.doomed.get(arg)
-                if given is not None and given.uploading:
-                    awaits.append(arg)
+        for arg in arrays_in(args):
+            given = client.arrays.get(arg) or client.doomed.get(arg)
+            if given is not None and given.uploading:
+                awaits.append(arg)
         results = []
         for number, output in zip(record.results, program.body.outputs, strict=True):
             held = holders(output.spec, self._ledger.bindings)

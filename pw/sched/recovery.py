@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pw.core.errors import ArrayLost, ErrorReport
+from pw.core.ids import arrays_in
 from pw.core.messages import Source
 from pw.core.sharding import ArraySpec, Box
 from pw.sched.lineage import Lineage, Record
@@ -92,10 +93,10 @@ def plan_recovery(
             )
         else:
             records[origin.maker.order] = origin.maker
-            stack += [arg for arg in origin.maker.args if isinstance(arg, int)]
+            stack += arrays_in(origin.maker.args)
     for order in sorted(records):
         record = records[order]
-        missing = next((a for a in record.args if isinstance(a, int) and a in plan.lost), None)
+        missing = next((arg for arg in arrays_in(record.args) if arg in plan.lost), None)
         if missing is None:
             plan.runs.append(record)
             continue

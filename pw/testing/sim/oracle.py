@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import Error
+from pw.core.ids import arrays_in
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import Ledger
@@ -67,7 +68,7 @@ class Oracle:
         """A run, in the client's order."""
         body = draft.body
         values: dict[tuple[int, int], bytes | None] = {}
-        known = [self.arrays[arg] for arg in args if isinstance(arg, int)]
+        known = [self.arrays[arg] for arg in arrays_in(args)]
         kinds = frozenset().union(*(truth.kinds for truth in known))
         for index, arg in enumerate(args):
             values[-1, index] = arg if isinstance(arg, bytes) else self.arrays[arg].data
