@@ -46,7 +46,7 @@ from pw.core.messages import (
     UninstallProgram,
     UploadAgain,
 )
-from pw.core.sharding import ArraySpec, Binding, Box
+from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress
 from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
 from pw.sched.lineage import Record
@@ -110,8 +110,11 @@ class Ledger:
 
     def placed(self, array: int, spec: ArraySpec) -> ArrayPlaced:
         """What a scheduler needs to count the memory of an array that does not come from a run."""
-        binding = self.bindings[spec.placement.slice]
-        return ArrayPlaced(array, binding.located(spec.placement), spec.shard_bytes)
+        return ArrayPlaced(array, self.located(spec), spec.shard_bytes)
+
+    def located(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
+        """The device of each shard of an array whose slice is bound."""
+        return self.bindings[spec.placement.slice].located(spec.placement)
 
 
 @dataclass(slots=True)
@@ -370,9 +373,7 @@ class Rebuilder:
             name, array = self._land(client, number, names)
             array.restored += 1
             array.input = 0
-            devices = self._ledger.bindings[array.spec.placement.slice].located(
-                array.spec.placement
-            )
+            devices = self._ledger.located(array.spec)
             for host in array.hosts:
                 boxes = {
                     array.spec.box(position)
@@ -419,8 +420,7 @@ class Rebuilder:
 
     def read(self, number: int, array: Array, source: FileSource) -> None:
         """Have an input read from disk by its hosts."""
-        binding = self._ledger.bindings[array.spec.placement.slice]
-        devices = binding.located(array.spec.placement)
+        devices = self._ledger.located(array.spec)
         for host in array.hosts:
             self._env.send(store_of(host), ReadArray(number, source, array.spec, devices))
 
@@ -582,9 +582,7 @@ class Rebuilder:
                 copying.error = error
                 continue
             assert array is not None
-            devices = self._ledger.bindings[array.spec.placement.slice].located(
-                array.spec.placement
-            )
+            devices = self._ledger.located(array.spec)
             chosen: dict[str, list[int]] = {}
             for _, positions in array.spec.distinct_boxes():
                 chosen.setdefault(devices[positions[0]].host, []).append(positions[0])

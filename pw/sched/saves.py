@@ -69,7 +69,7 @@ class Saves:
         for number, name in zip(message.arrays, message.names, strict=True):
             array = client.arrays[number]
             spec = array.spec
-            devices = self._ledger.bindings[spec.placement.slice].located(spec.placement)
+            devices = self._ledger.located(spec)
             for host, positions in self._divide(spec, devices, sizes_bytes).items():
                 islands[host] = array.island
                 names, copies = parts.setdefault(host, ([], []))
