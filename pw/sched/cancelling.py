@@ -23,8 +23,8 @@ from pw.core.errors import (
     Error,
     ErrorReport,
 )
-from pw.core.ids import arrays_in, client_of, run_name, scheduler_of
-from pw.core.messages import CancelRun, CancelRuns, Run, RunFailed, RunStatus
+from pw.core.ids import arrays_in, client_of, run_name
+from pw.core.messages import CancelRuns, Run, RunFailed, RunStatus
 from pw.sched.clients import Client, RunState
 from pw.sched.rebuild import Ledger, Rebuilder
 
@@ -92,13 +92,11 @@ class RunEnder:
         env: Env,
         ledger: Ledger,
         rebuilder: Rebuilder,
-        settle: Callable[[Client], None],
         refuse: Callable[[Client, Run, ErrorReport], None],
     ) -> None:
         self._env = env
         self._ledger = ledger
         self._rebuilder = rebuilder
-        self._settle = settle
         self._refuse = refuse
         self._deadlines = Deadlines()
         self._timer: Timer | None = None
@@ -120,28 +118,18 @@ class RunEnder:
 
         With a `reason` also what has been launched of them must end: `grace_s` later at the latest.
         """
-        ledger = self._ledger
         failed = set(arrays)
-        for run, state in list(ledger.runs.items()):
+        for run, state in list(self._ledger.runs.items()):
             if run not in runs and failed.isdisjoint(arrays_in(state.args)):
                 continue
-            del ledger.runs[run]
             self.ended(run, state)
-            client = ledger.clients[state.client]
-            if state.credited:
-                client.in_flight -= 1
-                self._settle(client)
+            grace = grace_s if run in runs else max(grace_s, GRACE_S)
+            client = self._rebuilder.withdraw(run, reason, grace)
             failed.update(state.results)
             for array in state.results:
                 if array in client.arrays:
                     client.arrays[array].error = error
             self._env.send(client.address, RunFailed(run, state.results, error))
-            grace = grace_s if run in runs else max(grace_s, GRACE_S)
-            for touched in state.islands:
-                if touched in ledger.islands:
-                    self._env.send(scheduler_of(touched), CancelRun(run, reason, grace))
-            kept = [(n, array) for n, array in state.donated if not array.uploading]
-            self._rebuilder.drop(client, kept)
 
     def refused(self, run: int, results: tuple[int, ...], error: ErrorReport) -> None:
         """A run cannot be; if it seemed to have ended, its results are not what they should be."""

@@ -176,11 +176,11 @@ class Controller(Actor):
             ledger,
             recovery_s,
             self._lower,
-            self._settle,
+            self._credit,
             self._drain,
             numbers.is_known,
         )
-        self._ender = RunEnder(env, ledger, self._rebuilder, self._settle, self._fail_run)
+        self._ender = RunEnder(env, ledger, self._rebuilder, self._fail_run)
         self._saves = Saves(env, ledger)
         self._nodes: dict[str, Client] = {}
         self._disclaimer = Ticker(env, RESUME_S, _Disclaim())
@@ -495,15 +495,14 @@ class Controller(Actor):
             held = holders(output.spec, self._bindings)
             assert held is not None
             client.arrays[array] = Array(output.spec, *held)
-        client.in_flight += 1
         self.env.count("runs")
         record = client.lineage.add_run(message.run, program, message.args, message.results)
         client.lineage.release(number for number, _ in donated)
         islands = tuple(program.parts)
         if not islands:
-            client.in_flight -= 1
             self._settle(client)
             return
+        client.in_flight += 1
         self._runs[message.run] = RunState(
             client.number,
             record,
@@ -532,6 +531,13 @@ class Controller(Actor):
         client.settled += 1
         self._settled.add(client.number)
 
+    def _credit(self, state: RunState) -> None:
+        """A run that was in flight has ended, in whatever way."""
+        if state.credited:
+            client = self._clients[state.client]
+            client.in_flight -= 1
+            self._settle(client)
+
     @handles(SegmentDone)
     def _segment_done(self, sender: Address, message: SegmentDone) -> None:
         state = self._runs.get(message.run)
@@ -541,18 +547,15 @@ class Controller(Actor):
         state.lost = state.lost or message.lost
         if state.segments_left > 0:
             return
-        del self._runs[message.run]
         self._ender.ended(message.run, state)
-        client = self._clients[state.client]
         if state.lost is not None:
             self._run_lost(message.run, state, state.lost)
-        elif state.credited:
-            client.in_flight -= 1
-            self._settle(client)
+        else:
+            del self._runs[message.run]
+            self._credit(state)
 
     def _run_lost(self, run: int, state: RunState, error: ErrorReport) -> None:
         """A run ended without its values, because a host was lost: run it, and what needs it, again."""
-        self._runs[run] = state
         self._rebuilder.interrupt(error, runs=(run,))
         delay_s = min(REPEAT_S * 2**state.record.attempts, 2.0)
         self.env.call_later(delay_s, Proceed(state.client))

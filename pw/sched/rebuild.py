@@ -154,7 +154,7 @@ class Rebuilder:
         ledger: Ledger,
         recovery_s: float,
         lower: Callable[[Client, RegisteredProgram], None],
-        settle: Callable[[Client], None],
+        credit: Callable[[RunState], None],
         resume: Callable[[Client], None],
         is_known: Callable[[int], bool],
     ) -> None:
@@ -162,7 +162,7 @@ class Rebuilder:
         self._ledger = ledger
         self._recovery_s = recovery_s
         self._lower = lower
-        self._settle = settle
+        self._credit = credit
         self._resume = resume
         self._is_known = is_known
         self._copies: dict[int, dict[str, frozenset[Box]]] = {}
@@ -240,24 +240,27 @@ class Rebuilder:
             needed = not lost.isdisjoint(arrays_in(state.args))
             if run not in chosen and island not in state.islands and not needed:
                 continue
-            del ledger.runs[run]
             lost.update(state.results)
-            for touched in state.islands:
-                if touched in ledger.islands:
-                    self._env.send(scheduler_of(touched), CancelRun(run))
-            self.lose_results(state, error)
+            client = self.withdraw(run)
+            for number in state.results:
+                array = client.arrays.get(number)
+                if array is not None and array.error is None and number not in client.lost:
+                    self._lose(client, number, array, error)
 
-    def lose_results(self, state: RunState, error: ErrorReport) -> None:
-        """A run has not made what it should: it is to be run again."""
-        client = self._ledger.clients[state.client]
-        if state.credited:
-            client.in_flight -= 1
-            self._settle(client)
+    def withdraw(self, run: int, reason: str = "", grace_s: float = 0.0) -> Client:
+        """End a run in flight before its time, everywhere; whose it was. What it was to take away goes.
+
+        With a `reason` also what has been launched of it must end: `grace_s` later at the latest.
+        """
+        ledger = self._ledger
+        state = ledger.runs.pop(run)
+        for island in state.islands:
+            if island in ledger.islands:
+                self._env.send(scheduler_of(island), CancelRun(run, reason, grace_s))
+        client = ledger.clients[state.client]
         self.drop(client, [(n, array) for n, array in state.donated if not array.uploading])
-        for number in state.results:
-            array = client.arrays.get(number)
-            if array is not None and array.error is None and number not in client.lost:
-                self._lose(client, number, array, error)
+        self._credit(state)
+        return client
 
     def _lose(self, client: Client, number: int, array: Array, error: ErrorReport) -> None:
         client.lost.setdefault(number, error)
