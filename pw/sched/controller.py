@@ -784,7 +784,7 @@ class Controller(Actor):
             client = self._clients.get(client_of(array))
             if client is None or sender.node in self._nodes:
                 self.env.count("messages_stale")
-            elif self._rebuilder.arrays_lost(client, (array,)):
+            elif self._rebuilder.array_lost(client, array):
                 self.env.call_later(REPEAT_S, Proceed(client.number))
 
     @handles(LinkLost)

@@ -266,23 +266,20 @@ class Rebuilder:
         client.lost.setdefault(number, error)
         array.uploading.clear()
 
-    def arrays_lost(self, client: Client, arrays: tuple[int, ...]) -> bool:
-        """A host says that it has not got them; whether that was not known."""
+    def array_lost(self, client: Client, number: int) -> bool:
+        """A host says that it has not got an array; whether that was not known."""
+        array = client.arrays.get(number)
+        if array is not None and array.error is not None:
+            self._env.send(client.address, RunFailed(0, (number,), array.error))
+        if array is None or array.error is not None or array.uploading or number in client.lost:
+            return False
         error = ErrorReport.of(HostLost("a host was lost while it sent what the array is made of"))
-        found = False
-        for number in arrays:
-            array = client.arrays.get(number)
-            if array is not None and array.error is not None:
-                self._env.send(client.address, RunFailed(0, (number,), array.error))
-            if array is None or array.error is not None or array.uploading or number in client.lost:
-                continue
-            making = [state for state in self._ledger.runs.values() if number in state.results]
-            for state in making:
-                state.lost = error  # it is seen to when the run has ended
-            if not making:
-                self._lose(client, number, array, error)
-                found = True
-        return found
+        making = [state for state in self._ledger.runs.values() if number in state.results]
+        for state in making:
+            state.lost = error  # it is seen to when the run has ended
+        if not making:
+            self._lose(client, number, array, error)
+        return not making
 
     def drop(self, client: Client, arrays: Iterable[tuple[int, Array]]) -> None:
         """Have the hosts that hold these arrays forget them, after the client's earlier work."""
