@@ -66,6 +66,20 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "last"
 
 
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hosts read no checkpoint before this is set."""
+    reader, gate = disk.Reader, threading.Event()
+
+    def gated(*args: Any) -> Any:
+        assert gate.wait(BOUND_S)
+        return reader(*args)
+
+    monkeypatch.setattr(disk, "Reader", gated)
+    yield gate
+    gate.set()
+
+
 def on(mesh: pw.Mesh, *spec: Any) -> pw.NamedSharding:
     return pw.NamedSharding(mesh, P(*spec))
 
@@ -575,20 +589,13 @@ def test_damaged_files_fail_the_arrays_that_need_them(
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_mixed_up(
-    west: pw.Mesh, path: Path, monkeypatch: pytest.MonkeyPatch
+    west: pw.Mesh, path: Path, reading: threading.Event
 ) -> None:
     x = pw.put(numbers(8), sharding=on(west, "z"))
     save(x, path)
-    reader, gate = disk.Reader, threading.Event()
-
-    def slow(*args: Any) -> Any:
-        assert gate.wait(BOUND_S)
-        return reader(*args)
-
-    monkeypatch.setattr(disk, "Reader", slow)
     back = pw.restore(path, x)
     save(x + 1, path, overwrite=True)
-    gate.set()
+    reading.set()
     with pytest.raises(pw.CheckpointNotFound, match="replaced"):
         np.asarray(back)
 
@@ -608,22 +615,15 @@ def test_many_arrays_are_read_with_few_openings(
 
 
 def test_deleting_what_is_still_being_read_leaves_nothing(
-    west: pw.Mesh, path: Path, monkeypatch: pytest.MonkeyPatch
+    west: pw.Mesh, path: Path, reading: threading.Event
 ) -> None:
     x = pw.put(numbers(8), sharding=on(west, "z"))
     save(x, path)
-    reader, gate = disk.Reader, threading.Event()
-
-    def slow(*args: Any) -> Any:
-        assert gate.wait(BOUND_S)
-        return reader(*args)
-
-    monkeypatch.setattr(disk, "Reader", slow)
     pw.block_until_ready(x)
     before = live()
     back = pw.restore(path, x)
     back.delete()
-    gate.set()
+    reading.set()
     until_live(before)
 
 
