@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from pw.core.errors import INFRASTRUCTURE, ErrorReport
-from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, session_of
+from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, session_of
 from pw.core.messages import (
     Answered,
     Checkpoint,
@@ -19,9 +21,11 @@ from pw.core.messages import (
     InputGone,
     Inquire,
     PeerLost,
+    SegmentDone,
     UploadAgain,
 )
 from pw.core.sharding import ArraySpec
+from pw.sched.rebuild import AGAIN_S, DOUBLINGS
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, Client, chain, split
 from tests.supervised import SupervisedHost
@@ -345,6 +349,34 @@ def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spare
     else:
         assert cluster.hosts[victim].finished == "drained"
     np.testing.assert_array_equal(client.value(state), X + 5)
+
+
+def test_what_is_lost_again_and_again_is_tried_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    array = client.upload(X, cluster.b)
+    step = client.program(chain([cluster.b]))
+    world.settle()
+    tried_s: list[float] = []
+    post, error = world.post, ErrorReport.of(HostLost("a link was cut"))
+
+    def lose(sender: Address, to: Address, message: object) -> None:
+        if isinstance(message, SegmentDone) and to == CONTROL and len(tried_s) < 11:
+            tried_s.append(world.now_s)
+            message = msgspec.structs.replace(message, lost=error)
+        post(sender, to, message)
+
+    monkeypatch.setattr(world, "post", lose)
+    (result,) = client.run(step, array)
+    world.settle()
+    while len(tried_s) < 11:
+        world.wait(min(alarm.due_s for alarm in world.alarms) - world.now_s)
+    pauses_s = [after - before for before, after in itertools.pairwise(tried_s)]
+    assert pauses_s == pytest.approx([AGAIN_S * 2 ** min(n, DOUBLINGS) for n in range(10)])
+    world.wait(AGAIN_S * 2**DOUBLINGS)
+    np.testing.assert_array_equal(client.value(result), X + 1)
 
 
 def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:

@@ -111,9 +111,6 @@ def ticket_for(secret: bytes, client: int) -> bytes:
     return hashlib.blake2b(client.to_bytes(8, "big"), key=secret, digest_size=16).digest()
 
 
-REPEAT_S = 0.02
-"""How long to wait before a run is run again that a host's loss made fail, at first."""
-
 EMPTIED_S = 0.1
 """How often to look whether a drained host is empty."""
 
@@ -549,16 +546,10 @@ class Controller(Actor):
             return
         self._ender.ended(message.run, state)
         if state.lost is not None:
-            self._run_lost(message.run, state, state.lost)
+            self._rebuilder.run_lost(message.run, state.lost)
         else:
             del self._runs[message.run]
             self._credit(state)
-
-    def _run_lost(self, run: int, state: RunState, error: ErrorReport) -> None:
-        """A run ended without its values, because a host was lost: run it, and what needs it, again."""
-        self._rebuilder.interrupt(error, runs=(run,))
-        delay_s = min(REPEAT_S * 2**state.record.attempts, 2.0)
-        self.env.call_later(delay_s, Proceed(state.client))
 
     @handles(Proceed)
     def _proceed(self, sender: Address, note: Proceed) -> None:
@@ -784,8 +775,8 @@ class Controller(Actor):
             client = self._clients.get(client_of(array))
             if client is None or sender.node in self._nodes:
                 self.env.count("messages_stale")
-            elif self._rebuilder.array_lost(client, array):
-                self.env.call_later(REPEAT_S, Proceed(client.number))
+            else:
+                self._rebuilder.array_lost(client, array)
 
     @handles(LinkLost)
     def _link_lost(self, sender: Address, message: LinkLost) -> None:

@@ -36,8 +36,10 @@ class Record:
     results: tuple[int, ...]
     wanted: int = 0
     """Results that are needed."""
-    attempts: int = 0
+    repeats: int = 0
     """How often it was run again because hosts were lost."""
+    attempts: int = 0
+    """The same, where repeats that follow each other closely count as one."""
     attempted_s: float = -math.inf
 
 

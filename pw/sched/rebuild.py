@@ -66,6 +66,8 @@ OFFER_S = 5.0
 """How long a host may take to fetch a copy before it is told of it once more."""
 AGAIN_S = 0.02
 """How long to wait before another try, at first: a link may have to come back."""
+DOUBLINGS = 7
+"""How often that is doubled, with every try that was in vain."""
 COPIES = 2
 """Hosts that shall have a copy of whatever was checkpointed."""
 
@@ -262,24 +264,36 @@ class Rebuilder:
         self._credit(state)
         return client
 
+    def run_lost(self, run: int, error: ErrorReport) -> None:
+        """A run ended without its values, because a host was lost: run it, and what needs it, again."""
+        state = self._ledger.runs[run]
+        self.interrupt(error, runs=(run,))
+        self._try_again(self._ledger.clients[state.client], state.record.repeats)
+
+    def _try_again(self, client: Client, tries: int) -> None:
+        pause_s = AGAIN_S * 2 ** min(tries, DOUBLINGS)
+        self._env.call_later(pause_s, Proceed(client.number))
+
     def _lose(self, client: Client, number: int, array: Array, error: ErrorReport) -> None:
         client.lost.setdefault(number, error)
         array.uploading.clear()
 
-    def array_lost(self, client: Client, number: int) -> bool:
-        """A host says that it has not got an array; whether that was not known."""
+    def array_lost(self, client: Client, number: int) -> None:
+        """A host says that it has not got an array, which may be known."""
         array = client.arrays.get(number)
         if array is not None and array.error is not None:
             self._env.send(client.address, RunFailed(0, (number,), array.error))
         if array is None or array.error is not None or array.uploading or number in client.lost:
-            return False
+            return
         error = ErrorReport.of(HostLost("a host was lost while it sent what the array is made of"))
         making = [state for state in self._ledger.runs.values() if number in state.results]
         for state in making:
             state.lost = error  # it is seen to when the run has ended
         if not making:
             self._lose(client, number, array, error)
-        return not making
+            origin = client.lineage.origins.get(number)
+            maker = origin.maker if origin is not None else None
+            self._try_again(client, array.restored if maker is None else maker.repeats)
 
     def drop(self, client: Client, arrays: Iterable[tuple[int, Array]]) -> None:
         """Have the hosts that hold these arrays forget them, after the client's earlier work."""
@@ -441,6 +455,7 @@ class Rebuilder:
         if error is not None:
             failed.update(dict.fromkeys(record.results, error))
             return
+        record.repeats += 1
         now_s = self._env.now_s()
         if now_s - record.attempted_s >= ATTEMPT_S:
             record.attempts += 1
@@ -495,8 +510,7 @@ class Rebuilder:
             self.drop(client, [(number, array)])  # other hosts may have their shards
         consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
         self.interrupt(error, runs=consumers)
-        pause_s = min(AGAIN_S * 2**array.restored, 2.0)
-        self._env.call_later(pause_s, Proceed(client.number))
+        self._try_again(client, array.restored)
         return True
 
     def give_up(self, note: GiveUp) -> None:
