@@ -260,6 +260,33 @@ def test_what_is_queued_is_sent_though_its_client_has_left(waited_s: float) -> N
     assert not any(edge.census().values()), edge.census()
 
 
+def test_losses_are_remembered_as_long_as_runs_are_under_way_that_began_before() -> None:
+    """Clients come and go under names of their own, and a host lives long."""
+    edge = Edge(SMALL)
+    sender = edge.ends["b0"].actor
+
+    def lose(*nodes: str) -> None:
+        for node in nodes:
+            edge.world.mailboxes["b0"].append((Address("b0", "net"), to, PeerLost(node, "it left")))
+        edge.world.drain("b0")
+
+    to = coordinator_of("b0")
+    lose("client-1", "client-2")
+    assert not sender._lost_at, "nothing is under way that could still be sent"
+    sender.hosts_are(frozenset(("a0", "a1")))
+    sender.begin(RUN)
+    lose("client-3")
+    sender.begin(RUN + 1)
+    sender.hosts_are(frozenset(("a0",)))
+    lose("client-4")
+    assert set(sender._lost_at) == {"client-3", "client-4", "a1"}
+    sender.end(RUN)
+    assert set(sender._lost_at) == {"client-4", "a1"}
+    sender.end(RUN + 1)
+    assert not sender._lost_at
+    assert not sender._gone_at
+
+
 def test_a_landing_that_is_too_small_fails_the_edge() -> None:
     edge = Edge(LARGE)
     edge.send(0)

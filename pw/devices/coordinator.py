@@ -141,6 +141,8 @@ class ShardCoordinator(Actor):
         self._gone_clients: set[int] = set()
         self._void_clients: set[int] = set()
         self._begun = 0
+        self._began: dict[int, int] = {}
+        """Places of the runs under way here."""
         self._probes = Ticker(env, PROBE_S, _Probe())
         self._expiry = Ticker(env, PARKED_S, _Expire())
         self._sent: dict[int, set[tuple[int, str]]] = {}
@@ -149,7 +151,7 @@ class ShardCoordinator(Actor):
         """The newest run begun here of each series: runs of one series begin in order."""
         self._gone_at: dict[str, int] = {}
         """How many runs had begun here when a host left its island: whoever bears its name since then
-        has never heard of them."""
+        has never heard of them. Kept while one of them is under way."""
         self._lost_at: dict[str, int] = {}
         """The same for the link to a host: the host may wait for what was to be sent."""
         self._present: frozenset[str] = frozenset()
@@ -158,6 +160,7 @@ class ShardCoordinator(Actor):
     def begin(self, run: int) -> int:
         """A run begins here: its place among the runs of this host."""
         self._begun += 1
+        self._began[run] = self._begun
         self._sent[run] = set()
         series = run >> SERIES_BITS
         self._newest[series] = max(run, self._newest.get(series, 0))
@@ -166,6 +169,12 @@ class ShardCoordinator(Actor):
     def end(self, run: int) -> None:
         """All instructions of a run have been handed over here, or will never be."""
         self._sent.pop(run, None)
+        self._began.pop(run, None)
+        if self._gone_at or self._lost_at:
+            oldest = min(self._began.values(), default=self._begun + 1)
+            for losses in (self._gone_at, self._lost_at):
+                for node in [node for node, begun in losses.items() if begun < oldest]:
+                    del losses[node]
 
     # --- receiving -----------------------------------------------------------------------------------
 
@@ -520,12 +529,14 @@ class ShardCoordinator(Actor):
         gone, self._present = self._present - nodes, nodes
         self._absent = (self._absent | gone) - nodes
         for node in sorted(gone):
-            self._gone_at[node] = self._begun
+            if self._began:
+                self._gone_at[node] = self._begun
             self._lose(node, "it left its island")
 
     def _lose(self, node: str, reason: str) -> None:
         """Edges from and to a lost host will never be completed."""
-        self._lost_at[node] = self._begun
+        if self._began:
+            self._lost_at[node] = self._begun
         error = self._lost(node, reason)
         for incoming in list(self._incoming.values()):
             if node in incoming.missing:

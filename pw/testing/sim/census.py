@@ -27,15 +27,7 @@ PERMANENT = frozenset(
         ),
         *("_next_sequence", "_lost", "_spares", "limited", "_numbers", "_places", "_unsettled"),
         # bounded memories of what is gone
-        *(
-            "_dropped",
-            "_gone_clients",
-            "_void_clients",
-            "_gone_at",
-            "_lost_at",
-            "_recent",
-            "_strikes",
-        ),
+        *("_dropped", "_gone_clients", "_void_clients", "_recent", "_strikes"),
     )
 )
 """Names of what need not be empty in the end."""
