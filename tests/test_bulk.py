@@ -555,6 +555,24 @@ def test_size_classes(size_bytes: int, capacity_bytes: int) -> None:
     assert size_class(size_bytes) == capacity_bytes
 
 
+def test_no_child_of_a_sender_inherits_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    inherited: list[bool] = []
+    real = shared.map_received
+
+    def look(descriptor: int, capacity_bytes: int) -> Any:
+        inherited.append(os.get_inheritable(descriptor))
+        return real(descriptor, capacity_bytes)
+
+    monkeypatch.setattr(shared, "map_received", look)
+
+    async def scenario() -> None:
+        async with planes("shared") as (sender, receiver):
+            await moved(sender, receiver, noise(shared.INLINE_BYTES + 1))
+
+    on_loop(scenario)
+    assert inherited == [False]
+
+
 @pytest.mark.parametrize("channel", [*CHANNELS, "auto"])
 def test_nothing_is_left_open(channel: str) -> None:
     def open_descriptors() -> int:

@@ -465,14 +465,14 @@ class Copier:
 
     def _receive(self, name: str, peer: _Receiver) -> None:
         try:
-            received, descriptors, _, _ = socket.recv_fds(
-                peer.socket, 4096, _DESCRIPTORS_AT_ONCE, socket.MSG_CMSG_CLOEXEC
-            )
+            received, descriptors, _, _ = socket.recv_fds(peer.socket, 4096, _DESCRIPTORS_AT_ONCE)
         except BlockingIOError:
             return
         except OSError as error:
             self._hang_up(name, peer, str(error))
             return
+        for descriptor in descriptors:  # Python 3.11 drops the flag that would ask for it
+            os.set_inheritable(descriptor, False)
         peer.descriptors.extend(descriptors)
         if not received:
             self._hang_up(name, peer, "it closed the connection")
