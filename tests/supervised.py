@@ -27,9 +27,12 @@ class SupervisedHost:
         self._handed: list[Any] = []
         self.incarnations = 0
         self.finished = ""
-        self._start()
+        self.waits = False
+        """A runtime that has ended by itself is not started again until the test says so."""
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the next incarnation."""
         self.incarnations += 1
         self.current = _Incarnation(self, *self._where, self._spare, self._handed)
         self._spare = True  # from the second time on, as the supervisor says
@@ -37,7 +40,7 @@ class SupervisedHost:
     def crash(self) -> None:
         """SIGKILL to the runtime: whatever it held is gone, and the supervisor starts another one."""
         self.world.kill(self.name)
-        self.world.happenings[f"supervisor of {self.name}"].append(self._start)
+        self.world.happenings[f"supervisor of {self.name}"].append(self.start)
 
     def die(self) -> None:
         """The machine is gone for good."""
@@ -51,10 +54,10 @@ class SupervisedHost:
     def ended(self, *, again: bool) -> None:
         """The runtime has ended by itself."""
         self.world.kill(self.name, "closed")
-        if again:
-            self._start()
-        else:
+        if not again:
             self.finished = "drained"
+        elif not self.waits:
+            self.start()
 
 
 class _Incarnation(FakeHost):

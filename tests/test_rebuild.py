@@ -20,6 +20,7 @@ from pw.core.messages import (
     ForgetInputs,
     InputGone,
     Inquire,
+    LeaveIsland,
     PeerLost,
     SegmentDone,
     UploadAgain,
@@ -189,6 +190,32 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     client.delete(state)
     client.release(step)
     cluster.idle()
+
+
+def test_copies_that_all_hosts_take_away_and_bring_back_are_kept() -> None:
+    """Nothing else is left of an array that was donated away behind them, however often that happens."""
+    cluster = Cluster(spares=1)
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    state = client.upload(cluster.x, cluster.a)
+    (state,) = client.run(step, state)
+    client.checkpoint(state)
+    world.settle()
+    for epoch in range(1, 4):
+        for name in ("a0", "a1", "b0"):
+            host = cluster.hosts[name]
+            host.waits = True
+            leave = LeaveIsland(name[0], epoch, "a test")
+            world.post(RESOURCES, Address(name, "executor"), leave)
+        world.settle()
+        for name in ("a0", "a1", "b0"):
+            cluster.hosts[name].waits = False
+            cluster.hosts[name].start()
+        world.settle()
+        np.testing.assert_array_equal(client.value(state), cluster.x + 1)
+    cluster.hosts["a1"].die()
+    world.settle()
+    np.testing.assert_array_equal(client.value(state), cluster.x + 1)
 
 
 def test_a_spare_takes_the_place_of_a_host_that_is_gone() -> None:

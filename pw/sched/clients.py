@@ -128,8 +128,6 @@ class Client:
 
     resuming: Resumption | None = None
     """It is telling what an earlier controller knew of it."""
-    checkpointed: set[int] = field(default_factory=set)
-    """Arrays of which an earlier controller had copies made, if they are still there."""
     patient_until_s: float = 0.0
     """Until then hosts may come that have copies."""
 

@@ -58,6 +58,8 @@ class Origin:
     """Kept records that read it."""
     copied: bool = False
     """A checkpoint has put copies of all of it in host memory."""
+    lasting: bool = False
+    """There were such copies, so it may be that nothing else leads back to it; any that come back are kept."""
 
 
 @dataclass(slots=True)
@@ -132,12 +134,18 @@ class Lineage:
         """All of an array is in host memory now: how it was made does not matter any more."""
         origin = self.origins.get(array)
         if origin is not None and not origin.copied:
-            origin.copied = True
+            origin.copied = origin.lasting = True
             if origin.maker is not None:
                 self._unwant([origin])
 
+    def was_copied(self, array: int) -> None:
+        """There were copies of all of an array, and they may come back."""
+        origin = self.origins.get(array)
+        if origin is not None:
+            origin.lasting = True
+
     def copies_lost(self, array: int) -> None:
-        """Not all of an array is in host memory any more."""
+        """Not all of an array is in host memory any more, or not at the moment."""
         origin = self.origins.get(array)
         if origin is not None:
             origin.copied = False

@@ -314,7 +314,6 @@ class Rebuilder:
         """Rebuild what a client has lost, as soon as its slices are bound and its programs compiled."""
         if client.unbound or client.resuming is not None:
             return
-        self._recall_copies(client)
         if client.lost:
             plan = self._plan(client)
             if plan.lost and self._env.now_s() < client.patient_until_s:
@@ -565,6 +564,7 @@ class Rebuilder:
             elif holding.boxes:
                 copies = self._copies.setdefault(holding.array, {})
                 copies[host] = copies.get(host, frozenset()).union(holding.boxes)
+                self._recall(client, holding.array, copies)
         if useless:
             self._env.send(store_of(host), DropReplicas(tuple(useless)))
         for copying in list(self._checkpoints):
@@ -725,13 +725,11 @@ class Rebuilder:
         for host, holding in self._unclaimed.pop(number, ()):
             self._env.send(store_of(host), DropReplicas((holding.array,)))
 
-    def _recall_copies(self, client: Client) -> None:
-        """What was checkpointed under an earlier controller, and is all there, has lasting copies again."""
-        for array in client.checkpointed:
-            origin = client.lineage.origins.get(array)
-            if origin is not None and sources_of(origin.spec, self._copies.get(array, {})):
-                client.lineage.copied(array)
-        client.checkpointed.clear()
+    def _recall(self, client: Client, array: int, copies: dict[str, frozenset[Box]]) -> None:
+        """What was checkpointed once, and is all there again, has lasting copies again."""
+        origin = client.lineage.origins[array]
+        if origin.lasting and not origin.copied and sources_of(origin.spec, copies) is not None:
+            client.lineage.copied(array)
 
     def slice_refused(self, client: Client, number: int, error: ErrorReport) -> None:
         """A slice that was bound, or is said to have been, cannot be had."""

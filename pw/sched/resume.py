@@ -108,4 +108,5 @@ class Resumption:
                 spec = origin.spec if origin is not None else NOWHERE
                 client.arrays[number] = Array(spec, "", ())
                 client.lost[number] = RESTARTED
-        client.checkpointed.update(message.copied)
+        for array in message.copied:
+            lineage.was_copied(array)

@@ -131,15 +131,11 @@ class Faults:
     # --- the end -------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Faults stop: links carry, the stopped go on, the dead come back."""
+        """Faults stop: links carry, and the dead come back; the stopped go on when their time has come."""
         world = self._world
         world.calm = True
         world.blocked.clear()
         world.trace.add((world.now_s, "FAULT", "", "all faults have ended"))
-        for name in sorted(world.nodes):
-            node = world.nodes[name]
-            if node.paused:
-                node.paused_until_s = world.now_s
         for host in self._cluster.hosts:
             if host.node is None:
                 host.restart_later(0.5)
