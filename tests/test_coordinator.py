@@ -73,8 +73,11 @@ class Edge:
         a = self.ends["a0"].actor
         a.expect(run, receive, self.value, self.taker, arrived)
 
-    def send(self, rank: int, error: ErrorReport | None = None, run: int = RUN) -> None:
+    def send(
+        self, rank: int, error: ErrorReport | None = None, run: int = RUN, *, alone: bool = False
+    ) -> None:
         value = Value(error)
+        value.alone = alone
         if error is None:
             half = len(self.whole) // 2
             value.payload = {rank: self.whole[rank * half : (rank + 1) * half]}
@@ -122,6 +125,21 @@ def test_either_side_may_be_first(
         else:
             np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
         assert not any(edge.census().values()), edge.census()
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_value_that_one_host_alone_lacks_is_not_taken_for_failed_everywhere(
+    elements: int, alone: bool
+) -> None:
+    """Another host of the receiver's gang may get it from a host that has it."""
+    edge = Edge(elements)
+    edge.expect()
+    edge.send(0)
+    edge.send(1, POISON, alone=alone)
+    edge.world.settle()
+    assert edge.value.error == POISON
+    assert edge.value.alone == alone
 
 
 def test_a_host_is_lost_while_it_sends() -> None:

@@ -238,7 +238,7 @@ class ShardCoordinator(Actor):
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._fail(incoming, self._host, views, alone=source.error is None)
+                self._fail(incoming, self._host, views, alone=_is_alone(source))
             else:
                 self._collect(incoming, route, views)
 
@@ -374,7 +374,7 @@ class ShardCoordinator(Actor):
                 outgoing.failed = True
                 self.env.send(
                     coordinator_of(send.route.destination_host),
-                    EdgeFailed(run, send.edge, views, alone=value.error is None),
+                    EdgeFailed(run, send.edge, views, alone=_is_alone(value)),
                 )
             elif total <= INLINE_BYTES:
                 del self._outgoing[key]
@@ -655,6 +655,11 @@ class ShardCoordinator(Actor):
             "edges_outgoing": len(self._outgoing),
             "edges_parked": len(self._parked),
         }
+
+
+def _is_alone(value: Value) -> bool:
+    """Whether a value that could not be read may have been read on other hosts."""
+    return value.error is None or value.alone
 
 
 def _shards(route: Route) -> tuple[int, ...]:
