@@ -23,9 +23,11 @@ from pw.core.messages import (
     LeaveIsland,
     PeerLost,
     SegmentDone,
+    Upload,
     UploadAgain,
 )
-from pw.core.sharding import ArraySpec
+from pw.core.packing import pack
+from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.sched.rebuild import AGAIN_S, DOUBLINGS
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, Client, chain, split
@@ -52,10 +54,6 @@ class Survivor(Client):
                 self.tell(InputGone(message.name))
 
     def send_again(self, array: int, value: Any, spec: ArraySpec) -> None:
-        from pw.core.messages import Upload
-        from pw.core.packing import pack
-        from pw.core.sharding import box_slices, host_boxes
-
         devices = self.devices(spec)
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
@@ -304,6 +302,32 @@ def test_what_cannot_be_had_back_says_why() -> None:
     assert "keep=True" in error.message
     (fine,) = client.run(step, client.upload(X, cluster.b))
     np.testing.assert_array_equal(client.value(fine), X + 1)
+
+
+def test_what_is_made_of_an_input_that_some_hosts_lack_for_good_fails() -> None:
+    """It is not made from what the other hosts have got."""
+    cluster = Cluster()
+    cluster.client.keeps_inputs = False
+    client, world = cluster.client, cluster.world
+    program = client.program(chain([cluster.a, cluster.b]))
+    given = client.id()
+    client.specs[given] = cluster.a
+    client.tell(CreateArray(given, cluster.a, bound=1))
+    (made,) = client.run(program, given)
+    world.settle()
+    data = pack([X[: SMALL // 2]])
+    client.tell_host("a0", Upload(given, cluster.a, client.devices(cluster.a), data))
+    world.settle()
+    cluster.hosts["b0"].waits = True
+    world.post(RESOURCES, Address("b0", "executor"), LeaveIsland("b", 1, "a test"))
+    world.settle()
+    client.tell(InputGone(given))
+    world.settle()
+    cluster.hosts["b0"].start()
+    world.settle()
+    assert client.failed[given].kind == "ArrayLost"
+    assert "keep=True" in client.failed[made].message, "nothing was launched"
+    assert cluster.hosts["a0"].incarnations == 1
 
 
 def test_an_island_that_does_not_come_back_is_given_up() -> None:

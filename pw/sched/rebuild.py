@@ -418,13 +418,16 @@ class Rebuilder:
         client.retired.clear()
 
     def _land(self, client: Client, number: int, names: dict[int, int]) -> tuple[int, Array]:
-        """An array is about to arrive on its hosts; it goes again if the client does not hold it."""
+        """An array is about to arrive on its hosts; it goes again if the client cannot use it.
+
+        It may have failed before, which is for good: then only what was made of it is wanted.
+        """
         spec = client.lineage.origins[number].spec
         held = holders(spec, self._ledger.bindings)
         assert held is not None, "slices are bound before anything is rebuilt"
         island, hosts = held
         array = client.arrays.get(number)
-        if array is None:
+        if array is None or array.error is not None:
             names[number] = number = client.repeat_id()
             array = client.doomed[number] = Array(spec, island, hosts)
         array.island, array.hosts, array.uploading = island, hosts, set(hosts)
@@ -475,7 +478,7 @@ class Rebuilder:
                 results.append(number)
                 continue
             name = client.repeat_id()
-            if array is None:
+            if array is None or array.error is not None:
                 names.setdefault(number, name)
             temporary.append((name, Array(output.spec, *held)))
             results.append(name)
