@@ -311,7 +311,7 @@ def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     world.settle()
     assert kind(client.failed[stuck]) == kind(client.failed[after]) == "Cancelled"
     cluster.hosts["a1"].finished = ""
-    cluster.hosts["a1"]._start()
+    cluster.hosts["a1"].start()
     world.wait(1)
     np.testing.assert_array_equal(client.value(kept), X + 1)
     assert len(launched(cluster)) <= len(before) + 1

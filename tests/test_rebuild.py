@@ -278,7 +278,7 @@ def test_what_is_asked_for_while_an_island_is_away_waits_for_it() -> None:
         world.settle()
         assert not client.failed
         cluster.hosts["a0"].finished = ""
-        cluster.hosts["a0"]._start()
+        cluster.hosts["a0"].start()
         world.settle()
         np.testing.assert_array_equal(client.value(one), X + 2)
         np.testing.assert_array_equal(client.value(two), X + 1)
