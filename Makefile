@@ -22,7 +22,7 @@ demo: $(STAMP)  ## train a small language model through the runtime
 	@$(RUN) -m examples.train_lm
 
 test: lint  ## everything CI checks: format, lint, types, import contracts, tests
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)  ## format check, lint, types and import contracts
 	@$(RUN) -m ruff format --check .
