@@ -85,14 +85,16 @@ class Bench:
         self.world.mailboxes["a0"].append((sender, Address("a0", actor), message))
         self.world.drain("a0")
 
-    def install(self, body: Program, blob: bytes = b"1", epoch: int = 1) -> int:
-        self.serial += 1
-        number = client_id(1, self.serial)
+    def install(
+        self, body: Program, blob: bytes = b"1", epoch: int = 1, again: int = 0, install: int = 1
+    ) -> int:
+        self.serial += not again
+        number = again or client_id(1, self.serial)
         plan = lower(body, self.slices)
         (mine,) = [host_plan for host_plan in plan.hosts if host_plan.host == "a0"]
         self.segments = [part.segment for part in mine.segments]
         artifacts = (Artifact(digest(blob), blob),)
-        self.tell(Install(epoch, number, body, mine, artifacts))
+        self.tell(Install(epoch, number, body, mine, artifacts, install))
         return number
 
     def launch(self, program: int, *args: Any, segment: int = 0, **how: Any) -> tuple[int, int]:
@@ -303,11 +305,11 @@ def test_discards_take_their_place_behind_launches() -> None:
     bench.sequence += 1
     bench.tell(Discard(1, bench.sequence, (x,), (alone,), ()))
     bench.settle()
-    assert f"{alone}/0".encode() in bench.host.backend.installed
+    assert f"{alone}/1/0".encode() in bench.host.backend.installed
     bench.edge(run, "b0", X)
     bench.settle()
     np.testing.assert_array_equal(bench.value(y), X + 2)
-    assert f"{alone}/0".encode() not in bench.host.backend.installed
+    assert f"{alone}/1/0".encode() not in bench.host.backend.installed
     bench.sequence += 1
     bench.tell(Discard(1, bench.sequence, (), (), (1,)))
     bench.settle()
@@ -340,6 +342,35 @@ def test_progress_is_sent_once_a_turn() -> None:
     bench.world.drain("a0")
     (progress,) = bench.told(Progress)
     assert [finished.sequence for finished in progress.finished] == list(range(5))
+
+
+def test_a_program_installed_again_is_not_forgotten_with_what_it_was_before() -> None:
+    bench = Bench()
+    waiting = bench.install(chain([bench.there, bench.here]))
+    (segment,) = bench.segments
+    body = chain([bench.here])
+    program = bench.install(body)
+    run, _ = bench.launch(waiting, b"", segment=segment)
+    bench.sequence += 1
+    bench.tell(Discard(1, bench.sequence, (), (program,), ()))
+    bench.install(body, again=program, install=2)
+    bench.settle()
+    assert [installed.install for installed in bench.told(Installed)] == [1, 1, 2]
+    bench.edge(run, "b0", X)
+    bench.settle()
+    installed = bench.host.backend.installed
+    assert f"{program}/1/0".encode() not in installed, "the discard had its turn"
+    _, y = bench.launch(program, X.tobytes())
+    bench.settle()
+    np.testing.assert_array_equal(bench.value(y), X + 1)
+    bench.install(body, again=program, install=3)
+    _, z = bench.launch(program, y)
+    bench.settle()
+    np.testing.assert_array_equal(bench.value(z), X + 2)
+    bench.sequence += 1
+    bench.tell(Discard(1, bench.sequence, (), (program,), ()))
+    bench.settle()
+    assert not [key for key in installed if key.startswith(f"{program}/".encode())]
 
 
 def test_an_artifact_that_did_not_come_is_a_compile_error() -> None:

@@ -19,10 +19,12 @@ from pw.core.messages import (
     EndEpoch,
     Finished,
     GangBroken,
+    Installed,
     InstallProgram,
     IslandFormed,
     Launch,
     LaunchGap,
+    ProgramInstalled,
     Progress,
     Release,
     RemoveClient,
@@ -418,3 +420,18 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
         assert empty([host.current for host in hosts])
         assert world.control._clients[client.number].in_flight == 0
         assert client.credits == client.sent_runs
+
+
+def test_an_answer_for_an_earlier_installing_does_not_count() -> None:
+    bench = Bench(hosts=("h0",))
+    bench.client(1)
+    program = client_id(1, 2)
+    plan = HostPlan("h0", (), (), (), ())
+    for install in (1, 2):
+        bench.tell(
+            InstallProgram(program, Program("p", (), (), (), ()), (plan,), (), install=install)
+        )
+    for install in (1, 2):
+        bench.tell(Installed(1, program, None, install=install), sender=executor_of("h0"))
+        told = bench.world.to(CONTROL, ProgramInstalled)
+        assert [m.install for m in told] == [2][: install - 1]

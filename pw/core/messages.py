@@ -652,6 +652,8 @@ class InstallProgram(_Message, frozen=True, tag=68):
     artifacts: tuple[Artifact, ...]
     memory: IslandMemory | None = None
     """What a run takes on this island; None where nobody counts."""
+    install: int = 0
+    """Programs are installed again when they are lowered again, and each time has a number."""
 
 
 class ProgramInstalled(_Message, frozen=True, tag=69):
@@ -660,6 +662,7 @@ class ProgramInstalled(_Message, frozen=True, tag=69):
     island: str
     program: int
     error: ErrorReport | None
+    install: int = 0
 
 
 class UninstallProgram(_Message, frozen=True, tag=70):
@@ -677,6 +680,7 @@ class Install(_Message, frozen=True, tag=71):
     body: Program
     plan: HostPlan
     artifacts: tuple[Artifact, ...]
+    install: int = 0
 
 
 class Installed(_Message, frozen=True, tag=72):
@@ -687,6 +691,7 @@ class Installed(_Message, frozen=True, tag=72):
     error: ErrorReport | None
     temporary_bytes: tuple[int, ...] = ()
     """Device memory that each computation takes while it runs, besides arguments and results."""
+    install: int = 0
 
 
 class Arguments(msgspec.Struct, frozen=True, array_like=True):

@@ -185,7 +185,7 @@ class Backend(Protocol):
     ) -> None:
         """Compile a computation for `devices`, so that `Execute` can name it by `key` after `done`.
 
-        Computations are compiled in the order of the calls. Installing a key twice is harmless.
+        Computations are compiled in the order of the calls. A key is given once: another installing has others.
         """
 
     def forget(self, key: bytes) -> None:

@@ -178,28 +178,28 @@ class HostExecutor(HostMember):
             return
         self._scheduler = sender
         body = message.body
-        program = HostProgram.of(message.program, body, message.plan)
+        program = HostProgram.of(message.program, message.install, body, message.plan)
+        earlier = self._programs.get(message.program)
+        if earlier is not None:
+            program.superseded = earlier.compiled
         self._programs[message.program] = program
         blobs = {artifact.digest: artifact.blob for artifact in message.artifacts}
         waiting = {key for key in program.keys if key is not None}
-        for place, queued in enumerate(self._queue):
-            if isinstance(queued, _Forget) and not waiting.isdisjoint(queued.keys):
-                keys = tuple(key for key in queued.keys if key not in waiting)
-                self._queue[place] = _Forget(keys, queued.runs)
         failures: list[ErrorReport] = []
+
+        def answer(error: ErrorReport | None) -> None:
+            what = Installed(message.epoch, message.program, error, install=message.install)
+            self.env.send(sender, what)
 
         def compiled(key: bytes, error: ErrorReport | None) -> None:
             waiting.discard(key)
             if error is not None:
                 failures.append(error)
             if not waiting:
-                answer = Installed(
-                    message.epoch, message.program, failures[0] if failures else None
-                )
-                self.env.send(sender, answer)
+                answer(failures[0] if failures else None)
 
         if not waiting:
-            self.env.send(sender, Installed(message.epoch, message.program, None))
+            answer(None)
         for key, computation in zip(program.keys, body.computations, strict=True):
             if key is None:
                 continue
@@ -694,5 +694,5 @@ class HostExecutor(HostMember):
         """Forget a program once the launches before have been handed over."""
         installed = self._programs.pop(number, None)
         if installed is not None:
-            self._queue.append(_Forget(tuple(key for key in installed.keys if key is not None)))
+            self._queue.append(_Forget(installed.compiled))
             self._advance()

@@ -17,7 +17,8 @@ class HostProgram:
     body: Program
     plan: HostPlan
     keys: tuple[bytes | None, ...]
-    """The backend's name of each computation; None for those that do not run here."""
+    """The backend's name of each computation; None for those that do not run here. No other installing
+    has the same names, so that what is forgotten of one is not missed by the next."""
     segments: dict[int, tuple[Instruction, ...]]
     bindings: dict[int, Binding]
     located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
@@ -28,12 +29,14 @@ class HostProgram:
     """Computations that run here and on other hosts."""
     last_executed: dict[int, int] = field(default_factory=dict)
     """Position of the last computation with results in each segment, those that a report waits for."""
+    superseded: tuple[bytes, ...] = ()
+    """Names that earlier installings gave: runs that have begun go on with them."""
     judged: set[int] = field(default_factory=set)
     """Computations of whose results nobody may see anything before it is known what became of them."""
 
     @classmethod
-    def of(cls, number: int, body: Program, plan: HostPlan) -> HostProgram:
-        """Index the plan of program `number` for the plan's host."""
+    def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
+        """Index the plan of program `number` for the plan's host; `install` counts its installings."""
         segments = {part.segment: part.instructions for part in plan.segments}
         instructions = [instruction for part in plan.segments for instruction in part.instructions]
         used = {i.computation for i in instructions if isinstance(i, Execute)}
@@ -41,7 +44,7 @@ class HostProgram:
             body,
             plan,
             tuple(
-                f"{number}/{index}".encode() if index in used else None
+                f"{number}/{install}/{index}".encode() if index in used else None
                 for index in range(len(body.computations))
             ),
             segments,
@@ -66,6 +69,11 @@ class HostProgram:
             if computation.checks or (computation.python and index in program.gangs):
                 program.judged.add(index)
         return program
+
+    @property
+    def compiled(self) -> tuple[bytes, ...]:
+        """All that the backend has for this program."""
+        return (*self.superseded, *(key for key in self.keys if key is not None))
 
     def at(self, placement: Placement) -> tuple[DeviceAddress, ...]:
         """The physical device at every position of `placement`."""

@@ -391,7 +391,7 @@ class Controller(Actor):
             return
         number = message.program
         program = client.programs.get(number) or client.retired.get(number)
-        if program is None:
+        if program is None or message.install != program.installs:
             return
         program.installing.discard(message.island)
         if message.error is not None:

@@ -42,6 +42,8 @@ class RegisteredProgram:
     """Hosts of each island that have the program installed."""
     installing: set[str] = field(default_factory=set)
     """Islands that have not reported the program as installed."""
+    installs: int = 0
+    """How often it was lowered: what is said of an earlier time does not count."""
     admitting: tuple[str, ...] = ()
     """All its islands, if they must admit a run before any of them starts it."""
 
@@ -75,12 +77,18 @@ class RegisteredProgram:
         }
         self.admitting = tuple(sorted(self.parts)) if memory and len(self.parts) > 1 else ()
         self.installing = set(by_island)
+        self.installs += 1
         self.error = None
         return [
             (
                 island,
                 InstallProgram(
-                    self.program, self.body, tuple(plans), self.artifacts, memory.get(island)
+                    self.program,
+                    self.body,
+                    tuple(plans),
+                    self.artifacts,
+                    memory.get(island),
+                    self.installs,
                 ),
             )
             for island, plans in by_island.items()

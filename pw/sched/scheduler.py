@@ -119,6 +119,8 @@ class IslandScheduler(Actor):
         self._names: dict[int, Names] = {}
         self._watchdog = Watchdog(env, stall_s)
         self._installing: dict[int, set[str]] = {}
+        self._installs: dict[int, int] = {}
+        """The newest installing of each program; hosts may answer for an earlier one."""
         self._drops: dict[str, Drops] = {}
         self._arrivals = 0
         self._admission = Admission(env, island)
@@ -177,7 +179,7 @@ class IslandScheduler(Actor):
             self._give_up(self._runs.pop(run))
         if self._admission.memory is not None:
             self._admission.memory.forget(message.client)
-        for known in (self._waiting_uploads, self._estimates_us, self._names):
+        for known in (self._waiting_uploads, self._estimates_us, self._names, self._installs):
             for number in [number for number in known if client_of(number) == message.client]:
                 del known[number]
         self._suspects.forget(message.client)
@@ -195,17 +197,17 @@ class IslandScheduler(Actor):
         if self._admission.memory is not None:
             self._admission.memory.install(message.program, message.body.name, message.memory)
         if (refusal := self._suspects.install(message.program, message.body)) is not None:
-            self.env.send(CONTROL, ProgramInstalled(self.island, message.program, refusal))
+            refused = ProgramInstalled(self.island, message.program, refusal, message.install)
+            self.env.send(CONTROL, refused)
             return
         self._keep(message.program)
         self._installing[message.program] = {plan.host for plan in message.plans}
         self._estimates_us.setdefault(message.program, {})
         self._names[message.program] = Names.of(message)
+        self._installs[message.program] = message.install
         for plan in message.plans:
-            self.env.send(
-                executor_of(plan.host),
-                Install(self.epoch, message.program, message.body, plan, message.artifacts),
-            )
+            what = (message.program, message.body, plan, message.artifacts, message.install)
+            self.env.send(executor_of(plan.host), Install(self.epoch, *what))
 
     def _keep(self, program: int) -> None:
         """It was to be dropped, and is needed again: a drop must not follow the new installation."""
@@ -223,7 +225,8 @@ class IslandScheduler(Actor):
     @handles(Installed)
     def _installed(self, sender: Address, message: Installed) -> None:
         waiting = self._installing.get(message.program)
-        if message.epoch != self.epoch or waiting is None:
+        newest = self._installs.get(message.program)
+        if message.epoch != self.epoch or waiting is None or message.install != newest:
             self.env.count("messages_stale")
             return
         waiting.discard(sender.node)
@@ -232,7 +235,8 @@ class IslandScheduler(Actor):
         if message.error is not None or not waiting:
             del self._installing[message.program]
             self._suspects.compiled(message.program)
-            self.env.send(CONTROL, ProgramInstalled(self.island, message.program, message.error))
+            answer = ProgramInstalled(self.island, message.program, message.error, message.install)
+            self.env.send(CONTROL, answer)
 
     @handles(UninstallProgram)
     def _uninstall(self, sender: Address, message: UninstallProgram) -> None:
@@ -525,6 +529,7 @@ class IslandScheduler(Actor):
         if task.program:
             self._estimates_us.pop(task.program, None)
             self._names.pop(task.program, None)
+            self._installs.pop(task.program, None)
             self._suspects.uninstall(task.program)
             if memory is not None:
                 memory.uninstall(task.program)
