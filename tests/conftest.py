@@ -15,11 +15,14 @@ by design and is not counted.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +35,11 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("PJRT_NPROC", "64")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # What workers compile is kept for this run of the tests, and no longer.
+    _caches = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pw-tests-")
+    atexit.register(shutil.rmtree, _caches, ignore_errors=True)
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=60)
 hypothesis.settings.register_profile(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -39,6 +40,7 @@ from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, Registe
 from pw.core.sharding import DeviceAddress
 from pw.core.watchdog import STALL_S
 from pw.devices import group
+from pw.devices.executables import default_folder
 from pw.devices.file_threads import FileThreads
 from pw.devices.jax_backend import JaxBackend
 from pw.devices.replicas import Saved
@@ -168,11 +170,11 @@ def serve(
     connect_timeout: Annotated[float, typer.Option()] = 8.0,
     reconnect: Annotated[float, typer.Option()] = 0.0,
     allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
+    compile_cache: Annotated[str | None, typer.Option()] = None,
     stall_after: Annotated[float, typer.Option()] = STALL_S,
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
     supervisor_fd: Annotated[int, typer.Option()] = -1,
-    executables_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
     """Run one incarnation of a host; `pw-worker` does, and where nothing is to be survived a parent."""
     configure_logging(log_level)
@@ -207,8 +209,13 @@ def serve(
     runtime = HostRuntime(name, daemon, loop, platform, devices, supervisor)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
+    folder = default_folder() if compile_cache is None else Path(compile_cache)
     backend = JaxBackend(
-        loop, name, runtime.device, allow_python=allow_python, executables_fd=executables_fd
+        loop,
+        name,
+        runtime.device,
+        allow_python=allow_python,
+        compile_cache=folder if compile_cache != "" else None,
     )
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare

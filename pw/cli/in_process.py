@@ -15,6 +15,7 @@ from pw.cli.assembly import add_host
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
+from pw.devices.executables import default_folder
 from pw.devices.file_threads import FileThreads
 from pw.devices.jax_backend import JaxBackend
 from pw.devices.replicas import Saved
@@ -39,7 +40,9 @@ class InProcessHost:
         self._devices = list(devices)
         self.node = Node(name, loop, hub.network(name))
         self.bulk = BulkPlane(loop)
-        self.backend = JaxBackend(loop, name, self.device, allow_python=True)
+        self.backend = JaxBackend(
+            loop, name, self.device, allow_python=True, compile_cache=default_folder()
+        )
         registration = RegisterHost(
             island, 1, len(self._devices), self._devices[0].platform, "", os.getpid()
         )

@@ -71,16 +71,15 @@ STANDBY_AFTER_S = 5.0
 class _Child:
     """One runtime process, and the socket to it."""
 
-    def __init__(self, arguments: list[str], watch: Watch, executables: int) -> None:
+    def __init__(self, arguments: list[str], watch: Watch) -> None:
         self.link = ChildLink(watch)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", RUNTIME, *arguments),
                 *("--supervisor-fd", str(self.link.child_descriptor)),
-                *("--executables-fd", str(executables)),
             ],
             stdin=subprocess.DEVNULL,
-            pass_fds=[fd for fd in (self.link.child_descriptor, executables) if fd >= 0],
+            pass_fds=[self.link.child_descriptor],
             start_new_session=True,
         )
         self.link.started()
@@ -130,10 +129,6 @@ class Supervisor:
         self._standby: _Child | None = None
         self._parent_fd = parent_fd
         self._parcel: Parcel | None = None
-        # Every child reads what those before it have compiled (see `pw.devices.executables`).
-        self._executables = -1
-        if hasattr(os, "memfd_create"):
-            self._executables = os.memfd_create("pw-executables", os.MFD_CLOEXEC)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -193,7 +188,7 @@ class Supervisor:
 
     def _new_child(self) -> _Child:
         watch = Watch(self._heartbeat_s, self._silence_s)
-        return _Child(self._arguments, watch, self._executables)
+        return _Child(self._arguments, watch)
 
     def _next_child(self) -> _Child:
         child, self._standby = self._standby, None
@@ -308,6 +303,14 @@ def serve(
             "then do here what this process can.",
         ),
     ] = False,
+    compile_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where to keep what is compiled, across restarts and for all workers that see the folder; "
+            "by default ~/.cache/pw/executables, and '' keeps nothing.",
+        ),
+    ] = None,
     stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
@@ -345,6 +348,7 @@ def serve(
         *("--stall-after", str(stall_after)),
         *("--log-level", log_level),
         *(["--allow-python"] if allow_python else []),
+        *([] if compile_cache is None else ["--compile-cache", compile_cache]),
     ]
     supervisor = Supervisor(name, arguments, reconnect, heartbeat, spare, standby, parent_fd)
     raise SystemExit(supervisor.run())

@@ -89,6 +89,9 @@ class LocalCluster:
             takes some 80 MB of memory each.
         heartbeat_s: how often a worker gives a sign of life; three that are missing make it a lost one.
         allow_python: let the workers run `pw.host_function`s.
+        compile_cache: a folder where workers keep what they compile, and find what any of them has compiled
+            before, in this cluster or an earlier one; by default `~/.cache/pw/executables`. With `""`
+            nothing is kept.
         stall_s: after how long without any progress the daemons log why, in seconds.
         log_level: what the daemons write to standard error.
 
@@ -110,6 +113,7 @@ class LocalCluster:
         heartbeat_s: float = 1.0,
         standby: bool = False,
         allow_python: bool = False,
+        compile_cache: str | os.PathLike[str] | None = None,
         stall_s: float = STALL_S,
         log_level: str = "error",
     ) -> None:
@@ -153,6 +157,7 @@ class LocalCluster:
                 *("--lease", str(lease_s)),
                 "--standby" if standby else "--no-standby",
                 *(["--allow-python"] if allow_python else []),
+                *([] if compile_cache is None else ["--compile-cache", os.fspath(compile_cache)]),
                 *common,
             ]
             for island in range(islands):

@@ -26,6 +26,7 @@ import warnings
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -77,7 +78,7 @@ class JaxBackend:
         host: this host's name in device addresses.
         device: the JAX device at an address, for the whole island; called from several threads.
         allow_python: run clients' Python functions (`pw.devices.python_functions`).
-        executables_fd: a file that outlives this process, for what it compiles; -1 for none.
+        compile_cache: a folder that outlives this process, for what it compiles; None for none.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class JaxBackend:
         device: Callable[[DeviceAddress], jax.Device],
         *,
         allow_python: bool = False,
-        executables_fd: int = -1,
+        compile_cache: Path | None = None,
     ) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         self._host = host
@@ -118,7 +119,7 @@ class JaxBackend:
             Call: lambda op: op.function(),
         }
         fail = self._completions.fail
-        kept = self._executables_kept = Executables(executables_fd)
+        kept = self._executables_kept = Executables(compile_cache)
         self._compiler = Compiler(host, self._layouts, self._completions, self._publish, kept)
         self._copying: QueueThread[Build] = QueueThread("pw-copy", self._finish_build, fail)
         self._watching: QueueThread[Watch | Read] = QueueThread("pw-watch", self._wait, fail)
