@@ -435,3 +435,14 @@ def test_an_answer_for_an_earlier_installing_does_not_count() -> None:
         bench.tell(Installed(1, program, None, install=install), sender=executor_of("h0"))
         told = bench.world.to(CONTROL, ProgramInstalled)
         assert [m.install for m in told] == [2][: install - 1]
+
+
+def test_a_client_that_leaves_while_hosts_compile_leaves_nothing() -> None:
+    bench = Bench(hosts=("h0",))
+    bench.client(1)
+    plan = HostPlan("h0", (), (), (), ())
+    program, body = client_id(1, 2), Program("p", (), (), (), ())
+    bench.tell(InstallProgram(program, body, (plan,), (), install=1), RemoveClient(1))
+    assert not bench.scheduler._installing
+    bench.tell(Installed(1, program, None, install=1), sender=executor_of("h0"))
+    assert not bench.world.to(CONTROL, ProgramInstalled)

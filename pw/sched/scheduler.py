@@ -179,7 +179,8 @@ class IslandScheduler(Actor):
             self._give_up(self._runs.pop(run))
         if self._admission.memory is not None:
             self._admission.memory.forget(message.client)
-        for known in (self._waiting_uploads, self._estimates_us, self._names, self._installs):
+        of_programs = (self._estimates_us, self._names, self._installs, self._installing)
+        for known in (self._waiting_uploads, *of_programs):
             for number in [number for number in known if client_of(number) == message.client]:
                 del known[number]
         self._suspects.forget(message.client)
@@ -530,6 +531,7 @@ class IslandScheduler(Actor):
             self._estimates_us.pop(task.program, None)
             self._names.pop(task.program, None)
             self._installs.pop(task.program, None)
+            self._installing.pop(task.program, None)
             self._suspects.uninstall(task.program)
             if memory is not None:
                 memory.uninstall(task.program)
