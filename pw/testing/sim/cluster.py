@@ -25,6 +25,8 @@ from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import World
 
 SECRET = b"simulated"
+CLIENT_NUMBERS = 1000
+"""A start of the controller begins to number its clients this much higher than the last."""
 
 
 class _Services(Actor):
@@ -61,6 +63,8 @@ class SimCluster:
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
         self.schedulers: dict[str, IslandScheduler] = {}
+        self.starts = 0
+        """How often the controller has been started."""
         if world.profile.device_memory_bytes:
             world.ledger.injected["memory is short"] += 1
         self._start_controller()
@@ -93,10 +97,24 @@ class SimCluster:
         for host in self.hosts:
             world.after(random.uniform(0.0, 0.05), host.start)
 
+    def kill_controller(self) -> None:
+        """The controller dies at once, and leaves nothing behind but its address."""
+        if self.node.alive:
+            self.node.die()
+            self.node.network.vanish(seen=True)
+            self.schedulers.clear()
+
+    def restart_controller(self) -> None:
+        """Start another controller at the address of the last one, unless that lives."""
+        if not self.node.alive:
+            self.world.trace.add((self.world.now_s, CONTROLLER, "", "is started again"))
+            self._start_controller()
+
     def _start_controller(self) -> None:
-        """Start the one controller process; what a second incarnation would begin with goes in here."""
-        self.node = node = SimNode(self.world, CONTROLLER, 1, CONTROLLER, 1.0, silence_s)
-        schedulers = self.schedulers
+        self.starts += 1
+        self.node = node = SimNode(self.world, CONTROLLER, self.starts, CONTROLLER, 1.0, silence_s)
+        secret = SECRET + bytes((self.starts,))
+        schedulers = self.schedulers = {}
 
         def spawn(island: str) -> None:
             schedulers[island] = node.add(
@@ -106,7 +124,7 @@ class SimCluster:
             for alter in self.on_spawn:
                 alter(schedulers[island])
 
-        resources = node.add("resources", lambda env: ResourceManager(env, SECRET))
+        resources = node.add("resources", lambda env: ResourceManager(env, secret))
         node.add("services", lambda env: _Services(env, node))
 
         def status() -> tuple[IslandStatus, ...]:
@@ -118,12 +136,13 @@ class SimCluster:
             "controller",
             lambda env: Controller(
                 env,
-                SECRET,
+                secret,
                 ControllerVersions("sim", "sim"),
                 self.policy,
                 spawn,
                 status,
                 lambda: dict(node.counters),
+                first_client=1 + (self.starts - 1) * CLIENT_NUMBERS,
             ),
         )
 
@@ -134,6 +153,8 @@ class SimCluster:
 
     def formed(self) -> bool:
         """Whether every island is ready of which no host has left for good."""
+        if not self.node.alive:
+            return False
         ready = {status.island for status in self.status() if status.state == "ready"}
         whole = {
             island

@@ -34,6 +34,7 @@ class Faults:
             ("pause", profile.pauses * scale, self._pause),
             ("crash", profile.crashes * scale, self._crash),
             ("machine", profile.machine_crashes * scale, self._crash_machine),
+            ("controller", profile.restarts, self._restart_controller),
             ("client", profile.client_deaths, self._kill_client),
         )
         for name, expected, action in kinds:
@@ -122,6 +123,15 @@ class Faults:
             if random.random() < 0.7:
                 host.restart_later(random.uniform(3.0, 20.0))
 
+    def _restart_controller(self, random: Random) -> None:
+        """The controller dies; all that is not its own goes on, and looks for the next one."""
+        cluster = self._cluster
+        if cluster.node.alive:
+            self._note("controller killed", *(host.name for host in cluster.hosts))
+            cluster.kill_controller()
+            pause_s = random.choice((0.01, 0.3, 2.0, 8.0)) * random.uniform(0.5, 1.5)
+            self._world.after(pause_s, cluster.restart_controller)
+
     def _kill_client(self, random: Random) -> None:
         client = random.choice(self._clients)
         if client.node.alive and not client.finished:
@@ -136,6 +146,7 @@ class Faults:
         world.calm = True
         world.blocked.clear()
         world.trace.add((world.now_s, "FAULT", "", "all faults have ended"))
+        self._cluster.restart_controller()
         for host in self._cluster.hosts:
             if host.node is None:
                 host.restart_later(0.5)

@@ -26,6 +26,7 @@ from pw.testing.sim.world import Violation
 RUNS_AHEAD = 12
 """Runs that a user has in flight at most; less than the controller would allow, so that it matters."""
 LIVES = 3
+RECONNECT_S = 60.0
 EVERYTHING = 1 << 30
 """A budget for inputs that no user here exhausts."""
 
@@ -107,7 +108,9 @@ class Life:
         keeps = keeps and not self.copies
         self.oracle = Oracle(self.name, keeps, self.world.ledger, self._nodes_of)
         promise = self._promise("attach", self._on_attached)
-        self.node.post("session", Open(self.name, share, priority, keep_bytes, promise))
+        self.node.post(
+            "session", Open(self.name, share, priority, keep_bytes, promise, RECONNECT_S)
+        )
 
     def _nodes_of(self, number: int) -> tuple[str, ...]:
         bound = self.slices.get(number)

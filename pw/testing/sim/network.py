@@ -28,13 +28,18 @@ LATENCY_S = 60e-6
 _HELLO, _GOODBYE, _DATA = 0, 1, 2
 _UNNUMBERED = -1
 
+RETRY_S = 0.1
+"""How often a connection is tried again that nobody accepts."""
+
 Envelope = tuple[str, Address, Any]
+Frame = tuple[int, int, Any]
+"""Kind, number and payload."""
 
 
 class _Wire:
     """One connection: who made it to where, and when its last frame arrives in each direction."""
 
-    __slots__ = ("acceptor", "dialler", "endpoint", "last_s", "target")
+    __slots__ = ("acceptor", "dialler", "endpoint", "last_s", "target", "waiting")
 
     def __init__(self, dialler: SimNetwork, target: str, endpoint: str) -> None:
         self.dialler = dialler
@@ -42,6 +47,8 @@ class _Wire:
         self.target = target
         self.endpoint = endpoint
         self.last_s = [0.0, 0.0]
+        self.waiting: list[Frame] = []
+        """What found nobody at the endpoint: it is tried again until somebody is there."""
 
 
 class _Link:
@@ -224,6 +231,11 @@ class SimNetwork:
         """A frame that this node sent has come to the other end of the wire."""
         world = self._world
         there = world.listeners.get(wire.endpoint) if side == 0 else wire.dialler
+        if side == 0 and wire.acceptor is None and (there is None or wire.waiting):
+            if not wire.waiting:
+                world.after(RETRY_S, self._connect, wire, target)
+            wire.waiting.append((kind, sequence, payload))
+            return
         if there is None or not there.node.alive:
             return  # nobody listens there (any more)
         if there.node.paused_until_s > world.now_s:
@@ -231,6 +243,18 @@ class SimNetwork:
             world.at(there.node.paused_until_s, self._arrive, *again)
             return
         there.frame(wire, side, self.name, kind, sequence, payload)
+
+    def _connect(self, wire: _Wire, target: str) -> None:
+        """Try once more to reach whoever may listen at the endpoint by now."""
+        link = self._links.get(target)
+        if not self.node.alive or link is None or link.out is not wire:
+            return
+        if wire.endpoint not in self._world.listeners:
+            self._world.after(RETRY_S, self._connect, wire, target)
+            return
+        frames, wire.waiting = wire.waiting, []
+        for frame in frames:
+            self._arrive(wire, 0, target, *frame)
 
     def frame(
         self, wire: _Wire, side: int, sender: str, kind: int, sequence: int, payload: Any

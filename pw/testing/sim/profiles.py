@@ -29,6 +29,8 @@ class Profile:
     partitions: float = 0.0
     pauses: float = 0.0
     crashes: float = 0.0
+    restarts: float = 0.0
+    """The controller dies, and another one is started at its address."""
     machine_crashes: float = 0.0
     """Nobody sees the connections end, and the supervisor dies as well."""
     client_deaths: float = 0.0
@@ -89,6 +91,7 @@ _CRASHES: dict[str, Any] = {
     "join_failures": 0.03,
     "spares": 0.3,
 }
+_RESTARTS: dict[str, Any] = {"restarts": 0.7}
 _CLIENTS: dict[str, Any] = {"client_deaths": 2.0}
 _DEVICES: dict[str, Any] = {
     "bulk_failure": 0.01,
@@ -108,6 +111,7 @@ PROFILES = {
         Profile("network", span_s=20.0, **_NETWORK),
         Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3),
         Profile("crashes", span_s=20.0, **_CRASHES),
-        Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _CLIENTS | _DEVICES)),
+        Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
+        Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
     )
 }

@@ -249,7 +249,7 @@ class SimClient(Life):
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
             known = self.cluster.controller._clients.get(self.attached.client)
-            if known is not None and (known.recovering or known.backlog):
+            if known is None or known.recovering or known.backlog:
                 world.after(SETTLED_S, self._check_out, life)
                 return
             world.checked["census"] += 1
