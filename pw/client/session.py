@@ -164,6 +164,8 @@ class ClientSession(Actor):
 
     @handles(Evicted)
     def _on_evicted(self, sender: Address, message: Evicted) -> None:
+        if message.may_attach and not self._link.is_open:
+            return  # it was said to another controller before the loss of the last one was heard of
         self._die(Disconnected(f"the controller closed this session: {message.reason}"))
 
     @handles(PeerLost)

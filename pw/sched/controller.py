@@ -267,7 +267,8 @@ class Controller(Actor):
         client = self._nodes.get(sender.node)
         if client is None:
             self.env.count("messages_from_strangers")
-            self.env.send(sender, Evicted("the controller does not know this client (any more)"))
+            reason = "the controller does not know this client (any more)"
+            self.env.send(sender, Evicted(reason, may_attach=True))
         return client
 
     @handles(Directory)

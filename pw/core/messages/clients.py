@@ -41,6 +41,8 @@ class Evicted(Base, frozen=True, tag=33):
     """Controller to ClientSession: you are not known here (any more), nothing of yours exists."""
 
     reason: str
+    may_attach: bool = False
+    """Something came before any `Attach`; one that is on its way will be answered for itself."""
 
 
 class AllocateSlice(Base, frozen=True, tag=34):
