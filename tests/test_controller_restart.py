@@ -17,7 +17,7 @@ import pytest
 from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
 from pw.client.session import ClientSession
 from pw.core.errors import ConnectionFailed, Disconnected
-from pw.core.ids import CONTROLLER, RESOURCES, Address, client_id, session_of
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
     AllocateSlice,
     Artifact,
@@ -355,6 +355,37 @@ def test_nothing_that_was_ready_is_run_again() -> None:
     cluster.start()
     np.testing.assert_array_equal(user.value(array), cluster.x + 5)
     assert not world.counters["runs_repeated"]
+
+
+def test_what_comes_to_the_next_controller_too_early_does_no_harm() -> None:
+    """It was said before the session had heard that the last one was lost."""
+    cluster = Cluster(0)
+    user, world = cluster.user, cluster.world
+    array = user.put(cluster.x, cluster.a)
+    world.settle()
+    cluster.lose()
+    cluster.start()
+    world.stale.discard((user.me.node, CONTROLLER))
+    world.post(user.me, CONTROL, Checkpoint(99, (array,)))
+    np.testing.assert_array_equal(user.value(array), cluster.x)
+    assert user.session.closed is None
+
+
+def test_a_run_that_no_controller_heard_of_fails_as_what_it_reads() -> None:
+    cluster = Cluster(0)
+    user, world = cluster.user, cluster.world
+    bad = user.program(chain([cluster.a], b"nocompile"), b"nocompile")
+    good = user.program(chain([cluster.a]))
+    array = user.run(bad, cluster.x.tobytes())
+    world.settle()
+    cluster.lose()
+    made = user.run(good, array)  # sent to the controller that is lost
+    world.settle()
+    cluster.start()
+    cluster.time(20)
+    errors = [user.get(number) for number in (array, made)]
+    cluster.time(2)
+    assert [type(error.exception(0)).__name__ for error in errors] == ["CompileError"] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -345,7 +345,13 @@ class Rebuilder:
         def bound(spec: ArraySpec) -> bool:
             return holders(spec, self._ledger.bindings) is not None
 
-        return plan_recovery(client.lineage, wanted, exists, self._copies, client.lost, bound)
+        def failed(array: int) -> ErrorReport | None:
+            held = client.arrays.get(array)
+            return None if held is None else held.error
+
+        return plan_recovery(
+            client.lineage, wanted, exists, self._copies, client.lost, bound, failed
+        )
 
     def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
         """Have the hosts compile what is to be run again; true while they are at it."""
@@ -362,7 +368,7 @@ class Rebuilder:
         """These arrays are gone for good."""
         for number, error in lost.items():
             array = client.arrays.get(number)
-            if array is not None:
+            if array is not None and array.error is None:
                 array.error = error
                 self._env.send(client.address, RunFailed(0, (number,), error))
 

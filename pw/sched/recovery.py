@@ -55,6 +55,7 @@ def plan_recovery(
     copies: Copies,
     why: Mapping[int, ErrorReport],
     bound: Callable[[ArraySpec], bool] = lambda spec: True,
+    failed: Callable[[int], ErrorReport | None] = lambda array: None,
 ) -> RecoveryPlan:
     """How to get the `wanted` arrays back.
 
@@ -65,6 +66,7 @@ def plan_recovery(
         copies: what is in host memory, and on which hosts.
         why: how an array was lost, where that is known.
         bound: whether there are devices for such an array; its island may have been given up.
+        failed: how an array that the client holds has failed for good.
     """
     plan = RecoveryPlan()
     records: dict[int, Record] = {}
@@ -82,7 +84,7 @@ def plan_recovery(
         elif sources is not None:
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
-            plan.lost[array] = _lost(why.get(array), _NO_ORIGIN)
+            plan.lost[array] = failed(array) or _lost(why.get(array), _NO_ORIGIN)
         elif origin.maker is None:
             plan.uploads.append(array)
         elif any(c.python for c in origin.maker.program.body.computations):
