@@ -16,7 +16,7 @@ import pytest
 
 from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
 from pw.client.session import ClientSession
-from pw.core.errors import ConnectionFailed, Disconnected
+from pw.core.errors import CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
     AllocateSlice,
@@ -371,7 +371,8 @@ def test_what_comes_to_the_next_controller_too_early_does_no_harm() -> None:
     assert user.session.closed is None
 
 
-def test_a_run_that_no_controller_heard_of_fails_as_what_it_reads() -> None:
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_run_that_no_controller_heard_of_fails_as_what_it_reads(deleted: bool) -> None:
     cluster = Cluster(0)
     user, world = cluster.user, cluster.world
     bad = user.program(chain([cluster.a], b"nocompile"), b"nocompile")
@@ -380,12 +381,17 @@ def test_a_run_that_no_controller_heard_of_fails_as_what_it_reads() -> None:
     world.settle()
     cluster.lose()
     made = user.run(good, array)  # sent to the controller that is lost
+    if deleted:
+        user.delete(array)
     world.settle()
     cluster.start()
     cluster.time(20)
-    errors = [user.get(number) for number in (array, made)]
+    error = user.get(made)
     cluster.time(2)
-    assert [type(error.exception(0)).__name__ for error in errors] == ["CompileError"] * 2
+    assert isinstance(error.exception(0), CompileError)
+    user.delete(made) if deleted else user.delete(array, made)
+    user.release(bad), user.release(good)
+    cluster.idle()
 
 
 @pytest.mark.parametrize("seed", range(20))

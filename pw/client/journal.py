@@ -123,7 +123,14 @@ class Journal:
     def _delete(self, message: Delete) -> None:
         for array in message.arrays:
             self._held.pop(array, None)
-            self._failed.pop(array, None)
+        if not self._failed.keys().isdisjoint(message.arrays):
+            self._prune_failed()
+
+    def _prune_failed(self) -> None:
+        """A run may have read what has failed and been deleted since: then it fails in the same way."""
+        if self._failed:
+            interest = self._of_interest()
+            self._failed = {a: error for a, error in self._failed.items() if a in interest}
 
     # --- what the controller says --------------------------------------------------------------------
 
@@ -201,6 +208,7 @@ class Journal:
         yield from self._runs.values()
         made = self._inputs.keys() | {a for run in self._runs.values() for a in run.results}
         self._copied &= self._of_interest()
+        self._prune_failed()
         yield Resumed(
             tuple(self._held),
             tuple(KnownArray(a, spec) for a, spec in self._held.items() if a not in made),

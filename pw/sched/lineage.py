@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import FileSource
 from pw.core.sharding import ArraySpec
@@ -58,6 +59,8 @@ class Origin:
     """Kept records that read it."""
     copied: bool = False
     """A checkpoint has put copies of all of it in host memory."""
+    error: ErrorReport | None = None
+    """How it failed, if it is not held any more but read by what came to no controller in time."""
     lasting: bool = False
     """There were such copies, so it may be that nothing else leads back to it; any that come back are kept."""
 

@@ -346,7 +346,7 @@ class Rebuilder:
             return holders(spec, self._ledger.bindings) is not None
 
         def failed(array: int) -> ErrorReport | None:
-            held = client.arrays.get(array)
+            held = client.arrays.get(array) or client.lineage.origins.get(array)
             return None if held is None else held.error
 
         return plan_recovery(

@@ -101,7 +101,10 @@ class Resumption:
         held = set(message.held)
         lineage.release([array for array in lineage.origins if array not in held])
         for failed in message.failed:
-            client.arrays[failed.array] = Array(NOWHERE, "", (), error=failed.error)
+            if failed.array in held:
+                client.arrays[failed.array] = Array(NOWHERE, "", (), error=failed.error)
+            elif failed.array in lineage.origins:
+                lineage.origins[failed.array].error = failed.error
         for number in message.held:
             if number not in client.arrays:
                 origin = lineage.origins.get(number)
