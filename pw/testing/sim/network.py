@@ -163,6 +163,8 @@ class SimNetwork:
         link = self._links.get(peer)
         if self.node.alive and link is not None and link.out is wire:
             self._lose(link, "connection lost", goodbye=False)
+        else:
+            self.probe(peer)  # it speaks on another wire, and will miss the heartbeats
 
     # --- outgoing ------------------------------------------------------------------------------------
 
