@@ -110,8 +110,9 @@ class FakeBackend:
         error = None
         if artifact == b"nocompile":
             error = ErrorReport.of(CompileError("no such thing"), self.name)
-        else:
-            self.installed[key] = (computation, artifact, devices)
+        else:  # behind what was forgotten before, as on a device thread
+            entry = (computation, artifact, devices)
+            self.queue.append(ops.Call(lambda: self.installed.update({key: entry})))
         self.world.happenings[self.name].append(lambda: done(error))
 
     def forget(self, key: bytes) -> None:

@@ -107,7 +107,8 @@ class SimBackend:
         def compiled() -> None:
             if error is None:
                 layout = self._gangs.layout(computation, devices)
-                self._installed[key] = Installed(computation.name, artifact, computation, layout)
+                made = Installed(computation.name, artifact, computation, layout)
+                self.submit([ops.Call(lambda: self._installed.update({key: made}))])
             self.answer(lambda: done(error))
 
         self._world.at(self._compiling_until_s, self._awake, compiled)
