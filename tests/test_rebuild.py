@@ -304,6 +304,28 @@ def test_what_cannot_be_had_back_says_why() -> None:
     np.testing.assert_array_equal(client.value(fine), X + 1)
 
 
+def test_an_input_that_is_sent_twice_stays_for_the_runs_that_read_it() -> None:
+    """The second time may come when the client has let go of it, and the run has not been launched."""
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    program = client.program(chain([cluster.a]))
+    given = client.upload(X, cluster.a)
+    world.settle()
+    late = client.id()
+    client.specs[late] = cluster.a
+    client.tell(CreateArray(late, cluster.a, bound=1))
+    (first,), (second,) = client.run(program, late), client.run(program, given)
+    client.delete(given)
+    client.send_again(given, X, cluster.a)
+    world.settle()
+    client.send_again(late, X + 5, cluster.a)
+    np.testing.assert_array_equal(client.value(first), X + 6)
+    np.testing.assert_array_equal(client.value(second), X + 1)
+    client.delete(late, first, second)
+    client.release(program)
+    cluster.idle()
+
+
 def test_what_is_made_of_an_input_that_some_hosts_lack_for_good_fails() -> None:
     """It is not made from what the other hosts have got."""
     cluster = Cluster()

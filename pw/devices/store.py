@@ -295,7 +295,7 @@ class ObjectStore(Actor):
         old = self._entries.get(array)
         if old is not None and old.value.error is None:
             if old.arrived:
-                self.env.send(CONTROL, Uploaded(array, None))
+                self.env.send(CONTROL, Uploaded(array, None, again=True))
             return  # otherwise it is being read, and what becomes of it will be said
         value = Value()
         self.expect(array, value, spec, message.devices)
@@ -383,7 +383,7 @@ class ObjectStore(Actor):
         if old is not None and old.value.error is None:
             self.env.count("uploads_doubled")
             if old.arrived:
-                self.env.send(CONTROL, Uploaded(array, None))
+                self.env.send(CONTROL, Uploaded(array, None, again=True))
             return
         value = Value()
         self.expect(array, value, spec, message.devices)

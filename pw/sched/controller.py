@@ -620,6 +620,9 @@ class Controller(Actor):
                 self.env.send(sender, DropUploads((message.array,)))
             return
         array = client.arrays.get(message.array) or client.doomed.get(message.array)
+        if array is None and message.again:
+            self.env.count("messages_stale")  # runs that read it may not have been launched yet
+            return
         if array is None and (
             message.array <= client.newest_input or client.is_repeat(message.array)
         ):

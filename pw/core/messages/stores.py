@@ -31,6 +31,8 @@ class Uploaded(Base, frozen=True, tag=95):
 
     array: int
     error: ErrorReport | None
+    again: bool = False
+    """They were there before, and will be dropped in their turn."""
 
 
 class Fetch(Base, frozen=True, tag=96):
