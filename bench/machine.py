@@ -1,0 +1,68 @@
+"""On what a reading was taken. It is part of every result: a figure without its machine says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("jax", "jaxlib", "numpy", "pyzmq", "ray", "xoscar")
+
+
+def describe() -> dict[str, object]:
+    """Processor, cores, memory, kernel, versions and the commit, as they go into the JSON of a result."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "commit": _commit(),
+    }
+
+
+def load() -> tuple[float, float, float]:
+    """The machine's load over the last 1, 5 and 15 minutes: was anybody else here?"""
+    one, five, fifteen = os.getloadavg()
+    return round(one, 2), round(five, 2), round(fifteen, 2)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The commit, with a plus sign when the tree was not clean; "unknown" outside of a clone."""
+    here = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if dirty else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
