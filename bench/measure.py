@@ -16,6 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
+class GaveUp(Exception):
+    """A contender cannot be measured (it is not installed, crashed, or hangs); its text becomes a note."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """The readings of one contender, one per round, in the order of the rounds."""
@@ -67,21 +71,35 @@ class Sample:
 
 
 def alternate(
-    cases: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int = 1
+    cases: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    notes: list[str] | None = None,
 ) -> dict[str, Sample]:
     """Run every case once a round, in an order that rotates, and return its readings.
 
     A case returns its own reading (a rate, or seconds), which need not be the time its call takes. The readings
     of the first `warm_up` rounds are dropped. The garbage collector runs between cases, not during them.
+    With `notes`, a case that gives up is left out, and why is added to them; without, it raises GaveUp.
     """
     names = list(cases)
     readings: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warm_up + rounds):
         first = number % len(names) if names else 0
         for name in names[first:] + names[:first]:
-            reading = _without_collections(cases[name])
-            if number >= warm_up:
-                readings[name].append(reading)
+            if name not in readings:
+                continue
+            try:
+                reading = _without_collections(cases[name])
+            except GaveUp as error:
+                if notes is None:
+                    raise
+                notes.append(f"{name} was left out: {error}")
+                del readings[name]
+            else:
+                if number >= warm_up:
+                    readings[name].append(reading)
     return {name: Sample(tuple(values)) for name, values in readings.items()}
 
 

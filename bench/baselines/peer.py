@@ -1,0 +1,173 @@
+"""Both ends of a contender that runs in processes of its own.
+
+The benchmark starts it, waits until it is ready, and then asks it, round by round, to do one of its cases so
+many times; it answers how long that took. In between it blocks in a read and leaves the processor to the
+others. It ends when the pipe that it reads from does, so it does not outlive the benchmark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+from bench.measure import GaveUp
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+READY_S = 60.0
+ANSWER_S = 60.0
+# What pw keeps from its own daemons too; they choose these settings themselves.
+CPU_SETTINGS = (
+    "XLA_FLAGS",
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_PLATFORMS",
+    "PJRT_NPROC",
+    "NPROC",
+    "PW_ADDRESS",
+)
+
+
+class Peer:
+    """A contender: one process of `python -m MODULE`, or several that measure together.
+
+    Args:
+        name: what it is called in results.
+        module: a module whose main program ends in `serve`.
+        arguments: for each process its arguments.
+
+    Raises:
+        GaveUp: it is not installed, or did not become ready.
+    """
+
+    def __init__(self, name: str, module: str, arguments: Sequence[Sequence[str]] = ((),)) -> None:
+        self.name = name
+        environment = {k: v for k, v in os.environ.items() if k not in CPU_SETTINGS}
+        environment["PYTHONPATH"] = str(ROOT)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, *own],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=environment,
+                cwd=ROOT,
+            )
+            for own in arguments
+        ]
+        try:
+            self.cases: tuple[str, ...] = tuple(self._answers(READY_S, "ready")[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def seconds(self, case: str, count: int) -> float:
+        """How long the slowest of its processes takes to do `case` `count` times.
+
+        Raises GaveUp if it fails or does not answer.
+        """
+        line = json.dumps({"case": case, "count": count}).encode() + b"\n"
+        for process in self._processes:
+            try:
+                _pipe(process.stdin).write(line)
+                _pipe(process.stdin).flush()
+            except OSError as error:
+                raise GaveUp(f"{self.name} is gone: {error}") from error
+        return max(float(answer) for answer in self._answers(ANSWER_S, "seconds"))
+
+    def rate(self, case: str, count: int) -> float:
+        """How often a second it does `case`."""
+        return count / self.seconds(case, count)
+
+    def busy_s(self) -> float:
+        """Processor time that its processes have used so far: what should not grow while it is idle."""
+        return sum(_busy_s(process.pid) for process in self._processes)
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                _pipe(process.stdin).close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            _pipe(process.stdout).close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _answers(self, timeout_s: float, key: str) -> list[Any]:
+        deadline_s = time.monotonic() + timeout_s
+        answers = []
+        for process in self._processes:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not select.select([_pipe(process.stdout)], [], [], left_s)[0]:
+                raise GaveUp(f"{self.name} did not answer within {timeout_s:.0f} s")
+            line = _pipe(process.stdout).readline()
+            if not line:
+                raise GaveUp(f"{self.name} ended with {process.wait()}")
+            answer = json.loads(line)
+            if "error" in answer:
+                raise GaveUp(f"{self.name}: {answer['error']}")
+            answers.append(answer[key])
+        return answers
+
+
+def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
+    """The other end: make the cases ready, then do what is asked for until nobody asks any more.
+
+    A case does its work `count` times and returns when all of it is done; it is run once before it is timed.
+    """
+    # Whatever else prints to standard output must not end up among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**answer: object) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        cases = prepare()
+        for case in cases.values():
+            case(3)
+    except Exception as error:  # noqa: BLE001 - it becomes the contender's only line
+        say(error=f"{type(error).__name__}: {error}".splitlines()[0])
+        return
+    say(ready=list(cases))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        case = cases[asked["case"]]
+        try:
+            started = time.perf_counter()
+            case(asked["count"])
+            say(seconds=time.perf_counter() - started)
+        except Exception as error:  # noqa: BLE001 - it becomes the contender's only line
+            say(error=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _busy_s(leader: int) -> float:
+    """Processor time of all processes of a session."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

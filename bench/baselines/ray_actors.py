@@ -1,0 +1,152 @@
+"""Ray: one actor a host, driven call by call, and through a compiled graph.
+
+The actors that run the all-reduce are members of one `jax.distributed` group, set up like pw's workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bench.baselines.peer import Peer, serve
+
+IN_FLIGHT = 64  # calls; more make Ray no faster
+GRAPH_IN_FLIGHT = 8  # the buffers of a compiled graph's channels
+
+
+def start(hosts: int) -> Peer:
+    """Ray with `hosts` actors of each kind, ready to measure.
+
+    Raises GaveUp if Ray is not installed or does not start.
+    """
+    return Peer("Ray", "bench.baselines.ray_actors", [[str(hosts)]])
+
+
+class Host:
+    """What runs in an actor: an element of the array on a device, and steps that change it."""
+
+    def __init__(self, address: str, hosts: int, rank: int) -> None:
+        from bench.baselines import jax_group, steps
+
+        mesh = jax_group.enter(address, hosts, rank)
+        self._all_reduce = jax_group.compiled(steps.all_reduce, mesh)
+        self._local = jax_group.compiled(steps.local, mesh)
+        self._value: Any = jax_group.zeros(mesh)
+
+    def all_reduce(self, _: int) -> int:
+        """One step; returns when it is enqueued, as the actor that a user would write does."""
+        self._value = self._all_reduce(self._value)
+        return 0
+
+    def local(self, _: int) -> int:
+        """One step without the collective."""
+        self._value = self._local(self._value)
+        return 0
+
+    def wait(self) -> None:
+        """Return when all steps have been done."""
+        self._value.block_until_ready()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Any]:
+    """A Ray of our own, which leaves nothing behind."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    import ray
+
+    folder = tempfile.mkdtemp(prefix="ray")
+    ray.init(
+        address="local",
+        num_cpus=64,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=512 << 20,
+        _temp_dir=folder,
+    )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
+    """The cases of `bench.dispatch`; a count is of computations."""
+    from ray.dag import InputNode, MultiOutputNode
+
+    remote = ray.remote(num_cpus=0)(Host)
+
+    def actors() -> list[Any]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+        made = [remote.remote(address, hosts, rank) for rank in range(hosts)]
+        ray.get([actor.wait.remote() for actor in made])
+        return made
+
+    called = actors()
+
+    def blocking(method: str) -> Callable[[int], object]:
+        def case(count: int) -> None:
+            for _ in range(count):
+                ray.get([getattr(actor, method).remote(0) for actor in called])
+                ray.get([actor.wait.remote() for actor in called])
+
+        return case
+
+    def pipelined(method: str) -> Callable[[int], object]:
+        def case(count: int) -> None:
+            flying: deque[Any] = deque()
+            for _ in range(count):
+                flying.append([getattr(actor, method).remote(0) for actor in called])
+                if len(flying) > IN_FLIGHT:
+                    ray.get(flying.popleft())
+            ray.get([actor.wait.remote() for actor in called])
+
+        return case
+
+    in_graph = actors()
+    with InputNode() as given:
+        outputs = [actor.local.bind(given) for actor in in_graph]
+        dag = MultiOutputNode(outputs) if hosts > 1 else outputs[0]
+    graph = dag.experimental_compile(_max_inflight_executions=GRAPH_IN_FLIGHT)
+
+    def graph_blocking(count: int) -> None:
+        for _ in range(count):
+            ray.get(graph.execute(0))
+
+    def graph_pipelined(count: int) -> None:
+        flying: deque[Any] = deque()
+        for _ in range(count):
+            if len(flying) >= GRAPH_IN_FLIGHT:
+                ray.get(flying.popleft())
+            flying.append(graph.execute(0))
+        while flying:
+            ray.get(flying.popleft())
+
+    return {
+        "op by op, blocking": blocking("all_reduce"),
+        "op by op": pipelined("all_reduce"),
+        "local, op by op, blocking": blocking("local"),
+        "local, op by op": pipelined("local"),
+        "graph: local, op by op, blocking": graph_blocking,
+        "graph: local, op by op": graph_pipelined,
+    }
+
+
+def main() -> None:
+    """The driver: HOSTS."""
+    with running() as ray:
+        serve(lambda: cases(ray, int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

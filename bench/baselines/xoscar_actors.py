@@ -1,0 +1,118 @@
+"""xoscar: one actor a host, each in a process of its own, driven call by call.
+
+The actors are members of one `jax.distributed` group, set up like pw's workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+try:
+    import xoscar
+except ImportError:
+    xoscar = None
+
+from bench.baselines.peer import Peer, serve
+
+IN_FLIGHT = 64  # calls
+
+
+def start(hosts: int) -> Peer:
+    """An xoscar pool with `hosts` actors, ready to measure.
+
+    Raises GaveUp if xoscar is not installed or does not start.
+    """
+    return Peer("xoscar", "bench.baselines.xoscar_actors", [[str(hosts)]])
+
+
+class Host(xoscar.Actor):  # type: ignore[misc]
+    """An element of the array on a device, and steps that change it."""
+
+    def __init__(self, address: str, hosts: int, rank: int) -> None:
+        super().__init__()
+        self._where = (address, hosts, rank)
+        self._value: Any = None
+
+    async def enter(self) -> None:
+        """Join the group; the call returns when all have come."""
+        from bench.baselines import jax_group, steps
+
+        mesh = await asyncio.to_thread(jax_group.enter, *self._where)
+        self._all_reduce = jax_group.compiled(steps.all_reduce, mesh)
+        self._local = jax_group.compiled(steps.local, mesh)
+        self._value = jax_group.zeros(mesh)
+
+    def all_reduce(self) -> None:
+        """One step; returns when it is enqueued, as the actor that a user would write does."""
+        self._value = self._all_reduce(self._value)
+
+    def local(self) -> None:
+        """One step without the collective."""
+        self._value = self._local(self._value)
+
+    def wait(self) -> None:
+        """Return when all steps have been done."""
+        self._value.block_until_ready()
+
+
+def main() -> None:
+    """The client: HOSTS."""
+    hosts = int(sys.argv[1])
+    loop = asyncio.new_event_loop()
+    serve(lambda: loop.run_until_complete(_cases(hosts, loop)))
+
+
+async def _cases(
+    hosts: int, loop: asyncio.AbstractEventLoop
+) -> Mapping[str, Callable[[int], object]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    pool = await xoscar.create_actor_pool("127.0.0.1", n_process=hosts)
+    await pool.start()
+    actors = [
+        await xoscar.create_actor(
+            Host,
+            address,
+            hosts,
+            rank,
+            address=pool.external_address,
+            allocate_strategy=xoscar.allocate_strategy.ProcessIndex(rank + 1),
+        )
+        for rank in range(hosts)
+    ]
+    await asyncio.gather(*(actor.enter() for actor in actors))
+
+    async def each(method: str) -> None:
+        await asyncio.gather(*(getattr(actor, method)() for actor in actors))
+
+    async def blocking(method: str, count: int) -> None:
+        for _ in range(count):
+            await each(method)
+            await each("wait")
+
+    async def pipelined(method: str, count: int) -> None:
+        flying: set[asyncio.Task[None]] = set()
+        for _ in range(count):
+            flying.add(asyncio.create_task(each(method)))
+            if len(flying) >= IN_FLIGHT:
+                _, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*flying)
+        await each("wait")
+
+    def case(work: Callable[[str, int], Awaitable[None]], method: str) -> Callable[[int], object]:
+        return lambda count: loop.run_until_complete(work(method, count))  # type: ignore[arg-type]
+
+    return {
+        "op by op, blocking": case(blocking, "all_reduce"),
+        "op by op": case(pipelined, "all_reduce"),
+        "local, op by op, blocking": case(blocking, "local"),
+        "local, op by op": case(pipelined, "local"),
+    }
+
+
+if __name__ == "__main__":
+    main()
