@@ -117,6 +117,33 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def timed(work: Callable[[int], object]) -> Callable[[int], float]:
+    """How long `work(count)` takes, after a tenth of it that does not count: it has been idle before."""
+
+    def measured(count: int) -> float:
+        work(max(1, count // 10))
+        return seconds(lambda: work(count))
+
+    return measured
+
+
+def sized(
+    timed: Callable[[int], float], *, reading_s: float, multiple_of: int = 1
+) -> Callable[[], float]:
+    """A case for `alternate` that gives a rate, with a count that makes a reading take about `reading_s`.
+
+    Args:
+        timed: does something so many times and returns how long that took, in seconds.
+        reading_s: how long a reading should take. Contenders differ by orders of magnitude.
+        multiple_of: how many are done at once.
+    """
+    count = multiple_of
+    while (took_s := timed(count)) < reading_s / 4 and count < 1 << 24:
+        count *= 4
+    count = multiple_of * max(1, round(count * reading_s / took_s / multiple_of))
+    return lambda: count / timed(count)
+
+
 def _without_collections(case: Callable[[], float]) -> float:
     gc.collect()
     was_enabled = gc.isenabled()

@@ -22,7 +22,6 @@ from typing import IO, Any, Self
 from bench.measure import GaveUp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-READY_S = 60.0
 ANSWER_S = 60.0
 # What pw keeps from its own daemons too; they choose these settings themselves.
 CPU_SETTINGS = (
@@ -42,13 +41,24 @@ class Peer:
         name: what it is called in results.
         module: a module whose main program ends in `serve`.
         arguments: for each process its arguments.
+        ready_s: how long it may take to become ready, in seconds.
+        freeze: stop its processes (SIGSTOP) whenever it is not asked for anything, because it cannot be idle.
 
     Raises:
         GaveUp: it is not installed, or did not become ready.
     """
 
-    def __init__(self, name: str, module: str, arguments: Sequence[Sequence[str]] = ((),)) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[Sequence[str]] = ((),),
+        *,
+        ready_s: float = 60.0,
+        freeze: bool = False,
+    ) -> None:
         self.name = name
+        self._freeze = freeze
         environment = {k: v for k, v in os.environ.items() if k not in CPU_SETTINGS}
         environment["PYTHONPATH"] = str(ROOT)
         self._processes = [
@@ -63,16 +73,18 @@ class Peer:
             for own in arguments
         ]
         try:
-            self.cases: tuple[str, ...] = tuple(self._answers(READY_S, "ready")[0])
+            self.cases: tuple[str, ...] = tuple(self._answers(ready_s, "ready")[0])
         except BaseException:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
 
     def seconds(self, case: str, count: int) -> float:
         """How long the slowest of its processes takes to do `case` `count` times.
 
         Raises GaveUp if it fails or does not answer.
         """
+        self._signal(signal.SIGCONT)
         line = json.dumps({"case": case, "count": count}).encode() + b"\n"
         for process in self._processes:
             try:
@@ -80,18 +92,22 @@ class Peer:
                 _pipe(process.stdin).flush()
             except OSError as error:
                 raise GaveUp(f"{self.name} is gone: {error}") from error
-        return max(float(answer) for answer in self._answers(ANSWER_S, "seconds"))
+        slowest = max(float(answer) for answer in self._answers(ANSWER_S, "seconds"))
+        self._signal(signal.SIGSTOP)
+        return slowest
 
-    def rate(self, case: str, count: int) -> float:
-        """How often a second it does `case`."""
-        return count / self.seconds(case, count)
+    def timed(self, case: str) -> Callable[[int], float]:
+        """`seconds` of one case, as `measure.sized` takes it."""
+        return lambda count: self.seconds(case, count)
 
     def busy_s(self) -> float:
         """Processor time that its processes have used so far: what should not grow while it is idle."""
-        return sum(_busy_s(process.pid) for process in self._processes)
+        ticks = sum(sum(_stat(pid)[11:13]) for pid in self._members())
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End it. Idempotent."""
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             with contextlib.suppress(OSError):
                 _pipe(process.stdin).close()
@@ -108,6 +124,18 @@ class Peer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _members(self) -> list[int]:
+        """All processes of the sessions that its processes lead."""
+        leaders = {process.pid for process in self._processes}
+        everybody = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+        return [pid for pid in everybody if not leaders.isdisjoint(_stat(pid)[3:4])]
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._freeze:
+            for pid in self._members():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _answers(self, timeout_s: float, key: str) -> list[Any]:
         deadline_s = time.monotonic() + timeout_s
@@ -150,6 +178,7 @@ def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
         asked = json.loads(line)
         case = cases[asked["case"]]
         try:
+            case(max(1, asked["count"] // 10))  # it has been idle, or frozen
             started = time.perf_counter()
             case(asked["count"])
             say(seconds=time.perf_counter() - started)
@@ -162,12 +191,10 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def _busy_s(leader: int) -> float:
-    """Processor time of all processes of a session."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _stat(pid: int) -> list[int]:
+    """The numbers in /proc/PID/stat behind the name, the state as 0; none if the process is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [0, *map(int, fields[1:])]

@@ -6,6 +6,7 @@ The actors that run the all-reduce are members of one `jax.distributed` group, s
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -26,7 +27,8 @@ def start(hosts: int) -> Peer:
 
     Raises GaveUp if Ray is not installed or does not start.
     """
-    return Peer("Ray", "bench.baselines.ray_actors", [[str(hosts)]])
+    # Ray's daemons are never idle: they would take a tenth of this or that core from the others.
+    return Peer("Ray", "bench.baselines.ray_actors", [[str(hosts)]], ready_s=120, freeze=True)
 
 
 class Host:
@@ -40,19 +42,21 @@ class Host:
         self._local = jax_group.compiled(steps.local, mesh)
         self._value: Any = jax_group.zeros(mesh)
 
-    def all_reduce(self, _: int) -> int:
-        """One step; returns when it is enqueued, as the actor that a user would write does."""
+    def all_reduce(self, wait: bool) -> bool:
+        """One step; returns when it is done, or with `wait=False` as soon as it is enqueued."""
         self._value = self._all_reduce(self._value)
-        return 0
+        return self.done(wait)
 
-    def local(self, _: int) -> int:
+    def local(self, wait: bool) -> bool:
         """One step without the collective."""
         self._value = self._local(self._value)
-        return 0
+        return self.done(wait)
 
-    def wait(self) -> None:
+    def done(self, wait: bool = True) -> bool:
         """Return when all steps have been done."""
-        self._value.block_until_ready()
+        if wait:
+            self._value.block_until_ready()
+        return wait
 
 
 @contextlib.contextmanager
@@ -68,9 +72,11 @@ def running() -> Iterator[Any]:
         num_cpus=64,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="error",
+        logging_level=logging.ERROR,
         object_store_memory=512 << 20,
         _temp_dir=folder,
+        # Nobody answers while frozen, which must not be taken for dead.
+        _system_config={"health_check_timeout_ms": 600_000},
     )
     try:
         yield ray
@@ -89,7 +95,7 @@ def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         made = [remote.remote(address, hosts, rank) for rank in range(hosts)]
-        ray.get([actor.wait.remote() for actor in made])
+        ray.get([actor.done.remote() for actor in made])
         return made
 
     called = actors()
@@ -97,8 +103,7 @@ def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
     def blocking(method: str) -> Callable[[int], object]:
         def case(count: int) -> None:
             for _ in range(count):
-                ray.get([getattr(actor, method).remote(0) for actor in called])
-                ray.get([actor.wait.remote() for actor in called])
+                ray.get([getattr(actor, method).remote(True) for actor in called])
 
         return case
 
@@ -106,10 +111,10 @@ def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
         def case(count: int) -> None:
             flying: deque[Any] = deque()
             for _ in range(count):
-                flying.append([getattr(actor, method).remote(0) for actor in called])
+                flying.append([getattr(actor, method).remote(False) for actor in called])
                 if len(flying) > IN_FLIGHT:
                     ray.get(flying.popleft())
-            ray.get([actor.wait.remote() for actor in called])
+            ray.get([actor.done.remote() for actor in called])
 
         return case
 
@@ -121,14 +126,14 @@ def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
 
     def graph_blocking(count: int) -> None:
         for _ in range(count):
-            ray.get(graph.execute(0))
+            ray.get(graph.execute(True))
 
     def graph_pipelined(count: int) -> None:
         flying: deque[Any] = deque()
         for _ in range(count):
             if len(flying) >= GRAPH_IN_FLIGHT:
                 ray.get(flying.popleft())
-            flying.append(graph.execute(0))
+            flying.append(graph.execute(False))
         while flying:
             ray.get(flying.popleft())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 try:
@@ -46,17 +46,20 @@ class Host(xoscar.Actor):  # type: ignore[misc]
         self._local = jax_group.compiled(steps.local, mesh)
         self._value = jax_group.zeros(mesh)
 
-    def all_reduce(self) -> None:
-        """One step; returns when it is enqueued, as the actor that a user would write does."""
+    def all_reduce(self, wait: bool) -> None:
+        """One step; returns when it is done, or with `wait=False` as soon as it is enqueued."""
         self._value = self._all_reduce(self._value)
+        self.done(wait)
 
-    def local(self) -> None:
+    def local(self, wait: bool) -> None:
         """One step without the collective."""
         self._value = self._local(self._value)
+        self.done(wait)
 
-    def wait(self) -> None:
+    def done(self, wait: bool) -> None:
         """Return when all steps have been done."""
-        self._value.block_until_ready()
+        if wait:
+            self._value.block_until_ready()
 
 
 def main() -> None:
@@ -86,25 +89,26 @@ async def _cases(
     ]
     await asyncio.gather(*(actor.enter() for actor in actors))
 
-    async def each(method: str) -> None:
-        await asyncio.gather(*(getattr(actor, method)() for actor in actors))
+    async def each(method: str, wait: bool) -> None:
+        await asyncio.gather(*(getattr(actor, method)(wait) for actor in actors))
 
     async def blocking(method: str, count: int) -> None:
         for _ in range(count):
-            await each(method)
-            await each("wait")
+            await each(method, True)
 
     async def pipelined(method: str, count: int) -> None:
         flying: set[asyncio.Task[None]] = set()
         for _ in range(count):
-            flying.add(asyncio.create_task(each(method)))
+            flying.add(asyncio.create_task(each(method, False)))
             if len(flying) >= IN_FLIGHT:
                 _, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.gather(*flying)
-        await each("wait")
+        await each("done", True)
 
-    def case(work: Callable[[str, int], Awaitable[None]], method: str) -> Callable[[int], object]:
-        return lambda count: loop.run_until_complete(work(method, count))  # type: ignore[arg-type]
+    def case(
+        work: Callable[[str, int], Coroutine[Any, Any, None]], method: str
+    ) -> Callable[[int], object]:
+        return lambda count: loop.run_until_complete(work(method, count))
 
     return {
         "op by op, blocking": case(blocking, "all_reduce"),
