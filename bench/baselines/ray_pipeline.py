@@ -1,0 +1,90 @@
+"""Ray compiled graphs: pipelines of 2 and of 4 actors, several values in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bench.baselines.peer import Peer, serve
+from bench.baselines.ray_actors import running
+
+STAGES = (2, 4)
+IN_FLIGHT = (1, 4)
+
+
+def start() -> Peer:
+    """Ray with both pipelines, ready to measure; cases are named by `case_name`.
+
+    Raises GaveUp if Ray is not installed or does not start.
+    """
+    return Peer("Ray graph", "bench.baselines.ray_pipeline", ready_s=120, freeze=True)
+
+
+def case_name(stages: int, in_flight: int) -> str:
+    """The name of the case with so many stages and values in flight; a count is of values."""
+    return f"{stages} stages, {in_flight} in flight"
+
+
+class Stage:
+    """One actor: adds one, on a device of its own."""
+
+    def __init__(self) -> None:
+        from pw.devices import group
+
+        group.prepare("cpu", 1)
+        import jax
+
+        self._step = jax.jit(lambda x: x + 1)
+
+    def step(self, x: Any) -> Any:
+        """The stage's computation; the value goes on from host memory, as Ray moves no jax arrays."""
+        return np.asarray(self._step(x))
+
+
+def cases(ray: Any) -> Mapping[str, Callable[[int], object]]:
+    """For each number of stages and of values in flight a case."""
+    from ray.dag import InputNode
+
+    remote = ray.remote(num_cpus=0)(Stage)
+    zero = np.zeros(1, np.float32)
+
+    def pipeline(stages: int) -> Any:
+        with InputNode() as given:
+            value = given
+            for _ in range(stages):
+                value = remote.remote().step.bind(value)
+        graph = value.experimental_compile(_max_inflight_executions=max(IN_FLIGHT))
+        assert ray.get(graph.execute(zero))[0] == stages
+        return graph
+
+    def case(graph: Any, in_flight: int) -> Callable[[int], object]:
+        def work(count: int) -> None:
+            flying: deque[Any] = deque()
+            for _ in range(count):
+                if len(flying) >= in_flight:
+                    ray.get(flying.popleft())
+                flying.append(graph.execute(zero))
+            while flying:
+                ray.get(flying.popleft())
+
+        return work
+
+    graphs = {stages: pipeline(stages) for stages in STAGES}
+    return {
+        case_name(stages, in_flight): case(graph, in_flight)
+        for stages, graph in graphs.items()
+        for in_flight in IN_FLIGHT
+    }
+
+
+def main() -> None:
+    """The driver."""
+    with running() as ray:
+        serve(lambda: cases(ray))
+
+
+if __name__ == "__main__":
+    main()
