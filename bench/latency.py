@@ -1,9 +1,9 @@
 """How long a user waits for the smallest thing there is: from a call to its result, of a computation that does
 nothing. The paper has no such table; it is what the blocking calls of its Figure 5 are made of.
 
-A call travels client → controller → host → client: three one-way hops on a cluster, and two where the controller
-lives in the client's process. The floor is three, or two, halves of a bare zmq round trip between two processes
-on this machine, measured in the same rounds.
+A call travels client → controller → host → client: three one-way hops on a cluster, and two where the
+controller lives in the client's process. The floor is three, or two, halves of a bare zmq round trip between two
+processes on this machine, measured in the same rounds.
 """
 
 from __future__ import annotations

@@ -167,6 +167,8 @@ def _bars(found: dict[tuple[str, int, int], measure.Sample]) -> list[report.Bar]
             for (how, stages, flying), sample in found.items()
             if how == "parallel" and flying == in_flight
         }
+        if len(gain) < 2:
+            continue
         few, many = min(gain), max(gain)
         text = f"{in_flight} in flight: gain over sequential with {many} stages, to that with {few}"
         bars.append(report.Bar(text, gain[many] / gain[few], 1.0))
