@@ -4,6 +4,8 @@
 VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+BENCH := $(VENV)/.installed-bench
+PIP   := $(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-deps
 
 # The first of these that runs (a version manager's shim may exist and fail), is new enough and can
 # make virtual environments. Override with: make PYTHON=/path/to/python
@@ -13,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format lock clean
+.PHONY: help demo test bench lint format lock clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,6 +25,9 @@ demo: $(STAMP)  ## train a small language model through the runtime
 
 test: lint  ## everything CI checks: format, lint, types, import contracts, tests
 	@$(RUN) -m pytest --numprocesses 2 --dist loadfile
+
+bench: $(BENCH)  ## measure everything beside its baselines, in about 20 minutes
+	@$(RUN) -m bench
 
 lint: $(STAMP)  ## format check, lint, types and import contracts
 	@$(RUN) -m ruff format --check .
@@ -53,4 +58,11 @@ $(STAMP): pyproject.toml requirements.lock
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
 		-r requirements.lock
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(BENCH): $(STAMP) bench/requirements.txt bench/baselines/requirements.txt
+	@echo "installing what the benchmarks need into $(VENV)"
+	@$(PIP) -r bench/requirements.txt
+	@$(PIP) -r bench/baselines/requirements.txt || \
+		echo "the systems to compare with could not all be installed: they will be left out"
 	@touch $@

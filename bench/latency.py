@@ -2,8 +2,8 @@
 nothing. The paper has no such table; it is what the blocking calls of its Figure 5 are made of.
 
 A call travels client → controller → host → client: three one-way hops on a cluster, and two where the
-controller lives in the client's process. The floor is three, or two, halves of a bare zmq round trip between two
-processes on this machine, measured in the same rounds.
+controller lives in the client's process. The floor is three, or two, halves of a bare zmq round trip between
+two processes on this machine, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import pw
 from bench import measure, report
 from bench.baselines.echo import Echo
 
-CLUSTER_HOPS = 3
-EMBEDDED_HOPS = 2
+HOPS = {"cluster": 3, "embedded": 2}
 ZMQ, JAX = "zmq round trip", "JAX in this process"
 
 
 def run(quick: bool) -> report.Result:
-    """Measure embedded and on a local cluster of one host, beside zmq and JAX."""
+    """Measure embedded and on a local cluster of one host, beside zmq and JAX; embedded only if quick."""
     calls, rounds = (20, 1) if quick else (300, 15)
     result = report.Result("latency", "microseconds from a client's call to its result")
     slow: dict[str, list[float]] = {}
@@ -45,10 +44,11 @@ def run(quick: bool) -> report.Result:
 
     with contextlib.ExitStack() as stack:
         echo = stack.enter_context(Echo())
-        embedded = _placed()  # before there is another cluster to be connected to
+        placed = {"embedded": _placed()}  # before there is another cluster to be connected to
         stack.callback(pw.disconnect)
-        stack.enter_context(pw.LocalCluster())
-        cluster = _placed()
+        if not quick:
+            stack.enter_context(pw.LocalCluster())
+            placed["cluster"] = _placed()
         local = jax.jit(lambda x: x)
         on_device = jax.device_put(np.float32(1))
         cases = {
@@ -56,7 +56,7 @@ def run(quick: bool) -> report.Result:
             JAX: case(JAX, lambda: local(on_device).block_until_ready()),
             **{
                 name: case(name, call)
-                for where, (function, x) in (("embedded", embedded), ("cluster", cluster))
+                for where, (function, x) in placed.items()
                 for name, call in _calls(where, function, x).items()
             },
         }
@@ -64,9 +64,9 @@ def run(quick: bool) -> report.Result:
     result.rows = report.rows(samples, unit="µs, median", baseline=ZMQ)
     tails = {name: measure.Sample(tuple(values[-rounds:])) for name, values in slow.items()}
     result.rows += report.rows(tails, unit="µs, p99", baseline=ZMQ)
-    for where, hops in (("cluster", CLUSTER_HOPS), ("embedded", EMBEDDED_HOPS)):
-        floor = hops / 2
-        ratio = samples[f"pw, {where}"].over(samples[ZMQ]).median / floor
+    for where in placed:
+        hops = HOPS[where]
+        ratio = samples[f"pw, {where}"].over(samples[ZMQ]).median / (hops / 2)
         text = f"{where}: median over {hops} one-way hops, each half a zmq round trip"
         result.bars.append(report.Bar(text, ratio, 3.0, at_least=False))
     return result

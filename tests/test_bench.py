@@ -1,0 +1,157 @@
+"""The frame of the benchmarks: what it makes of readings, and that one of them runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench import measure, report
+from bench.baselines.peer import Peer
+from bench.measure import GaveUp, Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_sample_is_told_by_its_quartiles() -> None:
+    sample = Sample((4.0, 1.0, 3.0, 2.0, 5.0))
+    assert (sample.low, sample.median, sample.high) == (2.0, 3.0, 4.0)
+    assert sample.spread == pytest.approx(2 / 3)
+    assert Sample((7.0,)).low == Sample((7.0,)).high == 7.0
+
+
+@pytest.mark.parametrize("values", [(), (1.0, float("nan")), (float("inf"),)])
+def test_what_is_no_reading_is_refused(values: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError):
+        Sample(values)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    assert Sample((2.0, 30.0)).over(Sample((1.0, 10.0))).values == (2.0, 3.0)
+    with pytest.raises(ValueError, match="same rounds"):
+        Sample((1.0,)).over(Sample((1.0, 2.0)))
+    with pytest.raises(ValueError, match="zero"):
+        Sample((1.0,)).over(Sample((0.0,)))
+
+
+def test_cases_take_turns_in_an_order_that_rotates() -> None:
+    calls: list[str] = []
+
+    def case(name: str) -> Callable[[], float]:
+        def reading() -> float:
+            calls.append(name)
+            return float(len(calls))
+
+        return reading
+
+    samples = measure.alternate({name: case(name) for name in "abc"}, rounds=2, warm_up=1)
+    assert calls == [*"abc", *"bca", *"cab"]
+    assert samples["a"].values == (6.0, 8.0)
+
+
+def test_a_case_that_gives_up_is_left_out_and_said() -> None:
+    def gone() -> float:
+        raise GaveUp("it crashed")
+
+    notes: list[str] = []
+    samples = measure.alternate({"a": lambda: 1.0, "b": gone}, rounds=3, notes=notes)
+    assert samples == {"a": Sample((1.0, 1.0, 1.0))}
+    assert notes == ["b was left out: it crashed"]
+    with pytest.raises(GaveUp):
+        measure.alternate({"b": gone}, rounds=1)
+
+
+@pytest.mark.parametrize(("multiple_of", "count"), [(1, 1000), (128, 1024)])
+def test_a_reading_is_made_as_long_as_asked(multiple_of: int, count: int) -> None:
+    asked: list[int] = []
+
+    def timed(number: int) -> float:
+        asked.append(number)
+        return number / 2000
+
+    case = measure.sized(timed, reading_s=0.5, multiple_of=multiple_of)
+    assert case() == 2000
+    assert asked[-1] == count
+
+
+def test_a_result_is_told_and_written(tmp_path: Path) -> None:
+    samples = {"pw": Sample((3.0, 6.0)), "JAX": Sample((1.0, 3.0))}
+    result = report.Result(
+        "fake",
+        "nothing (paper: nowhere)",
+        report.rows(samples, unit="1/s", params={"hosts": 2}, baseline="JAX"),
+        [report.Bar("a high one", 2.5, 3.0), report.Bar("a low one", 2.5, 3.0, at_least=False)],
+        ["[this] is no markup"],
+        [report.Figure("t", "x", "y", {"pw": [(1, 2.0)]})],
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    report.show(result, console)
+    told = console.export_text()
+    assert "2.25 – 2.75" in told
+    assert "does not hold  2.5 ≥ 3: a high one" in told
+    assert "holds          2.5 ≤ 3: a low one" in told
+    assert "[this] is no markup" in told
+
+    written = json.loads(report.write(result, {"cores": 2}, tmp_path).read_text())
+    assert written["machine"] == {"cores": 2}
+    assert written["rows"][0]["values"] == [3.0, 6.0]
+    assert written["rows"][0]["ratio"]["median"] == 2.5
+    assert [bar["holds"] for bar in written["bars"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0.0, "0"), (0.1234, "0.123"), (12.34, "12.3"), (12345.6, "12,346"), (2e7, "2e+07")],
+)
+def test_numbers_are_told_with_three_digits(value: float, told: str) -> None:
+    assert report.number(value) == told
+
+
+PEER = """
+    from bench.baselines.peer import serve
+
+    def fails(count):
+        if count > 4:
+            raise ValueError("too many")
+
+    def prepare():
+        print("this is not an answer")
+        return {"works": lambda count: None, "fails": fails}
+
+    serve(prepare)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_contender_answers_from_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freeze: bool
+) -> None:
+    (tmp_path / "contender.py").write_text(textwrap.dedent(PEER))
+    monkeypatch.setattr("bench.baselines.peer.SEARCHED", f"{ROOT}{os.pathsep}{tmp_path}")
+    with Peer("it", "contender", [(), ()], freeze=freeze) as peer:
+        assert peer.cases == ("works", "fails")
+        assert peer.seconds("works", 3) >= 0
+        with pytest.raises(GaveUp, match="it: ValueError: too many"):
+            peer.seconds("fails", 5)
+    with pytest.raises(GaveUp, match="it ended with 1"):
+        Peer("it", "no_such_contender")
+
+
+@pytest.mark.processes
+def test_one_of_them_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "latency", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "pw, embedded" in done.stdout
+    written = json.loads((tmp_path / "latency.json").read_text())
+    assert written["rows"]
+    assert not written["bars"]  # a quick run judges nothing
