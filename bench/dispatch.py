@@ -109,12 +109,13 @@ def _measure(
     ):
         try:
             peer = stack.enter_context(start(hosts))
-            for name in peer.cases:
-                # "graph: ..." are the cases of Ray's compiled graphs.
-                key = f"{peer.name} {name}" if ": " in name else f"{peer.name}: {name}"
-                cases[key] = sized(name, peer.timed(name))
         except measure.GaveUp as error:
             notes.append(f"{hosts} hosts: {error}")
+            continue
+        for name in peer.cases:
+            # "graph: ..." are the cases of Ray's compiled graphs.
+            key = f"{peer.name} {name}" if ": " in name else f"{peer.name}: {name}"
+            cases[key] = sized(name, peer.timed(name))
     stack.enter_context(pw.LocalCluster(hosts_per_island=hosts))
     for name, work in ours(hosts).items():
         cases[f"pw: {name}"] = sized(name, measure.timed(work))

@@ -116,15 +116,20 @@ def test_numbers_are_told_with_three_digits(value: float, told: str) -> None:
 
 
 PEER = """
+    import os
     from bench.baselines.peer import serve
 
     def fails(count):
         if count > 4:
             raise ValueError("too many")
 
+    def ends(count):
+        if count > 4:
+            os._exit(3)
+
     def prepare():
         print("this is not an answer")
-        return {"works": lambda count: None, "fails": fails}
+        return {"works": lambda count: None, "fails": fails, "ends": ends}
 
     serve(prepare)
 """
@@ -138,10 +143,15 @@ def test_a_contender_answers_from_a_process_of_its_own(
     (tmp_path / "contender.py").write_text(textwrap.dedent(PEER))
     monkeypatch.setattr("bench.baselines.peer.SEARCHED", f"{ROOT}{os.pathsep}{tmp_path}")
     with Peer("it", "contender", [(), ()], freeze=freeze) as peer:
-        assert peer.cases == ("works", "fails")
+        assert peer.cases == ("works", "fails", "ends")
         assert peer.seconds("works", 3) >= 0
         with pytest.raises(GaveUp, match="it: ValueError: too many"):
             peer.seconds("fails", 5)
+        assert peer.seconds("works", 3) >= 0
+        with pytest.raises(GaveUp, match="it ended with 3"):
+            peer.seconds("ends", 5)
+        with pytest.raises(GaveUp, match="it is gone"):
+            peer.seconds("works", 3)
     with pytest.raises(GaveUp, match="it ended with 1"):
         Peer("it", "no_such_contender")
 

@@ -60,6 +60,7 @@ class Peer:
     ) -> None:
         self.name = name
         self._freeze = freeze
+        self._gone = False
         environment = {k: v for k, v in os.environ.items() if k not in CPU_SETTINGS}
         environment["PYTHONPATH"] = SEARCHED
         self._processes = [
@@ -85,14 +86,14 @@ class Peer:
 
         Raises GaveUp if it fails or does not answer.
         """
+        if self._gone:
+            raise GaveUp(f"{self.name} is gone")
         self._signal(signal.SIGCONT)
         line = json.dumps({"case": case, "count": count}).encode() + b"\n"
         for process in self._processes:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # then it will not answer either
                 _pipe(process.stdin).write(line)
                 _pipe(process.stdin).flush()
-            except OSError as error:
-                raise GaveUp(f"{self.name} is gone: {error}") from error
         slowest = max(float(answer) for answer in self._answers(ANSWER_S, "seconds"))
         self._signal(signal.SIGSTOP)
         return slowest
@@ -108,6 +109,7 @@ class Peer:
 
     def close(self) -> None:
         """End it. Idempotent."""
+        self._gone = True
         self._signal(signal.SIGCONT)
         for process in self._processes:
             with contextlib.suppress(OSError):
@@ -139,20 +141,25 @@ class Peer:
                     os.kill(pid, number)
 
     def _answers(self, timeout_s: float, key: str) -> list[Any]:
+        """What every process has to say. Without an answer from each, none can be asked again."""
         deadline_s = time.monotonic() + timeout_s
         answers = []
         for process in self._processes:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not select.select([_pipe(process.stdout)], [], [], left_s)[0]:
+                self.close()
                 raise GaveUp(f"{self.name} did not answer within {timeout_s:.0f} s")
             line = _pipe(process.stdout).readline()
             if not line:
-                raise GaveUp(f"{self.name} ended with {process.wait()}")
-            answer = json.loads(line)
+                code = process.wait()
+                self.close()
+                raise GaveUp(f"{self.name} ended with {code}")
+            answers.append(json.loads(line))
+        for answer in answers:
             if "error" in answer:
+                self._signal(signal.SIGSTOP)
                 raise GaveUp(f"{self.name}: {answer['error']}")
-            answers.append(answer[key])
-        return answers
+        return [answer[key] for answer in answers]
 
 
 def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
