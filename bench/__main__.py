@@ -64,13 +64,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_here(name: str, *, quick: bool, out: Path, console: Console) -> report.Result:
     """Run one benchmark in this process, print it, and write NAME.json, NAME.png and NAME.svg."""
-    described = machine.describe() | {"load_before": machine.load()}
+    before, cores = machine.load(), machine.cores()
+    described = machine.describe() | {"load_before": before}
     started = time.perf_counter()
     result: report.Result = importlib.import_module(f"bench.{name.replace('-', '_')}").run(quick)
     described |= {"load_after": machine.load(), "took_s": round(time.perf_counter() - started, 1)}
     if quick:
         result.bars.clear()
         result.notes.append("a quick run: the figures mean nothing")
+    if before[0] > cores / 2:
+        result.notes.append(
+            f"the load was {before[0]} on {cores} cores when it began: unless that was the benchmark before "
+            "this one, others used the machine, and only ratios with narrow quartiles mean something"
+        )
     report.show(result, console)
     report.write(result, described | {"quick": quick}, out)
     try:

@@ -15,15 +15,20 @@ def describe() -> dict[str, object]:
     """Processor, cores, memory, kernel, versions and the commit, as they go into the JSON of a result."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "memory_bytes": _memory_bytes(),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
     }
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def load() -> tuple[float, float, float]:
