@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
+from bench.baselines.guard import members
 from bench.measure import GaveUp
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -74,6 +75,13 @@ class Peer:
             )
             for own in arguments
         ]
+        leaders = [str(process.pid) for process in self._processes]
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", "bench.baselines.guard", *leaders],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            cwd=ROOT,
+        )
         try:
             self.cases: tuple[str, ...] = tuple(self._answers(ready_s, "ready")[0])
         except BaseException:
@@ -102,11 +110,6 @@ class Peer:
         """`seconds` of one case, as `measure.sized` takes it."""
         return lambda count: self.seconds(case, count)
 
-    def busy_s(self) -> float:
-        """Processor time that its processes have used so far: what should not grow while it is idle."""
-        ticks = sum(sum(_stat(pid)[11:13]) for pid in self._members())
-        return ticks / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         """End it. Idempotent."""
         self._gone = True
@@ -117,10 +120,10 @@ class Peer:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
             _pipe(process.stdout).close()
+        self._guard.communicate()  # it ends what they have left behind
 
     def __enter__(self) -> Self:
         return self
@@ -128,15 +131,9 @@ class Peer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _members(self) -> list[int]:
-        """All processes of the sessions that its processes lead."""
-        leaders = {process.pid for process in self._processes}
-        everybody = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
-        return [pid for pid in everybody if not leaders.isdisjoint(_stat(pid)[3:4])]
-
     def _signal(self, number: signal.Signals) -> None:
         if self._freeze:
-            for pid in self._members():
+            for pid in members({process.pid for process in self._processes}):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -197,12 +194,3 @@ def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
-
-
-def _stat(pid: int) -> list[int]:
-    """The numbers in /proc/PID/stat behind the name, the state as 0; none if the process is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-    return [0, *map(int, fields[1:])]
