@@ -1,0 +1,158 @@
+"""What a launch costs the controller, from 16 to 512 hosts (the sizes of the paper's figures 5 and 6).
+
+The controller daemon is the real one, over its real sockets; its hosts are modelled (see `bench.modelled`). A
+launch is one call of a function over all devices of one island, `x = f(x)`: the controller gets a `Run` and a
+`Delete`, and every host a `Launch` and a `Discard`. *Pipelined*, up to 512 calls are in flight and what goes to
+one host leaves in few frames; *one at a time*, every call waits for the one before, and each launch is a frame
+for every host: the most that a launch can cost.
+
+What is told is processor time of the daemon's event loop, where controller and schedulers are, not time on a
+clock: a launch can take no less, and other people on the machine do not lengthen it much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+from bench.measure import Sample, alternate
+from bench.modelled import ModelledCluster, Usage
+from bench.report import Bar, Figure, Result, Row, Series
+
+SLOPE_US = 15.0
+FLAT = 1.15
+MEMORY_BYTES = 300e6
+HELD_ARRAYS = 20_000
+"""More than the controller remembers the making of, so that this memory is full."""
+MODES = {"pipelined": 512, "one at a time": 1}
+
+Size = tuple[int, int]
+"""Hosts, and devices of each."""
+
+
+def run(quick: bool) -> Result:
+    """Measure all sizes in alternation, then fill the controller of the largest."""
+    hosts = (4, 8) if quick else (16, 32, 64, 128, 256, 512)
+    middle = 8 if quick else 128
+    sizes = [(count, 4) for count in hosts] + [(middle, count) for count in (1, 8)]
+    result = Result(
+        "scale", "processor time of controller and scheduler for a launch (paper: figures 5 and 6)"
+    )
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as starters:
+            clusters = list(starters.map(lambda size: ModelledCluster(*size), sizes))
+        by_size = dict(zip(sizes, map(stack.enter_context, clusters), strict=True))
+        last: dict[tuple[Size, str], tuple[int, Usage]] = {}
+        samples = _launches(by_size, last, rounds=1 if quick else 4)
+        _tell_launches(result, samples, last)
+        _tell_installs(result, by_size)
+        _tell_memory(result, by_size[hosts[-1], 4], HELD_ARRAYS // (100 if quick else 1))
+    _judge(result, samples, hosts, middle)
+    result.notes += [
+        "hosts, devices and client are modelled by one process, in which nothing but sockets and the codec is "
+        "real; the controller is the daemon itself",
+        "'loop' is the thread of controller, schedulers and transport; libzmq's own threads are told apart",
+    ]
+    return result
+
+
+def _launches(
+    clusters: dict[Size, ModelledCluster],
+    last: dict[tuple[Size, str], tuple[int, Usage]],
+    rounds: int,
+) -> dict[tuple[Size, str], Sample]:
+    """Microseconds of the loop for a launch, by size and mode; in `last`, all that the last round used."""
+
+    def case(size: Size, mode: str) -> float:
+        cluster = clusters[size]
+        few = max(32, 5_000 // size[0])
+        count = few if MODES[mode] == 1 or rounds == 1 else max(600, 6 * few)
+        before = cluster.usage()
+        cluster.launch(count, window=MODES[mode])
+        used = cluster.usage().since(before)
+        last[size, mode] = count, used
+        return used.loop_s / count * 1e6
+
+    cases: dict[str, Callable[[], float]] = {}
+    keys = {f"{size} {mode}": (size, mode) for size in clusters for mode in MODES}
+    for name, key in keys.items():
+        cases[name] = partial(case, *key)
+    return {keys[name]: sample for name, sample in alternate(cases, rounds=rounds).items()}
+
+
+def _tell_launches(
+    result: Result,
+    samples: dict[tuple[Size, str], Sample],
+    last: dict[tuple[Size, str], tuple[int, Usage]],
+) -> None:
+    for ((hosts, devices), mode), sample in samples.items():
+        count, used = last[(hosts, devices), mode]
+        params: dict[str, object] = {
+            "hosts": hosts,
+            "devices": devices,
+            "µs/host": f"{sample.median / hosts:.1f}",
+            "other threads µs": round(used.other_s / count * 1e6),
+            "messages": f"{used.messages_sent / count:.1f}",
+            "frames": f"{used.frames_sent / count:.1f}",
+            "bytes": round(used.bytes_sent / count),
+        }
+        result.rows.append(Row(f"loop, {mode}", params, sample, "µs/launch"))
+    series: Series = {
+        mode: [
+            (hosts, s.median)
+            for ((hosts, devices), m), s in samples.items()
+            if m == mode and devices == 4
+        ]
+        for mode in MODES
+    }
+    result.figures.append(
+        Figure("controller's event loop", "hosts", "µs a launch", series, log_x=True, log_y=True)
+    )
+
+
+def _tell_installs(result: Result, clusters: dict[Size, ModelledCluster]) -> None:
+    for (hosts, devices), cluster in clusters.items():
+        sample = Sample((cluster.install_s * 1e3,))
+        params: dict[str, object] = {"hosts": hosts, "devices": devices}
+        result.rows.append(Row("loop, slice and two programs", params, sample, "ms once"))
+
+
+def _tell_memory(result: Result, cluster: ModelledCluster, arrays: int) -> None:
+    before = cluster.resident_bytes()
+    cluster.hold(arrays)
+    after = cluster.resident_bytes()
+    params: dict[str, object] = {"hosts": cluster.hosts, "devices": cluster.devices}
+    result.rows.append(Row("memory after the launches", params, Sample((before / 1e6,)), "MB"))
+    result.rows.append(
+        Row(f"memory with {arrays} arrays held", params, Sample((after / 1e6,)), "MB")
+    )
+    result.bars.append(
+        Bar("MB of the controller, 512 hosts", max(before, after) / 1e6, MEMORY_BYTES / 1e6, False)
+    )
+
+
+def _judge(
+    result: Result,
+    samples: dict[tuple[Size, str], Sample],
+    hosts: tuple[int, ...],
+    middle: int,
+) -> None:
+    least, most = hosts[0], hosts[-1]
+    for mode in MODES:
+        low, high = samples[(least, 4), mode], samples[(most, 4), mode]
+        growth = high.over(low).median / (most / least)
+        result.bars.append(
+            Bar(
+                f"growth from {least} to {most} hosts over that of hosts, {mode}",
+                growth,
+                1.0,
+                False,
+            )
+        )
+        rises = [(b - a) / (most - least) for a, b in zip(low.values, high.values, strict=True)]
+        slope = Sample(tuple(rises)).median
+        result.bars.append(Bar(f"µs a launch and host, {mode}", slope, SLOPE_US, False))
+        ratio = samples[(middle, 8), mode].over(samples[(middle, 1), mode]).median
+        result.bars.append(Bar(f"8 devices a host over 1, {mode}", ratio, FLAT, False))
