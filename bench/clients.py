@@ -1,0 +1,144 @@
+"""Client processes of a cluster that runs already, each told by a benchmark what to do when.
+
+python -m bench.clients move ADDRESS BYTES              moves an array from island-0 to island-1
+python -m bench.clients compute ADDRESS STEPS...        calls functions that take so many steps each
+python -m bench.clients share ADDRESS SHARE STEPS FILE  the same with a weight; notes when each call ended
+python -m bench.clients gang ADDRESS DEVICES STEPS...   calls functions over all devices, with an all-reduce
+python -m bench.clients alone STEPS...                  what `compute` does, in plain JAX
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+import pw
+from bench.baselines import steps as computations
+from bench.baselines.peer import serve
+from pw.devices import group
+
+IN_FLIGHT = 64
+
+Cases = Mapping[str, Callable[[int], object]]
+
+
+def busy(steps: int) -> Callable[[Any], Any]:
+    """A function of an array that keeps a core busy for so many steps, some 20 ns each."""
+
+    def work(x: Any) -> Any:
+        return jax.lax.fori_loop(0, steps, lambda _, value: value * 0.999999 + 1e-6, x)
+
+    return work
+
+
+def busy_together(steps: int) -> Callable[[Any], Any]:
+    """The same on each device's element, and then the mean of all, plus one."""
+    return lambda x: computations.all_reduce(busy(steps)(x))
+
+
+def calls(function: Callable[[Any], Any], start: Any) -> Callable[[int], object]:
+    """`x = f(x)`, many calls in flight."""
+
+    def case(count: int) -> None:
+        value = start
+        flying: deque[Any] = deque()
+        for _ in range(count):
+            value = function(value)
+            flying.append(value)
+            if len(flying) > IN_FLIGHT:
+                flying.popleft().block_until_ready()
+        value.block_until_ready()
+
+    return case
+
+
+def move(address: str, size_bytes: str) -> Cases:
+    """One array after the other; the next is asked for as soon as the last is there."""
+    pw.connect(address)
+    meshes = [
+        pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1, island=island).devices, ("data",))
+        for island in ("island-0", "island-1")
+    ]
+    here, there = (pw.NamedSharding(mesh, pw.PartitionSpec()) for mesh in meshes)
+    array = pw.put(np.ones(int(size_bytes), np.uint8), sharding=here)
+
+    def moves(count: int) -> None:
+        for _ in range(count):
+            pw.put(array, sharding=there).block_until_ready()
+
+    return {"move": moves}
+
+
+def compute(address: str, *steps: str) -> Cases:
+    """Calls on the first device, for each number of steps."""
+    pw.connect(address)
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("data",))
+    start = pw.put(np.float32(0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+    return {number: calls(pw.jit(busy(int(number)), mesh=mesh), start) for number in steps}
+
+
+def share(address: str, weight: str, steps: str, file: str) -> Cases:
+    """Calls of one function; FILE gets the moments at which they ended, as this client sees it."""
+    pw.connect(address, share=float(weight))
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("data",))
+    function = pw.jit(busy(int(steps)), mesh=mesh)
+    start = pw.put(np.float32(0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+
+    def case(count: int) -> None:
+        value, flying, ends_s = start, deque[Any](), []
+        for number in range(count + IN_FLIGHT):
+            if number < count:
+                value = function(value)
+                flying.append(value)
+            if flying and number >= IN_FLIGHT:
+                flying.popleft().block_until_ready()
+                ends_s.append(time.monotonic())
+        np.save(file, np.array(ends_s))
+
+    return {"calls": case}
+
+
+def gang(address: str, devices: str, *steps: str) -> Cases:
+    """Calls on all devices of an island, for each number of steps."""
+    pw.connect(address)
+    count = int(devices)
+    mesh = pw.Mesh(
+        pw.make_virtual_device_set().add_slice(devices=count).devices, (computations.AXIS,)
+    )
+    spec = pw.PartitionSpec(computations.AXIS)
+    start = pw.put(np.zeros(count, np.float32), sharding=pw.NamedSharding(mesh, spec))
+
+    def compiled(number: int) -> Callable[[Any], Any]:
+        whole = computations.together(busy_together(number))
+        function: Callable[[Any], Any] = pw.jit(
+            whole, mesh=mesh, in_shardings=spec, out_shardings=spec
+        )
+        return function
+
+    return {number: calls(compiled(int(number)), start) for number in steps}
+
+
+def alone(*steps: str) -> Cases:
+    """Plain JAX on one device, set up like a worker."""
+    group.prepare("cpu", 1)
+    return {number: calls(jax.jit(busy(int(number))), np.float32(0)) for number in steps}
+
+
+KINDS: dict[str, Callable[..., Cases]] = {
+    "move": move,
+    "compute": compute,
+    "share": share,
+    "gang": gang,
+    "alone": alone,
+}
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    serve(lambda: KINDS[kind](*arguments))

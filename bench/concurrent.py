@@ -1,0 +1,161 @@
+"""Many clients on one cluster: what they get done together, and in which shares (the paper's figures 8 and 9).
+
+Each client is a process of its own that calls `x = f(x)` on the same device, with many calls in flight; the
+computations take about as long as the paper's. If the gang scheduler lost time in switching between clients, 16
+of them would get less done than one. Under `--policy share`, clients of other weights run side by side, and
+what counts is what each got done while all of them wanted the device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.baselines.peer import Peer
+from bench.measure import GaveUp, Sample, alternate
+from bench.report import Bar, Figure, Result, Row, Series, rows
+from pw import LocalCluster
+
+DURATIONS_MS = (0.04, 0.33, 2.4)
+CLIENTS = (1, 2, 4, 8, 16)
+READING_S = 0.5
+"""About how long a reading takes."""
+WEIGHTS: dict[str, tuple[int, ...]] = {"1:1:1:1": (1, 1, 1, 1), "1:2:4:8": (1, 2, 4, 8)}
+SHARE_MS = 0.33
+
+
+def run(quick: bool) -> Result:
+    """Measure 1 to 16 clients in alternation, then four clients with weights."""
+    result = Result("concurrent", "many clients on one device (paper: figures 8 and 9)")
+    durations = DURATIONS_MS[:1] if quick else DURATIONS_MS
+    steps = calibrated((*durations, SHARE_MS))
+    _tell_together(result, steps, durations, (1, 2) if quick else CLIENTS, 1 if quick else 4)
+    weights: dict[str, tuple[int, ...]] = {"1:2": (1, 2)} if quick else WEIGHTS
+    _tell_shares(result, steps[SHARE_MS], weights, 200 if quick else 1500)
+    result.notes += [
+        "every client is a process; one host with one device, because the device is what they share",
+        "'JAX alone' is one process that has the device to itself, with no runtime in between",
+    ]
+    return result
+
+
+def calibrated(durations_ms: tuple[float, ...]) -> dict[float, int]:
+    """How many steps a computation needs to take so long here, in plain JAX."""
+    few, many = 1_000, 100_000
+    with Peer("JAX alone", "bench.clients", [["alone", str(few), str(many)]]) as alone:
+        best = {n: min(alone.seconds(str(n), 200) / 200 for _ in range(3)) for n in (few, many)}
+    per_step_s = (best[many] - best[few]) / (many - few)
+    overhead_s = best[few] - few * per_step_s
+    return {ms: max(1, round((ms * 1e-3 - overhead_s) / per_step_s)) for ms in durations_ms}
+
+
+def _tell_together(
+    result: Result,
+    steps: dict[float, int],
+    durations: tuple[float, ...],
+    clients: tuple[int, ...],
+    rounds: int,
+) -> None:
+    numbers = [str(steps[ms]) for ms in durations]
+    with ExitStack() as stack:
+        alone = stack.enter_context(Peer("JAX alone", "bench.clients", [["alone", *numbers]]))
+        cluster = stack.enter_context(LocalCluster(connect=False))
+        arguments = ["compute", cluster.address, *numbers]
+        peers = _started(stack, [arguments] * clients[-1])
+        pool = stack.enter_context(ThreadPoolExecutor(clients[-1]))
+        series: Series = {}
+        for ms, number in zip(durations, numbers, strict=True):
+            count = max(64, min(4096, round(READING_S / ms * 1e3)))
+
+            def together(case: str, size: int, count: int) -> float:
+                share = -(-count // size)
+                started = time.perf_counter()
+                done = list(pool.map(lambda peer: peer.seconds(case, share), peers[:size]))
+                return share * len(done) / (time.perf_counter() - started)
+
+            cases: dict[str, Callable[[], float]] = {
+                "JAX alone": partial(alone.rate, number, count)
+            }
+            for size in clients:
+                cases[_name(size)] = partial(together, number, size, count)
+            samples = alternate(cases, rounds=rounds)
+            params: dict[str, object] = {"ms": ms}
+            result.rows += rows(samples, unit="calls/s", params=params, baseline=_name(1))
+            most = samples[_name(clients[-1])].over(samples[_name(1)]).median
+            text = f"{clients[-1]} clients over one, computations of {ms} ms"
+            result.bars.append(Bar(text, most, 1.0))
+            series[f"{ms} ms"] = [(float(n), samples[_name(n)].median) for n in clients]
+    result.figures.append(
+        Figure("all clients together", "clients", "calls/s", series, log_x=True, log_y=True)
+    )
+
+
+def _name(clients: int) -> str:
+    return f"{clients} client{'s' * (clients > 1)}"
+
+
+def _started(stack: ExitStack, processes: list[list[str]]) -> list[Peer]:
+    """Client processes, started two by two, since each imports JAX and compiles."""
+
+    def start(arguments: list[str]) -> Peer:
+        return Peer("a client", "bench.clients", [arguments])
+
+    with ThreadPoolExecutor(2) as starters:
+        return [stack.enter_context(peer) for peer in starters.map(start, processes)]
+
+
+# --- shares ---------------------------------------------------------------------------------------------
+
+
+def _tell_shares(
+    result: Result, steps: int, weights: dict[str, tuple[int, ...]], calls: int
+) -> None:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cluster = stack.enter_context(LocalCluster(policy="share", connect=False))
+        for name, shares in weights.items():
+            with ExitStack() as clients:
+                files = [folder / f"{name}-{index}.npy" for index in range(len(shares))]
+                arguments = [
+                    ["share", cluster.address, str(share), str(steps), str(file)]
+                    for share, file in zip(shares, files, strict=True)
+                ]
+                peers = _started(clients, arguments)
+                with ThreadPoolExecutor(len(peers)) as pool:
+                    # Those of little weight are not waited for longer than the others take.
+                    counts = [calls * share for share in shares]
+                    list(pool.map(lambda peer, count: peer.seconds("calls", count), peers, counts))
+            _tell_share(result, name, shares, [np.load(file) for file in files])
+
+
+def _tell_share(
+    result: Result, name: str, shares: tuple[int, ...], ends_s: list[np.ndarray[Any, Any]]
+) -> None:
+    """What each client got while all were there: from when the last came until the first had no more."""
+    start_s = max(moments[0] for moments in ends_s)
+    end_s = min(moments[-1] for moments in ends_s)
+    within = [moments[(moments >= start_s) & (moments <= end_s)] for moments in ends_s]
+    total = sum(map(len, within))
+    if not total or end_s <= start_s:
+        raise GaveUp("the clients with shares did not run side by side")
+    for index, (share, moments) in enumerate(zip(shares, within, strict=True)):
+        ideal = share / sum(shares)
+        params: dict[str, object] = {"shares": name, "client": index, "ideal": f"{ideal:.3f}"}
+        got = Sample((len(moments) / total,))
+        result.rows.append(
+            Row("part of the device", params, got, "", "ideal", got.over(Sample((ideal,))))
+        )
+    series: Series = {}
+    for index, (share, moments) in enumerate(zip(shares, within, strict=True)):
+        some = range(0, len(moments), max(1, len(moments) // 50))
+        points = [((moments[i] - start_s) * 1e3, float(i)) for i in some]
+        series[f"client {index}, weight {share}"] = points
+    result.figures.append(Figure(f"weights {name}", "ms", "calls done", series))
