@@ -24,6 +24,8 @@ from bench.baselines.peer import serve
 from pw.devices import group
 
 IN_FLIGHT = 64
+QUEUED = 256
+"""Calls in flight of a client with a weight: it can only have its share while it always wants the device."""
 
 Cases = Mapping[str, Callable[[int], object]]
 
@@ -92,11 +94,11 @@ def share(address: str, weight: str, steps: str, file: str) -> Cases:
 
     def case(count: int) -> None:
         value, flying, ends_s = start, deque[Any](), []
-        for number in range(count + IN_FLIGHT):
+        for number in range(count + QUEUED):
             if number < count:
                 value = function(value)
                 flying.append(value)
-            if flying and number >= IN_FLIGHT:
+            if flying and number >= QUEUED:
                 flying.popleft().block_until_ready()
                 ends_s.append(time.monotonic())
         np.save(file, np.array(ends_s))
