@@ -100,12 +100,15 @@ class Usage:
 class ModelledCluster:
     """A running daemon with `hosts` modelled hosts of `devices` devices each, as one island.
 
+    The function that is called takes and returns `arrays` arrays, each sharded over all devices.
+
     Raises whatever the daemon or the swarm ends with, and ConnectionFailed if either is not ready in time.
     """
 
-    def __init__(self, hosts: int, devices: int) -> None:
+    def __init__(self, hosts: int, devices: int, arrays: int = 1) -> None:
         self.hosts = hosts
         self.devices = devices
+        self.arrays = arrays
         read, write = os.pipe()
         try:
             arguments = ["--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
@@ -132,7 +135,7 @@ class ModelledCluster:
 
     def _installed(self) -> float:
         before = self.loop_s()
-        self._ask(do="register", devices=self.hosts * self.devices)
+        self._ask(do="register", devices=self.hosts * self.devices, arrays=self.arrays)
         return self.loop_s() - before
 
     def launch(self, count: int, *, window: int = 512) -> float:
@@ -331,8 +334,9 @@ class ModelledClient(Actor):
         self._stats: Callable[[dict[str, int]], None] | None = None
         self.settled: Callable[[int], None] | None = None
         self._bound: Callable[[], None] | None = None
-        self.makes = self.takes = self.held = 0
-        """Programs that make an array, and take one; the array at hand."""
+        self.makes = self.takes = 0
+        """Programs that make arrays, and take them."""
+        self.held: tuple[int, ...] = ()
 
     def attach(self) -> None:
         """Ask to be let in."""
@@ -370,32 +374,37 @@ class ModelledClient(Actor):
         self._serial += 1
         return client_id(self._number, self._serial)
 
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self._id() for _ in range(count))
+
     def stats(self, then: Callable[[dict[str, int]], None]) -> None:
         """Ask the controller for its counters."""
         self._stats = then
         self.env.send(CONTROL, GetStats(1))
 
-    def register(self, devices: int, then: Callable[[], None]) -> None:
-        """Allocate a slice, bring a program that makes an array on it and one that takes it, run both."""
+    def register(self, devices: int, arrays: int, then: Callable[[], None]) -> None:
+        """Allocate a slice, bring a program that makes arrays on it and one that takes them; run the first."""
         number = self._id()
-        self._bound = lambda: self._programs(number, devices, then)
+        self._bound = lambda: self._programs(number, devices, arrays, then)
         self.env.send(CONTROL, AllocateSlice(number, devices, None, None, None))
 
-    def _programs(self, number: int, devices: int, then: Callable[[], None]) -> None:
+    def _programs(self, number: int, devices: int, arrays: int, then: Callable[[], None]) -> None:
         placement = Placement(number, tuple(range(devices)))
         sharding = Sharding(("data",), (devices,), (("data",),))
         spec = ArraySpec((devices,), "float32", sharding, placement)
         digest = hashlib.sha256(ARTIFACT).digest()
-        for inputs in ((), (spec,)):
-            step = Computation("step", digest, placement, inputs, (spec,))
+        specs = (spec,) * arrays
+        for inputs in ((), specs):
+            step = Computation("step", digest, placement, inputs, specs)
             node = Node(0, tuple(Value(-1, index) for index in range(len(inputs))))
-            body = Program("step", (step,), (node,), inputs, (Output(Value(0, 0), spec),))
+            outputs = tuple(Output(Value(0, index), spec) for index in range(arrays))
+            body = Program("step", (step,), (node,), inputs, outputs)
             program = self._id()
             message = RegisterProgram(program, body, (Artifact(digest, ARTIFACT),))
             self.env.send(CONTROL, message)
             self.makes, self.takes = (self.makes, program) if inputs else (program, self.takes)
-        self.held = self._id()
-        self.env.send(CONTROL, Run(self._id(), self.makes, (), (self.held,)))
+        self.held = self._ids(arrays)
+        self.env.send(CONTROL, Run(self._id(), self.makes, (), self.held))
         self.settled = lambda count: then()
 
     def call(self, count: int, window: int, *, keep: bool, then: Callable[[], None]) -> None:
@@ -405,11 +414,11 @@ class ModelledClient(Actor):
         def more(room: int) -> None:
             nonlocal left
             for _ in range(min(room, left)):
-                result = self._id()
-                self.env.send(CONTROL, Run(self._id(), self.takes, (self.held,), (result,)))
+                results = self._ids(len(self.held))
+                self.env.send(CONTROL, Run(self._id(), self.takes, self.held, results))
                 if not keep:
-                    self.env.send(CONTROL, Delete((self.held,)))
-                self.held = result
+                    self.env.send(CONTROL, Delete(self.held))
+                self.held = results
                 left -= 1
 
         def ended(more_settled: int) -> None:
@@ -472,7 +481,7 @@ class Swarm:
         request = json.loads(line)
         what = request.pop("do")
         if what == "register":
-            self.client.register(request["devices"], self._registered)
+            self.client.register(request["devices"], request["arrays"], self._registered)
         elif what == "launch":
             self.model.start(request["device_us"] * 1e-6)
             self._began_s = time.perf_counter()
@@ -480,7 +489,7 @@ class Swarm:
         elif what == "hold":
             self._is_alone = True
             kept = self.client.takes, self.client.held
-            self.client.register(1, functools.partial(self._hold, request["count"], kept))
+            self.client.register(1, 1, functools.partial(self._hold, request["count"], kept))
         else:
             self.client.stats(lambda counters: self.answer(counters=counters))
 
@@ -490,7 +499,7 @@ class Swarm:
         self.client.settled = None
         self.answer()
 
-    def _hold(self, count: int, kept: tuple[int, int]) -> None:
+    def _hold(self, count: int, kept: tuple[int, tuple[int, ...]]) -> None:
         def held() -> None:
             self.client.takes, self.client.held = kept
             self._is_alone = self.hosts_expected == 1

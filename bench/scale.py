@@ -28,15 +28,19 @@ HELD_ARRAYS = 20_000
 """More than the controller remembers the making of, so that this memory is full."""
 MODES = {"pipelined": 512, "one at a time": 1}
 
-Size = tuple[int, int]
-"""Hosts, and devices of each."""
+Size = tuple[int, int, int]
+"""Hosts, devices of each, and arrays that the function takes and returns."""
+
+MANY_ARRAYS = 64
+"""As a training step may have, with its parameters and the optimiser's state."""
 
 
 def run(quick: bool) -> Result:
     """Measure all sizes in alternation, then fill the controller of the largest."""
     hosts = (4, 8) if quick else (16, 32, 64, 128, 256, 512)
     middle = 8 if quick else 128
-    sizes = [(count, 4) for count in hosts] + [(middle, count) for count in (1, 8)]
+    sizes = [(count, 4, 1) for count in hosts] + [(middle, count, 1) for count in (1, 8)]
+    sizes += [(middle, count, MANY_ARRAYS) for count in (1, 8)]
     result = Result(
         "scale", "processor time of controller and scheduler for a launch (paper: figures 5 and 6)"
     )
@@ -48,7 +52,7 @@ def run(quick: bool) -> Result:
         samples = _launches(by_size, last, rounds=1 if quick else 4)
         _tell_launches(result, samples, last)
         _tell_installs(result, by_size)
-        _tell_memory(result, by_size[hosts[-1], 4], HELD_ARRAYS // (100 if quick else 1))
+        _tell_memory(result, by_size[hosts[-1], 4, 1], HELD_ARRAYS // (100 if quick else 1))
     _judge(result, samples, hosts, middle)
     result.notes += [
         "hosts, devices and client are modelled by one process, in which nothing but sockets and the codec is "
@@ -87,11 +91,12 @@ def _tell_launches(
     samples: dict[tuple[Size, str], Sample],
     last: dict[tuple[Size, str], tuple[int, Usage]],
 ) -> None:
-    for ((hosts, devices), mode), sample in samples.items():
-        count, used = last[(hosts, devices), mode]
+    for ((hosts, devices, arrays), mode), sample in samples.items():
+        count, used = last[(hosts, devices, arrays), mode]
         params: dict[str, object] = {
             "hosts": hosts,
             "devices": devices,
+            "arrays": arrays,
             "µs/host": f"{sample.median / hosts:.1f}",
             "other threads µs": round(used.other_s / count * 1e6),
             "messages": f"{used.messages_sent / count:.1f}",
@@ -102,8 +107,8 @@ def _tell_launches(
     series: Series = {
         mode: [
             (hosts, s.median)
-            for ((hosts, devices), m), s in samples.items()
-            if m == mode and devices == 4
+            for ((hosts, devices, arrays), m), s in samples.items()
+            if m == mode and devices == 4 and arrays == 1
         ]
         for mode in MODES
     }
@@ -113,9 +118,9 @@ def _tell_launches(
 
 
 def _tell_installs(result: Result, clusters: dict[Size, ModelledCluster]) -> None:
-    for (hosts, devices), cluster in clusters.items():
+    for (hosts, devices, arrays), cluster in clusters.items():
         sample = Sample((cluster.install_s * 1e3,))
-        params: dict[str, object] = {"hosts": hosts, "devices": devices}
+        params: dict[str, object] = {"hosts": hosts, "devices": devices, "arrays": arrays}
         result.rows.append(Row("loop, slice and two programs", params, sample, "ms once"))
 
 
@@ -141,7 +146,7 @@ def _judge(
 ) -> None:
     least, most = hosts[0], hosts[-1]
     for mode in MODES:
-        low, high = samples[(least, 4), mode], samples[(most, 4), mode]
+        low, high = samples[(least, 4, 1), mode], samples[(most, 4, 1), mode]
         growth = high.over(low).median / (most / least)
         result.bars.append(
             Bar(
@@ -154,5 +159,7 @@ def _judge(
         rises = [(b - a) / (most - least) for a, b in zip(low.values, high.values, strict=True)]
         slope = Sample(tuple(rises)).median
         result.bars.append(Bar(f"µs a launch and host, {mode}", slope, SLOPE_US, False))
-        ratio = samples[(middle, 8), mode].over(samples[(middle, 1), mode]).median
-        result.bars.append(Bar(f"8 devices a host over 1, {mode}", ratio, FLAT, False))
+        for arrays in (1, MANY_ARRAYS):
+            ratio = samples[(middle, 8, arrays), mode].over(samples[(middle, 1, arrays), mode])
+            text = f"8 devices a host over 1, {arrays} array{'s' * (arrays > 1)}, {mode}"
+            result.bars.append(Bar(text, ratio.median, FLAT, False))

@@ -76,8 +76,8 @@ def run(quick: bool) -> Result:
     ]
     result.notes += [
         f"'reached' is {ENOUGH:.0%} of the throughput; between two sizes that were tried it is interpolated",
-        "modelled: one client, 4 devices a host; hosts and client are one process beside the daemon. What a real "
-        "client or executor does for a call is not in it: it happens elsewhere, at the same time",
+        "modelled: one client, 4 devices a host; hosts and client are one process beside the daemon; what a "
+        "real client or executor does for a call is not in it, as it happens elsewhere at the same time",
     ]
     return result
 
