@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import socket
 import statistics
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,7 +42,7 @@ from pw.transport.bulk import BulkPlane
 MIB = 1 << 20
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 * MIB, 64 * MIB, 256 * MIB)
 BAR_BYTES = 64 * MIB
-MOVES = 8
+MOVES = 4
 """Arrays that a reading is taken over."""
 
 
@@ -50,15 +52,14 @@ def run(quick: bool) -> Result:
         "transfer", "buffers from host to host, and what else has to wait (paper: §4.2)"
     )
     sizes = (1 << 10, 4 * MIB) if quick else SIZES
-    rounds = 1 if quick else 5
+    rounds = 1 if quick else 4
     with Ends(max(sizes)) as ends:
         _tell_planes(result, ends, sizes, rounds)
     _tell_arrays(result, 4 * MIB if quick else BAR_BYTES, rounds, 20 if quick else 300)
     result.notes += [
         "request to delivered: the receiver asks, gets all bytes into memory of its own, and lets go of them; "
         "one transfer at a time",
-        "cold: every transfer gets pages that were never touched (a pool that keeps nothing), and memcpy a "
-        "fresh array",
+        "cold: every transfer gets pages that were never touched (a pool that keeps nothing), memcpy too",
         "all on one machine: 'tcp' is the loopback interface",
     ]
     return result
@@ -123,10 +124,8 @@ class Ends:
 
         def copies() -> None:
             for _ in range(count):
-                if cold:
-                    self._source[:size].copy()
-                else:
-                    np.copyto(self._target[:size], self._source[:size])
+                target = _untouched(size) if cold else self._target[:size]
+                np.copyto(target, self._source[:size])
 
         return _bytes_per_s(size, count, copies)
 
@@ -146,6 +145,11 @@ class Ends:
             self._sender.wait()
 
 
+def _untouched(size: int) -> np.ndarray[Any, Any]:
+    """Memory straight from the kernel: what an allocator gives may have been used before."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
 def _bytes_per_s(size: int, count: int, work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
@@ -155,7 +159,7 @@ def _bytes_per_s(size: int, count: int, work: Callable[[], object]) -> float:
 def _tell_planes(result: Result, ends: Ends, sizes: tuple[int, ...], rounds: int) -> None:
     series: Series = {}
     for size in sizes:
-        count = max(2, min(200, 128 * MIB // size))
+        count = max(2, min(100, 64 * MIB // size))
         warm: dict[str, Callable[[], float]] = {
             "memcpy": lambda size=size, count=count: ends.copy(size, count),  # type: ignore[misc]
             "bare tcp socket": lambda size=size, count=count: ends.bare(size, count),  # type: ignore[misc]
@@ -271,11 +275,9 @@ def _tell_meanwhile(result: Result, address: str, mover: Peer, rounds: int, call
         small(0.0).block_until_ready()
         quiet, busy = [], []
         for _ in range(rounds):
-            quiet.append(_latencies_ms(small, calls, lambda: True))
-            background = threading.Thread(target=mover.seconds, args=("move", 20 * MOVES))
-            background.start()
-            busy.append(_latencies_ms(small, calls, background.is_alive))
-            background.join()
+            quiet.append(_latencies_ms(small, calls))
+            with _moving(mover):
+                busy.append(_latencies_ms(small, calls))
     finally:
         pw.disconnect()
     for text, of in (("median", statistics.median), ("99th percentile", _p99)):
@@ -292,11 +294,27 @@ def _tell_meanwhile(result: Result, address: str, mover: Peer, rounds: int, call
         result.bars.append(Bar(words, Sample(tuple(delays)).median, 2.0, at_least=False))
 
 
-def _latencies_ms(
-    call: Callable[[float], Any], count: int, goes_on: Callable[[], bool]
-) -> list[float]:
+@contextlib.contextmanager
+def _moving(mover: Peer) -> Iterator[None]:
+    """Have another process move arrays one after the other until the block ends."""
+    over = threading.Event()
+
+    def move() -> None:
+        while not over.is_set():
+            mover.seconds("move", MOVES)
+
+    with ThreadPoolExecutor(1) as background:
+        moving = background.submit(move)
+        try:
+            yield
+        finally:
+            over.set()
+        moving.result()
+
+
+def _latencies_ms(call: Callable[[float], Any], count: int) -> list[float]:
     readings: list[float] = []
-    while len(readings) < count and (goes_on() or not readings):
+    for _ in range(count):
         started = time.perf_counter()
         call(0.0).block_until_ready()
         readings.append((time.perf_counter() - started) * 1e3)
