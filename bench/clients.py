@@ -23,7 +23,7 @@ from bench.baselines.peer import serve
 from pw.devices import group
 
 AHEAD = 512
-"""Calls that `pw` lets a client have in flight: the next one returns when one of them has ended."""
+"""Calls that pw lets a client have in flight: the next one returns when one of them has ended."""
 
 Cases = Mapping[str, Callable[[int], object]]
 
@@ -43,7 +43,10 @@ def busy_together(steps: int) -> Callable[[Any], Any]:
 
 
 def calls(function: Callable[[Any], Any], start: Any) -> Callable[[int], object]:
-    """`x = f(x)`, as many calls in flight as the system allows; who asks for each value waits for a round trip."""
+    """`x = f(x)`, as many calls in flight as the system allows.
+
+    Nobody asks whether the values are there but for the last: each such question is a round trip.
+    """
 
     def case(count: int) -> None:
         value = start
