@@ -188,25 +188,17 @@ def _t5(name: str, rows: int, shape: Shape) -> Task:
 TASKS = {
     task.name: task
     for task in (
-        _lm("lm-tiny", 4, Shape(32, 2, 2, 16)),
-        _lm("lm-small", 8, Shape(128, 4, 4, 64)),
-        _lm("lm-medium", 8, Shape(256, 8, 6, 64)),
-        _lm("lm-large", 8, Shape(384, 8, 8, 128)),
+        _lm("lm-tiny", 4, Shape(32, 2, 1, 16)),
+        _lm("lm-small", 8, Shape(128, 4, 2, 64)),
+        _lm("lm-medium", 8, Shape(256, 8, 3, 64)),
         _t5("t5-tiny", 4, Shape(32, 2, 1, 16)),
-        _t5("t5-small", 4, Shape(128, 4, 2, 64)),
-        _t5("t5-medium", 4, Shape(256, 8, 3, 64)),
-        _t5("t5-large", 8, Shape(384, 8, 4, 128)),
+        _t5("t5-small", 8, Shape(128, 4, 1, 64)),
+        _t5("t5-medium", 8, Shape(256, 8, 2, 64)),
         _lm("gpu-tiny", 4, Shape(32, 2, 2, 16), own_adam),
         _lm(
             "gpu-base",
             16,
             Shape(768, 12, 12, 512, vocabulary=32_000, dtype="bfloat16"),
-            own_adam,
-        ),
-        _lm(
-            "gpu-small",
-            16,
-            Shape(512, 8, 6, 256, vocabulary=8192, dtype="bfloat16"),
             own_adam,
         ),
     )

@@ -1,0 +1,281 @@
+"""One decoder LM trained in four ways on as many devices (the paper's Table 2, Fig. 10 and Fig. 12).
+
+- *SPMD*: one island of four hosts, data parallel, one `pw.jit` function.
+- *2 stages* and *4 stages*: as many islands, each with its part of the layers (data parallel over its
+  hosts), and micro-batches as in GPipe: all forwards before all backwards, four times as many as stages. A
+  step is one `pw.program`.
+- *two islands*: the whole model on each of two islands of two hosts, which exchange gradients: one
+  `pw.program` that says nothing about how they travel.
+
+All compute the same: the same parameters to begin with, the same batches, blocks recomputed on the way
+back, AdamW. So the losses agree but for the order in which floats are summed, which is checked.
+
+On a machine with fewer cores than devices a pipeline's bubble costs nothing, since the others take the
+core; what shows is what the runtime and small micro-batches cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import pw
+from bench.measure import alternate
+from bench.models import Params, Shape, cross_entropy, lm_init, lm_loss, lm_stage
+from bench.report import Bar, Result, rows
+from bench.training import SEED, Trainer, apply, farthest, tokens
+
+BOUND = 0.95
+TOLERANCE = 1e-3
+DEVICES = 4
+MICRO_BATCHES_PER_STAGE = 4
+READING_S = 2.0
+WHAT = "tokens/s of one decoder LM: SPMD, pipelines, two islands (Table 2, Fig. 10, Fig. 12)"
+
+_WHOLE, _ROWS = P(), P("data")
+State = Any
+"""Parameters and the optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is trained, and on batches of how many rows."""
+
+    shape: Shape
+    rows: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch."""
+        return self.rows * self.shape.context
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step, int32 `[rows, context + 1]`."""
+        return tokens(step, self.rows, self.shape.context + 1, self.shape.vocabulary)
+
+
+FULL = Work(Shape(128, 4, 4, 128, recompute=True), rows=32)
+QUICK = Work(Shape(32, 2, 4, 16, recompute=True), rows=32)
+OPTIMIZER = optax.adamw(1e-3, b2=0.95, weight_decay=0.01)
+
+
+def run(quick: bool) -> Result:
+    """Train in all four ways, in turns."""
+    work = QUICK if quick else FULL
+    result = Result("pipeline-train", WHAT)
+    with ExitStack() as clusters:
+
+        def islands(count: int) -> list[pw.Mesh]:
+            hosts = DEVICES // count
+            clusters.enter_context(pw.LocalCluster(islands=count, hosts_per_island=hosts))
+            device_set = pw.make_virtual_device_set()
+            return [
+                pw.Mesh(
+                    device_set.add_slice(devices=hosts, island=f"island-{at}").devices, ("data",)
+                )
+                for at in range(count)
+            ]
+
+        (one,), two, four = islands(1), islands(2), islands(4)
+        trainers = {
+            "SPMD": spmd(work, one),
+            "2 stages": pipeline(work, two),
+            "4 stages": pipeline(work, four),
+            "two islands": two_islands(work, two),
+        }
+        step_s = {name: _step_s(trainer) for name, trainer in trainers.items()}
+        steps = 1 if quick else max(3, round(READING_S / step_s["SPMD"]))
+
+        def reading(trainer: Trainer) -> Callable[[], float]:
+            return lambda: steps * work.tokens_per_step / trainer.run(steps)
+
+        samples = alternate(
+            {name: reading(trainer) for name, trainer in trainers.items()},
+            rounds=1 if quick else 5,
+        )
+    result.rows += rows(samples, unit="tokens/s", baseline="SPMD")
+    ratio = samples["two islands"].over(samples["SPMD"]).median
+    text = "two islands of two hosts / one island of four: tokens/s"
+    result.bars.append(Bar(text, ratio, BOUND))
+    losses = trainers["SPMD"].losses
+    apart = max(farthest(trainer.losses, losses) for trainer in trainers.values())
+    text = f"greatest relative difference of a loss from SPMD's, {len(losses)} steps"
+    result.bars.append(Bar(text, apart, TOLERANCE, at_least=False))
+    result.notes += [
+        f"{DEVICES} hosts of one device each, all on the cores of one machine; "
+        f"{work.tokens_per_step} tokens a step, {steps} steps a reading",
+        f"losses differ by up to {apart:.1e}; from {losses[0]:.3f} to {losses[-1]:.3f} nats",
+    ]
+    return result
+
+
+def _step_s(trainer: Trainer) -> float:
+    """How long a step takes once everything is compiled."""
+    trainer.run(1)
+    return trainer.run(2) / 2
+
+
+def initial_state(params: Params) -> State:
+    """The state that begins with `params`."""
+    return params, OPTIMIZER.init(params)
+
+
+def update(state: State, gradients: Params, count: int) -> State:
+    """The state after an update with the mean of `count` gradients, of which the sum is given."""
+    mean = jax.tree.map(lambda total: total / count, gradients)
+    return apply(OPTIMIZER, *state, mean)
+
+
+def spmd(work: Work, mesh: pw.Mesh) -> Trainer:
+    """Data parallel over one island."""
+
+    def step(state: State, batch: Any) -> tuple[State, Any]:
+        loss, gradients = jax.value_and_grad(partial(lm_loss, work.shape))(state[0], batch)
+        return update(state, gradients, 1), loss
+
+    state = pw.jit(lambda seed: initial_state(lm_init(work.shape, seed)), mesh=mesh)(SEED)
+    return Trainer(
+        pw.jit(step, mesh=mesh, in_shardings=(_WHOLE, _ROWS), donate_argnums=(0,)),
+        state,
+        work.batch,
+    )
+
+
+def two_islands(work: Work, meshes: list[pw.Mesh]) -> Trainer:
+    """Each island has the model and half of the batch; each adds the other's gradients to its own."""
+
+    def gradients(params: Params, batch: Any) -> tuple[Params, Any]:
+        loss, found = jax.value_and_grad(partial(lm_loss, work.shape))(params, batch)
+        return found, loss
+
+    def exchanged(state: State, first: Params, second: Params) -> State:
+        return update(state, jax.tree.map(jnp.add, first, second), 2)
+
+    grads = [pw.jit(gradients, mesh=mesh, in_shardings=(_WHOLE, _ROWS)) for mesh in meshes]
+    updates = [pw.jit(exchanged, mesh=mesh, donate_argnums=(0,)) for mesh in meshes]
+    mean = pw.jit(lambda first, second: (first + second) / 2, mesh=meshes[0])
+
+    @pw.program
+    def step(states: list[State], halves: list[Any]) -> tuple[list[State], Any]:
+        found = [
+            grad(state[0], half) for grad, state, half in zip(grads, states, halves, strict=True)
+        ]
+        (first, first_loss), (second, second_loss) = found
+        after = [
+            change(state, first, second) for change, state in zip(updates, states, strict=True)
+        ]
+        return after, mean(first_loss, second_loss)
+
+    init = [
+        pw.jit(lambda seed: initial_state(lm_init(work.shape, seed)), mesh=mesh)(SEED)
+        for mesh in meshes
+    ]
+    return Trainer(step, init, lambda number: np.split(work.batch(number), 2))
+
+
+def pipeline(work: Work, meshes: list[pw.Mesh]) -> Trainer:
+    """The layers cut into as many stages as there are meshes."""
+    stages, shape = len(meshes), work.shape
+    micro_batches = MICRO_BATCHES_PER_STAGE * stages
+    # A stage's backward computes its forward again as a whole: its blocks need not do so once more.
+    kept = Shape(shape.width, shape.heads, shape.layers, shape.context, shape.vocabulary)
+
+    def forward(params: Params, x: Any) -> Any:
+        return lm_stage(kept, params, x)
+
+    def backward(params: Params, total: Params, x: Any, y_gradient: Any) -> tuple[Params, Any]:
+        if "tokens" in params:
+            found = jax.vjp(lambda params: lm_stage(kept, params, x), params)[1](y_gradient)[0]
+            return jax.tree.map(jnp.add, total, found), None
+        found, x_gradient = jax.vjp(partial(lm_stage, kept), params, x)[1](y_gradient)
+        return jax.tree.map(jnp.add, total, found), x_gradient
+
+    def loss_and_backward(
+        params: Params, total: tuple[Params, Any], x: Any, targets: Any
+    ) -> tuple[tuple[Params, Any], Any]:
+        def loss_of(params: Params, x: Any) -> Any:
+            return cross_entropy(lm_stage(shape, params, x), targets)
+
+        loss, (found, x_gradient) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, x)
+        return (jax.tree.map(jnp.add, total[0], found), total[1] + loss), x_gradient
+
+    def split(batch: Any) -> tuple[Any, ...]:
+        return tuple(batch[index] for index in range(micro_batches))
+
+    def zeros(params: Params) -> tuple[Params, Any]:
+        return jax.tree.map(jnp.zeros_like, params), jnp.float32(0)
+
+    def on(mesh: pw.Mesh, function: Any, inputs: Any, outputs: Any = None, **more: Any) -> Any:
+        return pw.jit(function, mesh=mesh, in_shardings=inputs, out_shardings=outputs, **more)
+
+    forwards = [on(mesh, forward, (_WHOLE, _ROWS), _ROWS) for mesh in meshes[:-1]]
+    backwards = [
+        on(
+            mesh,
+            backward,
+            (_WHOLE, _WHOLE, _ROWS, _ROWS),
+            (_WHOLE, _ROWS if stage else None),
+            donate_argnums=(1,),
+        )
+        for stage, mesh in enumerate(meshes[:-1])
+    ]
+    last = on(
+        meshes[-1],
+        loss_and_backward,
+        (_WHOLE, _WHOLE, _ROWS, _ROWS),
+        (_WHOLE, _ROWS),
+        donate_argnums=(1,),
+    )
+    splits = [on(meshes[end], split, (P(None, "data"),), _ROWS) for end in (0, -1)]
+    empty = [on(mesh, zeros, (_WHOLE,)) for mesh in meshes]
+    updates = [
+        on(mesh, partial(update, count=micro_batches), (_WHOLE, _WHOLE), donate_argnums=(0,))
+        for mesh in meshes
+    ]
+    mean = on(meshes[-1], lambda total: total / micro_batches, None)
+
+    @pw.program
+    def step(states: list[State], batch: tuple[Any, Any]) -> tuple[list[State], Any]:
+        inputs, targets = (cut(part) for cut, part in zip(splits, batch, strict=True))
+        params = [state[0] for state in states]
+        totals: list[Any] = [zero(own) for zero, own in zip(empty, params, strict=True)]
+        seen: list[list[Any]] = []  # for each micro-batch what each stage was given
+        gradients = []
+        for x, target in zip(inputs, targets, strict=True):
+            given = [x]
+            for stage, run_forward in enumerate(forwards):
+                given.append(run_forward(params[stage], given[-1]))
+            totals[-1], gradient = last(params[-1], totals[-1], given[-1], target)
+            seen.append(given)
+            gradients.append(gradient)
+        for given, gradient in zip(seen, gradients, strict=True):
+            for stage in reversed(range(stages - 1)):
+                total, loss = totals[stage]
+                total, gradient = backwards[stage](params[stage], total, given[stage], gradient)
+                totals[stage] = total, loss
+        after = [
+            change(state, total[0])
+            for change, state, total in zip(updates, states, totals, strict=True)
+        ]
+        return after, mean(totals[-1][1])
+
+    def batch(number: int) -> tuple[Any, Any]:
+        whole = work.batch(number).reshape(micro_batches, -1, shape.context + 1)
+        return whole[..., :-1], whole[..., 1:]
+
+    states = [
+        pw.jit(
+            lambda seed, stage=stage: initial_state(lm_init(shape, seed, stage, stages)), mesh=mesh
+        )(SEED)
+        for stage, mesh in enumerate(meshes)
+    ]
+    return Trainer(step, states, batch)
