@@ -20,6 +20,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,10 @@ def dispatch(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, q
         PlainJax(DISPATCH, 1, platform) as alone,
         PlainJax(DISPATCH, 1, platform, processes=2) as beside,
     ):
-        cases: dict[str, Callable[[], float]] = {}
-        for name, plain, processes in (("JAX", alone, 1), ("JAX, two processes", beside, 2)):
-            cases[name] = _steady(
-                lambda count, plain=plain: plain.seconds("op by op", count), quick, processes
-            )
+        cases = {
+            "JAX": _steady(partial(alone.seconds, "op by op"), quick, 1),
+            "JAX, two processes": _steady(partial(beside.seconds, "op by op"), quick, 2),
+        }
         for name, on in workers.items():
             cases[f"op by op, {name}"] = _steady(_op_by_op(on), quick, len(on))
             cases[f"chained, {name}"] = _steady(_chained(on), quick, len(on))
@@ -196,34 +196,35 @@ def train(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quic
     """Tokens a second of the decoder LM, those of all workers together."""
     task = TASKS["gpu-tiny" if quick or platform == "cpu" else "gpu-base"]
 
-    def together(trainers: list[Trainer], steps: int) -> None:
+    def together(trainers: list[Trainer]) -> None:
         for _ in range(steps):
             for trainer in trainers:
                 trainer.begin()
         for trainer in trainers:
             trainer.finish()
 
+    def ours(name: str) -> float:
+        took_s = seconds(lambda: together(trained[name]))
+        return len(trained[name]) * steps * task.tokens_per_step / took_s
+
+    def theirs(plain: PlainJax, processes: int) -> float:
+        return processes * steps * task.tokens_per_step / plain.seconds(task.name, steps)
+
     with (
         PlainJax(task.name, 1, platform) as alone,
         PlainJax(task.name, 1, platform, processes=2) as beside,
     ):
+        trained = {name: [on_pw(task, mesh) for mesh in on] for name, on in workers.items()}
         step_s = alone.seconds(task.name, 5) / 5
         steps = 5 if quick else max(8, round(READING_S / step_s))
-        cases: dict[str, Callable[[], float]] = {}
-        for name, plain, processes in (("JAX", alone, 1), ("JAX, two processes", beside, 2)):
-            cases[name] = lambda plain=plain, processes=processes: (
-                processes * steps * task.tokens_per_step / plain.seconds(task.name, steps)
-            )
-        trained = {name: [on_pw(task, mesh) for mesh in on] for name, on in workers.items()}
-        for name, trainers in trained.items():
-            together(trainers, 3)
-            cases[name] = lambda trainers=trainers: (
-                len(trainers)
-                * steps
-                * task.tokens_per_step
-                / seconds(lambda: together(trainers, steps))
-            )
-        samples = alternate(cases, rounds=1 if quick else 5)
+        samples = alternate(
+            {
+                "JAX": partial(theirs, alone, 1),
+                "JAX, two processes": partial(theirs, beside, 2),
+                **{name: partial(ours, name) for name in trained},
+            },
+            rounds=1 if quick else 5,
+        )
         losses = alone.losses()[0]
     params: dict[str, object] = {"what": f"train {task.name}"}
     result.rows += rows(samples, unit="tokens/s", params=params, baseline="JAX")

@@ -132,7 +132,7 @@ def initial_state(params: Params) -> State:
 def update(state: State, gradients: Params, count: int) -> State:
     """The state after an update with the mean of `count` gradients, of which the sum is given."""
     mean = jax.tree.map(lambda total: total / count, gradients)
-    return apply(OPTIMIZER, *state, mean)
+    return apply(OPTIMIZER, state, mean)
 
 
 def spmd(work: Work, mesh: pw.Mesh) -> Trainer:

@@ -113,14 +113,14 @@ class Task:
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """One training step: the next state, and the loss before it; to be compiled."""
-        params, optimizer_state = state
         loss_of = partial(t5_loss if self.model == "t5" else lm_loss, self.shape)
-        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
-        return apply(self.optimizer(), params, optimizer_state, gradients), loss
+        loss, gradients = jax.value_and_grad(loss_of)(state[0], batch)
+        return apply(self.optimizer(), state, gradients), loss
 
 
-def apply(optimizer: Optimizer, params: Any, optimizer_state: Any, gradients: Any) -> Any:
-    """The state after one update."""
+def apply(optimizer: Optimizer, state: Any, gradients: Any) -> Any:
+    """The state (parameters, and the optimizer's own) after one update."""
+    params, optimizer_state = state
     updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
     return jax.tree.map(jnp.add, params, updates), optimizer_state
 

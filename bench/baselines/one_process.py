@@ -60,6 +60,10 @@ class PlainJax:
         """How long `count` of a case take: steps of the task, or dispatches of one kind."""
         return self._peer.seconds(case, count)
 
+    def busy_s(self) -> float:
+        """Processor time used so far."""
+        return self._peer.busy_s()
+
     def losses(self) -> list[list[float]]:
         """For each process the losses of all its steps up to now."""
         return [json.loads(path.read_text()) for path in self._losses]
