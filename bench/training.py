@@ -189,11 +189,11 @@ TASKS = {
     task.name: task
     for task in (
         _lm("lm-tiny", 4, Shape(32, 2, 1, 16)),
-        _lm("lm-small", 8, Shape(128, 4, 2, 64)),
-        _lm("lm-medium", 8, Shape(256, 8, 3, 64)),
+        _lm("lm-small", 16, Shape(128, 4, 2, 64)),
+        _lm("lm-medium", 16, Shape(256, 8, 3, 64)),
         _t5("t5-tiny", 4, Shape(32, 2, 1, 16)),
-        _t5("t5-small", 8, Shape(128, 4, 1, 64)),
-        _t5("t5-medium", 8, Shape(256, 8, 2, 64)),
+        _t5("t5-small", 16, Shape(128, 4, 1, 64)),
+        _t5("t5-medium", 16, Shape(256, 8, 2, 64)),
         _lm("gpu-tiny", 4, Shape(32, 2, 2, 16), own_adam),
         _lm(
             "gpu-base",
