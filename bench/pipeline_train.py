@@ -16,9 +16,10 @@ core; what shows is what the runtime and small micro-batches cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from bench.measure import alternate
 from bench.models import Params, Shape, cross_entropy, lm_init, lm_loss, lm_stage
+from bench.processor import busy_s
 from bench.report import Bar, Result, rows
 from bench.training import SEED, Trainer, apply, farthest, tokens
 
@@ -74,10 +76,12 @@ def run(quick: bool) -> Result:
     devices = DEVICES // 2 if quick else DEVICES
     result = Result("pipeline-train", WHAT)
     with ExitStack() as clusters:
+        pids: dict[int, list[int]] = {}
 
         def islands(count: int) -> list[pw.Mesh]:
             hosts = devices // count
-            clusters.enter_context(pw.LocalCluster(islands=count, hosts_per_island=hosts))
+            cluster = pw.LocalCluster(islands=count, hosts_per_island=hosts)
+            pids[count] = clusters.enter_context(cluster).pids
             device_set = pw.make_virtual_device_set()
             slices = [
                 device_set.add_slice(devices=hosts, island=f"island-{at}") for at in range(count)
@@ -86,28 +90,35 @@ def run(quick: bool) -> Result:
 
         (one,), two = islands(1), islands(2)
         trainers = {
-            "SPMD": spmd(work, one),
-            "2 stages": pipeline(work, two),
-            "two islands": two_islands(work, two),
+            "SPMD": (spmd(work, one), 1),
+            "2 stages": (pipeline(work, two), 2),
+            "two islands": (two_islands(work, two), 2),
         }
         if not quick:
-            trainers["4 stages"] = pipeline(work, islands(4))
-        step_s = {name: _step_s(trainer) for name, trainer in trainers.items()}
+            trainers["4 stages"] = (pipeline(work, islands(4)), 4)
+        step_s = {name: _step_s(trainer) for name, (trainer, _) in trainers.items()}
         steps = 1 if quick else max(3, round(READING_S / step_s["SPMD"]))
+        spent_s: dict[str, list[float]] = {name: [] for name in trainers}
 
-        def reading(trainer: Trainer) -> Callable[[], float]:
-            return lambda: steps * work.tokens_per_step / trainer.run(steps)
+        def reading(name: str) -> float:
+            trainer, islands = trainers[name]
+            daemons_s, own_s = busy_s(pids[islands]), time.process_time()
+            took_s = trainer.run(steps)
+            own_s = time.process_time() - own_s
+            spent_s[name].append(own_s + busy_s(pids[islands]) - daemons_s)
+            return steps * work.tokens_per_step / took_s
 
         samples = alternate(
-            {name: reading(trainer) for name, trainer in trainers.items()},
-            rounds=1 if quick else 5,
+            {name: partial(reading, name) for name in trainers}, rounds=1 if quick else 5
         )
-    result.rows += rows(samples, unit="tokens/s", baseline="SPMD")
+    for row in rows(samples, unit="tokens/s", baseline="SPMD"):
+        busy_ms = statistics.median(spent_s[row.name]) / steps * 1e3
+        result.rows.append(replace(row, params={"processor ms a step": f"{busy_ms:.0f}"}))
     ratio = samples["two islands"].over(samples["SPMD"]).median
     text = "two islands / one island of twice the size: tokens/s"
     result.bars.append(Bar(text, ratio, BOUND))
-    losses = trainers["SPMD"].losses
-    apart = max(farthest(trainer.losses, losses) for trainer in trainers.values())
+    losses = trainers["SPMD"][0].losses
+    apart = max(farthest(trainer.losses, losses) for trainer, _ in trainers.values())
     text = f"greatest relative difference of a loss from SPMD's, {len(losses)} steps"
     result.bars.append(Bar(text, apart, TOLERANCE, at_least=False))
     result.notes += [
