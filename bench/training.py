@@ -198,7 +198,7 @@ TASKS = {
         _lm(
             "gpu-base",
             16,
-            Shape(768, 12, 12, 512, vocabulary=32_000, dtype="bfloat16"),
+            Shape(768, 12, 12, 512, vocabulary=32_000, recompute=True, dtype="bfloat16"),
             own_adam,
         ),
     )
