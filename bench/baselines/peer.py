@@ -21,6 +21,7 @@ from typing import IO, Any, Self
 
 from bench.baselines.guard import members
 from bench.measure import GaveUp
+from bench.processor import busy_s
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ANSWER_S = 60.0
@@ -106,6 +107,14 @@ class Peer:
         slowest = max(float(answer) for answer in self._answers(ANSWER_S, "seconds"))
         self._signal(signal.SIGSTOP)
         return slowest
+
+    def rate(self, case: str, count: int) -> float:
+        """How often a second it does `case`, doing it `count` times."""
+        return count / self.seconds(case, count)
+
+    def busy_s(self) -> float:
+        """Processor time that its processes have used so far."""
+        return busy_s(process.pid for process in self._processes)
 
     def timed(self, case: str) -> Callable[[int], float]:
         """`seconds` of one case, as `measure.sized` takes it."""
