@@ -302,7 +302,8 @@ class ModelledHost:
                 )
                 self._send(("resources", "executor", joined))
             elif isinstance(message, Install):
-                self._send((sender, "executor", Installed(self._epoch, message.program, None)))
+                said = Installed(self._epoch, message.program, None, install=message.install)
+                self._send((sender, "executor", said))
             elif isinstance(message, Launch):
                 self._launched(sender, message)
 
