@@ -31,7 +31,7 @@ from pw.core.messages import (
 )
 from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
 from pw.sched.lineage import Lineage, Record
-from pw.sched.programs import RegisteredProgram, holders
+from pw.sched.programs import Home, RegisteredProgram
 
 if TYPE_CHECKING:
     from pw.sched.resume import Resumption
@@ -203,14 +203,15 @@ class Client:
         program: RegisteredProgram,
         results: tuple[int, ...],
         bindings: Mapping[int, Binding],
-    ) -> None:
-        """Raise unless the results can be named so and have somewhere to lie."""
+    ) -> list[Home]:
+        """Where each result will lie; raise unless they can be named so and lie somewhere."""
         for array in results:
             if client_of(array) != self.number or array in self.arrays:
                 raise ProtocolError("a result has a number that is taken or is another client's")
-        for output in program.body.outputs:
-            if holders(output.spec, bindings) is None:
-                raise HostLost(
-                    f"a slice of {program.body.name!r} has no island at the moment: a host was lost. Call "
-                    "again when the island has all its hosts (see pw status)"
-                )
+        held = program.result_homes(bindings)
+        if held is None:
+            raise HostLost(
+                f"a slice of {program.body.name!r} has no island at the moment: a host was lost. Call "
+                "again when the island has all its hosts (see pw status)"
+            )
+        return held

@@ -475,7 +475,7 @@ class Controller(Actor):
         try:
             program = client.program_of(message)
             awaits = client.check_arguments(program, message.args)
-            client.check_results(program, message.results, self._bindings)
+            homes = client.check_results(program, message.results, self._bindings)
         except Poisoned as poisoned:
             self._fail_run(client, message, poisoned.report)
             return
@@ -489,10 +489,8 @@ class Controller(Actor):
                 donated.append((arg, given))
                 if given.uploading:
                     client.doomed[arg] = given
-        for array, output in zip(message.results, program.body.outputs, strict=True):
-            held = holders(output.spec, self._bindings)
-            assert held is not None
-            client.arrays[array] = Array(output.spec, *held)
+        for array, output, home in zip(message.results, program.body.outputs, homes, strict=True):
+            client.arrays[array] = Array(output.spec, *home)
         self.env.count("runs")
         record = client.lineage.add_run(message.run, program, message.args, message.results)
         client.lineage.release(number for number, _ in donated)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from operator import is_not
 
 from pw.core.errors import ErrorReport, ProtocolError
 from pw.core.lower import lower, lower_with_memory
@@ -16,6 +17,9 @@ from pw.core.peak import IslandMemory
 from pw.core.plan import HostPlan, Plan
 from pw.core.program import Program, Value
 from pw.core.sharding import ArraySpec, Binding
+
+Home = tuple[str, tuple[str, ...]]
+"""The island and the hosts that hold an array."""
 
 
 @dataclass(slots=True)
@@ -46,6 +50,19 @@ class RegisteredProgram:
     """How often it was lowered: what is said of an earlier time does not count."""
     admitting: tuple[str, ...] = ()
     """All its islands, if they must admit a run before any of them starts it."""
+    _bound: list[Binding | None] = field(default_factory=list)
+    _homes: list[Home] | None = field(default_factory=list)
+    """Who holds the results, as long as their slices are bound as in `_bound`."""
+
+    def result_homes(self, bindings: Mapping[int, Binding]) -> list[Home] | None:
+        """The island and hosts that hold each result; None while a slice of one is not bound."""
+        slices = dict.fromkeys(output.spec.placement.slice for output in self.body.outputs)
+        bound = [bindings.get(number) for number in slices]
+        if len(bound) != len(self._bound) or any(map(is_not, bound, self._bound)):
+            homes = [holders(output.spec, bindings) for output in self.body.outputs]
+            self._bound = bound
+            self._homes = None if None in homes else [home for home in homes if home is not None]
+        return self._homes
 
     def lower(
         self, bindings: Mapping[int, Binding], limited: Collection[str] = ()
@@ -199,7 +216,7 @@ def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
     raise ProtocolError(f"value {value.node}.{value.index} does not exist where it is used")
 
 
-def holders(spec: ArraySpec, bindings: Mapping[int, Binding]) -> tuple[str, tuple[str, ...]] | None:
+def holders(spec: ArraySpec, bindings: Mapping[int, Binding]) -> Home | None:
     """The island and hosts that hold an array of `spec`; None while its slice is not bound."""
     binding = bindings.get(spec.placement.slice)
     if binding is None:
