@@ -55,7 +55,7 @@ def test_seeds_that_once_found_something(profile: str, seed: str, what: str) -> 
 
 def test_every_kind_of_fault_is_injected() -> None:
     injected = set()
-    for seed in range(40):
+    for seed in range(100):
         injected |= set(simulate(seed, PROFILES["chaos"]).injected)
     assert injected >= {
         "frame lost",
@@ -75,6 +75,7 @@ def test_every_kind_of_fault_is_injected() -> None:
         "join failed",
         "collective hangs",
         "collective fails",
+        "controller killed",
     }
 
 
