@@ -88,7 +88,7 @@ class SimCluster:
                     self,
                     f"spare-of-{island}",
                     "" if anywhere else island,
-                    size,
+                    0,
                     devices,
                     spare=True,
                 )

@@ -87,13 +87,17 @@ class Faults:
         if node is not None:
             self._note("pause", node.name)
             length_s = random.choice((0.1, 2.0, 6.0, 20.0)) * random.uniform(0.5, 1.5)
-            node.paused_until_s = max(node.paused_until_s, self._world.now_s + length_s)
-            for peer in node.network.peers():
-                other = self._world.nodes.get(peer)
-                if other is not None:
-                    self._world.after(HEARTBEAT_S, other.network.probe, node.name)
+            self._stop(node, length_s)
             if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
                 self._world.after(WATCHDOG_S, self._watched, node)
+
+    def _stop(self, node: SimNode, length_s: float) -> None:
+        world = self._world
+        node.paused_until_s = max(node.paused_until_s, world.now_s + length_s)
+        for peer in node.network.peers():
+            other = world.nodes.get(peer)
+            if other is not None:
+                world.after(HEARTBEAT_S, other.network.probe, node.name)
 
     def _watched(self, node: SimNode) -> None:
         for host in self._cluster.hosts:
@@ -124,13 +128,19 @@ class Faults:
                 host.restart_later(random.uniform(3.0, 20.0))
 
     def _restart_controller(self, random: Random) -> None:
-        """The controller dies; all that is not its own goes on, and looks for the next one."""
+        """The controller dies or stops; all that is not its own goes on, and looks for the next one."""
         cluster = self._cluster
-        if cluster.node.alive:
-            self._note("controller killed", *(host.name for host in cluster.hosts))
-            cluster.kill_controller()
-            pause_s = random.choice((0.01, 0.3, 2.0, 8.0)) * random.uniform(0.5, 1.5)
-            self._world.after(pause_s, cluster.restart_controller)
+        if not cluster.node.alive or cluster.node.paused:
+            return
+        hosts = [host.name for host in cluster.hosts]
+        if random.random() < 0.25:  # for less than a client's lease
+            self._note("controller stopped", *hosts)
+            self._stop(cluster.node, random.choice((0.5, 4.0, 8.0)))
+            return
+        self._note("controller killed", *hosts)
+        cluster.kill_controller()
+        pause_s = random.choice((0.01, 0.3, 2.0, 8.0)) * random.uniform(0.5, 1.5)
+        self._world.after(pause_s, cluster.restart_controller)
 
     def _kill_client(self, random: Random) -> None:
         client = random.choice(self._clients)

@@ -246,6 +246,9 @@ class SimClient(Life):
         if life != self.lives or not self.node.alive or self.closing:
             return
         world = self.world
+        if self.cluster.node.paused:
+            world.at(self.cluster.node.paused_until_s + SETTLED_S, self._check_out, life)
+            return
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
             known = self.cluster.controller._clients.get(self.attached.client)
