@@ -255,6 +255,20 @@ def test_slices_are_bound_again_when_their_island_is_back() -> None:
     assert after == [before[0], before[2]], "where they were, for what lies there"
 
 
+def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_asked_for() -> None:
+    bench = Bench()
+    bench.island("a", 2, 1)
+    bench.island("b", 1, 1)
+    bench.lose("a0")
+    for number in (1, 2):
+        bench.world.wait(29)
+        bench.ask(number, 2)
+    bench.world.wait(2)
+    assert [refused.slice for refused in bench.news(SliceRefused)] == [1]
+    bench.world.wait(29)
+    assert [refused.slice for refused in bench.news(SliceRefused)] == [1, 2]
+
+
 def test_a_slice_that_does_not_fit_any_more_is_refused_not_shrunk() -> None:
     bench = Bench()
     bench.island("a", 1, 4)

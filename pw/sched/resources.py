@@ -605,12 +605,6 @@ class ResourceManager(Actor):
         if island is not None and island.state == "waiting" and island.epoch == note.epoch:
             self._announce()  # whoever has come back may have copies to give
             self._move_slices(island)
-            parked, self._parked = self._parked, []
-            for request in parked:
-                if request.resumed:
-                    self._parked.append(request)
-                else:
-                    self._refuse(request)
 
     def _move_slices(self, island: _Island) -> None:
         for number, entry in list(self._slices.items()):
@@ -697,6 +691,8 @@ class ResourceManager(Actor):
             self.env.call_later(MOVE_S, _Patience(message.slice, False))
             self.env.call_later(RESUME_S, _Patience(message.slice, True))
         self._place(message)
+        if not message.resumed and message in self._parked:
+            self.env.call_later(MOVE_S, _Patience(message.slice, True))
 
     def _place(self, request: AllocateSlice) -> None:
         island = self._roomiest(request)
@@ -719,8 +715,11 @@ class ResourceManager(Actor):
         """A slice's own island does not come back, or none that could have it."""
         for request in [request for request in self._parked if request.slice == note.slice]:
             self._parked.remove(request)
-            waits = request.resumed and not note.is_over
-            self._place(msgspec.structs.replace(request, resumed=waits, formerly=""))
+            request = msgspec.structs.replace(request, formerly="")
+            if note.is_over and self._roomiest(request) is None:
+                self._refuse(request)
+            else:
+                self._place(request)
 
     def _all(self) -> list[_Island]:
         return list(self._islands.values())
