@@ -63,6 +63,7 @@ class SimCluster:
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
         self.schedulers: dict[str, IslandScheduler] = {}
+        self.numbers_apart = CLIENT_NUMBERS
         self.starts = 0
         """How often the controller has been started."""
         if world.profile.device_memory_bytes:
@@ -142,7 +143,7 @@ class SimCluster:
                 spawn,
                 status,
                 lambda: dict(node.counters),
-                first_client=1 + (self.starts - 1) * CLIENT_NUMBERS,
+                first_client=1 + (self.starts - 1) * self.numbers_apart,
             ),
         )
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from pw.core.actor import Actor
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
+    Attach,
     Discard,
     EdgeCredit,
     EdgeData,
@@ -25,6 +26,8 @@ from pw.core.messages import (
     Launch,
     LeaveIsland,
     PeerLost,
+    Resumed,
+    Run,
     RunsSettled,
     SliceBound,
     Submit,
@@ -298,6 +301,29 @@ def _immortal(cluster: SimCluster) -> None:
         return lost
 
     _rehandle(cluster.controller, PeerLost, wrap)
+
+
+@_mutation("runs-not-retold", "restarts", "oracle", "credits", "liveness")
+def _untold(cluster: SimCluster) -> None:
+    """A client does not tell the next controller which runs were in flight."""
+    resuming: set[str] = set()
+
+    def alter(random: Random, to: Address, message: Any) -> list[Any] | None:
+        if isinstance(message, Attach) and message.resume:
+            resuming.add(message.name)
+        elif isinstance(message, Resumed):
+            resuming.clear()
+        elif isinstance(message, Run) and resuming:
+            return []
+        return None
+
+    _tamper(cluster, object, alter)
+
+
+@_mutation("numbers-given-again", "restarts", "oracle", "sessions last", "G1", "census")
+def _same_numbers(cluster: SimCluster) -> None:
+    """The next controller gives its clients numbers that the last one has given."""
+    cluster.numbers_apart = 0
 
 
 @_mutation("lose-a-credit", "calm", "credits")
