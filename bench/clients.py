@@ -19,13 +19,18 @@ import numpy as np
 
 import pw
 from bench.baselines import steps as computations
-from bench.baselines.peer import serve
+from bench.baselines.peer import Peer, serve
 from pw.devices import group
 
 AHEAD = 512
 """Calls that pw lets a client have in flight: the next one returns when one of them has ended."""
 
 Cases = Mapping[str, Callable[[int], object]]
+
+
+def per_second(peer: Peer, case: str, count: int) -> float:
+    """How often a second a contender does `case`."""
+    return count / peer.seconds(case, count)
 
 
 def busy(steps: int) -> Callable[[Any], Any]:

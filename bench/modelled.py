@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -70,6 +71,7 @@ from pw.transport.zmq_network import ZmqNetwork
 from pw.transport.zmq_socket import EdgeSocket
 
 START_S = 60.0
+ANSWER_S = 120.0
 HEARTBEAT_S = 1.0
 ARTIFACT = b"a computation that is never compiled"
 
@@ -199,9 +201,11 @@ class ModelledCluster:
     def _read(self) -> dict[str, Any]:
         assert self._swarm is not None
         assert self._swarm.stdout is not None
-        line = self._swarm.stdout.readline()
+        # Without a bound, a benchmark that is interrupted while threads start clusters would wait for ever.
+        ready = select.select([self._swarm.stdout], [], [], ANSWER_S)[0]
+        line = self._swarm.stdout.readline() if ready else ""
         if not line:
-            raise RuntimeError("the modelled hosts ended; their error is above")
+            raise RuntimeError("the modelled hosts ended, or do not answer")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -332,6 +336,8 @@ class ModelledClient(Actor):
         self._swarm = swarm
         self._serial = 0
         self._number = 0
+        self._members = 0
+        self._is_ready = False
         self._stats: Callable[[dict[str, int]], None] | None = None
         self.settled: Callable[[int], None] | None = None
         self._bound: Callable[[], None] | None = None
@@ -346,15 +352,27 @@ class ModelledClient(Actor):
     @handles(Attached)
     def _attached(self, sender: Address, message: Attached) -> None:
         self._number = message.client
-        self._swarm.answer()
+        self._look()
 
-    @handles(Directory, ForgetRuns)
+    @handles(Directory)
+    def _directory(self, sender: Address, message: Directory) -> None:
+        self._members = sum(peer.member for peer in message.peers)
+        self._look()
+
+    def _look(self) -> None:
+        """Ready when let in and the island is formed: before, there is no slice to be had."""
+        if self._number and self._members == self._swarm.hosts_expected and not self._is_ready:
+            self._is_ready = True
+            self._swarm.answer()
+
+    @handles(ForgetRuns)
     def _not_needed(self, sender: Address, message: object) -> None:
         """A real client keeps accounts of it."""
 
     @handles(RunFailed, SliceRefused)
     def _failed(self, sender: Address, message: RunFailed | SliceRefused) -> None:
-        raise SystemExit(f"the controller refuses: {message}")
+        print(f"the controller refuses: {message}", file=sys.stderr, flush=True)
+        os._exit(1)  # an exception would only end this turn of the loop
 
     @handles(SliceBound)
     def _is_bound(self, sender: Address, message: SliceBound) -> None:

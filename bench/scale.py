@@ -13,7 +13,6 @@ clock: a launch can take no less, and other people on the machine do not lengthe
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -45,9 +44,7 @@ def run(quick: bool) -> Result:
         "scale", "processor time of controller and scheduler for a launch (paper: figures 5 and 6)"
     )
     with ExitStack() as stack:
-        with ThreadPoolExecutor(2) as starters:
-            clusters = list(starters.map(lambda size: ModelledCluster(*size), sizes))
-        by_size = dict(zip(sizes, map(stack.enter_context, clusters), strict=True))
+        by_size = {size: stack.enter_context(ModelledCluster(*size)) for size in sizes}
         last: dict[tuple[Size, str], tuple[int, Usage]] = {}
         samples = _launches(by_size, last, rounds=1 if quick else 4)
         _tell_launches(result, samples, last)

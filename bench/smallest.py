@@ -18,6 +18,7 @@ from functools import partial
 
 from bench.baselines import jax_busy
 from bench.baselines.peer import Peer
+from bench.clients import per_second
 from bench.measure import Sample, alternate
 from bench.modelled import ModelledCluster
 from bench.report import Bar, Figure, Result, Row, Series
@@ -111,8 +112,8 @@ def _real(result: Result, hosts: int, steps: tuple[int, ...], rounds: int) -> li
             once_s = theirs.seconds(number, 20) / 20
             count = max(20, min(4000, round(READING_S / once_s)))
             cases = {
-                "pw": partial(ours.rate, number, count),
-                "JAX": partial(theirs.rate, number, count),
+                "pw": partial(per_second, ours, number, count),
+                "JAX": partial(per_second, theirs, number, count),
             }
             samples = alternate(cases, rounds=rounds)
             size_us, ratio = 1e6 / samples["JAX"].median, samples["pw"].over(samples["JAX"])

@@ -33,6 +33,7 @@ import uvloop
 
 import pw
 from bench.baselines.peer import Peer
+from bench.clients import per_second
 from bench.measure import GaveUp, Sample, alternate
 from bench.report import Bar, Figure, Result, Row, Series, rows
 from bench.sending_process import CHANNELS, request
@@ -232,10 +233,12 @@ def _tell_arrays(result: Result, size: int, rounds: int, calls: int) -> None:
                     Peer(channel, "bench.clients", [["move", cluster.address, str(size)]])
                 )
             movers[cluster.address] = mover
-            cases[f"pw.put, {channel}"] = lambda mover=mover: size * mover.rate("move", MOVES)  # type: ignore[misc]
+            cases[f"pw.put, {channel}"] = lambda mover=mover: (
+                size * per_second(mover, "move", MOVES)
+            )  # type: ignore[misc]
         try:
             ray = stack.enter_context(Peer("Ray", "bench.baselines.ray_store", [[str(size)]]))
-            cases["Ray's store"] = lambda: size * ray.rate("move", MOVES)
+            cases["Ray's store"] = lambda: size * per_second(ray, "move", MOVES)
         except GaveUp as error:
             result.notes.append(f"without Ray's store: {error}")
         samples = _in_gb(alternate(cases, rounds=rounds, warm_up=2))
