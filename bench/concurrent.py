@@ -31,6 +31,8 @@ READING_S = 0.5
 """About how long a reading takes."""
 WEIGHTS: dict[str, tuple[int, ...]] = {"1:1:1:1": (1, 1, 1, 1), "1:2:4:8": (1, 2, 4, 8)}
 SHARE_MS = 1.04
+CALLS = 600
+"""Calls of a client of weight 1."""
 
 
 def run(quick: bool) -> Result:
@@ -40,7 +42,7 @@ def run(quick: bool) -> Result:
     steps = calibrated((*durations, SHARE_MS))
     _tell_together(result, steps, durations, (1, 2) if quick else CLIENTS, 1 if quick else 4)
     weights: dict[str, tuple[int, ...]] = {"1:2": (1, 2)} if quick else WEIGHTS
-    _tell_shares(result, steps[SHARE_MS], weights, 100 if quick else 600)
+    _tell_shares(result, steps[SHARE_MS], weights, CALLS)
     result.notes += [
         "every client is a process; one host with one device, because the device is what they share",
         "'JAX alone' is one process that has the device to itself, with no runtime in between",

@@ -482,6 +482,7 @@ class Swarm:
         os.set_blocking(0, False)
         self.loop.add_reader(0, self._command)
         self.loop.run_forever()
+        os._exit(0)  # nothing that is left has anything to say any more
 
     def answer(self, **fields: object) -> None:
         """One line on standard output."""
