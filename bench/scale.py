@@ -46,7 +46,7 @@ def run(quick: bool) -> Result:
     with ExitStack() as stack:
         by_size = {size: stack.enter_context(ModelledCluster(*size)) for size in sizes}
         last: dict[tuple[Size, str], tuple[int, Usage]] = {}
-        samples = _launches(by_size, last, rounds=1 if quick else 4)
+        samples = _launches(by_size, last, rounds=1 if quick else 3)
         _tell_launches(result, samples, last)
         _tell_installs(result, by_size)
         _tell_memory(result, by_size[hosts[-1], 4, 1], HELD_ARRAYS // (100 if quick else 1))
@@ -69,7 +69,8 @@ def _launches(
     def case(size: Size, mode: str) -> float:
         cluster = clusters[size]
         few = max(32, 5_000 // size[0])
-        count = few if MODES[mode] == 1 or rounds == 1 else max(600, 6 * few)
+        is_long = MODES[mode] > 1 and size[2] == 1 and rounds > 1
+        count = max(600, 6 * few) if is_long else few
         before = cluster.usage()
         cluster.launch(count, window=MODES[mode])
         used = cluster.usage().since(before)
