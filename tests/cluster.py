@@ -17,7 +17,7 @@ from pw.core.messages import (
 )
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
-from pw.transport.zmq_network import ZmqNetwork
+from pw.transport.stream_network import StreamNetwork
 
 BOUND_S = 30.0
 
@@ -64,7 +64,7 @@ class Cluster:
             path = f"ipc://{self.folder}/{name}-{len(self.nodes)}"
             bind = path if self.where == "ipc" else "tcp://127.0.0.1:0"
             how.setdefault("bind", bind if listens else None)
-            network = ZmqNetwork(self.loop, name, incarnation, **how)
+            network = StreamNetwork(self.loop, name, incarnation, **how)
         node = Node(name, self.loop, network)
         self.nodes.append(node)
         return node.add("main", Recorder)

@@ -228,7 +228,7 @@ from pw.core.actor import Actor, handles
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, Ready
 from pw.transport.node import Node
-from pw.transport.zmq_network import ZmqNetwork
+from pw.transport.stream_network import StreamNetwork
 
 class Echo(Actor):
     @handles(Ready)
@@ -242,7 +242,7 @@ class Echo(Actor):
 name, incarnation, listens, parent = sys.argv[1:]
 loop = uvloop.new_event_loop()
 bind = "tcp://127.0.0.1:0" if listens == "yes" else None
-network = ZmqNetwork(loop, name, int(incarnation), bind=bind, heartbeat_s=0.05)
+network = StreamNetwork(loop, name, int(incarnation), bind=bind, heartbeat_s=0.05)
 node = Node(name, loop, network)
 echo = node.add("echo", Echo)
 print(network.endpoint, flush=True)
@@ -334,12 +334,27 @@ def test_a_gap_in_the_numbers_loses_the_peer(
     raw.send(codec.encode_frame(1, [("main", "x", Ready(1))]))
     raw.send(codec.encode_frame(3, [("main", "x", Ready(3))]))
     raw.send(codec.encode_frame(4, [("main", "x", Ready(4))]))
-    sockets.until(lambda: sockets.of(a).counters["frames_malformed"])
+    sockets.until(lambda: a.lost)
     assert numbers(a) == [1]
     assert a.lost == [("raw", "frames lost (expected 2, got 3)")]
-    # A stranger is told once that there is no link, so that it need not wait for silence.
-    answers = [codec.decode(raw.recv()) for _ in range(2)]
-    assert [answer.sequence for answer in answers] == [0, -1]
+    assert [codec.decode(raw.recv()).sequence for _ in range(2)] == [0, -1]
+
+
+def test_a_stranger_is_told_once_that_there_is_no_link(
+    sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
+) -> None:
+    """Who kept its link while we lost ours need not wait for our silence."""
+    a = sockets.node("a")
+    raw = dealer(sockets.endpoint(a))
+    for number in (7, 8):
+        raw.send(codec.encode_frame(number, [("main", "x", Ready(number))]))
+    raw.send(greeting("raw"))
+    sockets.until(lambda: raw.poll(0))
+    assert codec.decode(raw.recv()).sequence == -1
+    sockets.until(lambda: raw.poll(0))
+    assert codec.decode(raw.recv()).sequence == 0
+    assert sockets.of(a).counters["frames_malformed"] == 2
+    assert not a.received
 
 
 def test_a_damaged_frame_of_a_peer_shows_as_a_gap(

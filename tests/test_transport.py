@@ -20,7 +20,7 @@ from pw.core.messages import (
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec, zmq_network
+from pw.transport import codec, stream_network
 from pw.transport import node as node_module
 from pw.transport.link import Versions
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
@@ -100,9 +100,9 @@ def test_messages_to_unknown_nodes_are_counted(anywhere: Cluster) -> None:
 def test_floods_both_ways_with_tiny_high_water_marks(sockets: Cluster) -> None:
     """One hub and three peers, one that listens and two that are answered through the ROUTER."""
     count, burst = 10_000, 50
-    hub = sockets.node("hub", high_water_frames=2)
-    peers = [sockets.node("p0", high_water_frames=2)]
-    peers += [sockets.node(name, listens=False, high_water_frames=2) for name in ("p1", "p2")]
+    hub = sockets.node("hub", send_buffer_bytes=1)
+    peers = [sockets.node("p0", send_buffer_bytes=1)]
+    peers += [sockets.node(name, listens=False, send_buffer_bytes=1) for name in ("p1", "p2")]
     sockets.introduce(hub, *peers)
 
     def flood(origin: Recorder, to: Address) -> Callable[[int], None]:
@@ -137,9 +137,9 @@ def test_floods_both_ways_with_tiny_high_water_marks(sockets: Cluster) -> None:
 def test_a_node_that_is_behind_stops_reading_and_loses_nothing(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_network, "BACKLOG_MESSAGES", 10)
+    monkeypatch.setattr(stream_network, "BACKLOG_MESSAGES", 10)
     monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 5)
-    a, b = sockets.node("a", high_water_frames=2), sockets.node("b", high_water_frames=2)
+    a, b = sockets.node("a", send_buffer_bytes=1), sockets.node("b", send_buffer_bytes=1)
     sockets.introduce(a, b)
     longest = 0
 
@@ -246,7 +246,9 @@ def test_a_frame_over_the_bound_costs_its_sender_the_connection(
     raw = dealer(sockets.endpoint(a))
     raw.send(bytes(codec.MAX_FRAME_BYTES + 1))
     raw.send(codec.encode_frame(0, [("", "", Hello(*Versions.installed(), "raw", 1))]))
-    sockets.until(lambda: numbers(a) == [0])
+    sockets.until(lambda: sockets.of(a).counters["connections_malformed"])
+    sockets.until(lambda: raw.poll(0))  # on the next connection it is welcome
+    assert numbers(a) == [0]
     b.env.send(a.env.address, Ready(1))
     sockets.until(lambda: numbers(a) == [0, 1])
     assert not a.lost

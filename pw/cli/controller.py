@@ -30,7 +30,7 @@ from pw.sched.controller import RECOVERY_S
 from pw.sched.policy import POLICIES
 from pw.transport.log import log
 from pw.transport.node import Node
-from pw.transport.zmq_network import ZmqNetwork
+from pw.transport.stream_network import StreamNetwork
 
 NUMBERS_PER_S = 1024
 """Clients that would have to come in every second for numbers of an earlier start to be given again."""
@@ -77,7 +77,7 @@ def serve(
     configure_logging(log_level)
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
-    network = ZmqNetwork(loop, CONTROLLER, incarnation(), bind=bind, silence_s=lease)
+    network = StreamNetwork(loop, CONTROLLER, incarnation(), bind=bind, silence_s=lease)
     node = Node(CONTROLLER, loop, network)
     services = add_controller(
         node,

@@ -47,7 +47,7 @@ from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
 from pw.transport.log import log
 from pw.transport.node import Node
-from pw.transport.zmq_network import ZmqNetwork
+from pw.transport.stream_network import StreamNetwork
 
 SWITCH_INTERVAL_S = 0.0005
 """Tracing and lowering hold the interpreter; with Python's default the loop would be 45 ms late."""
@@ -192,7 +192,7 @@ def serve(
     daemon = Daemon(loop, max(parent_fd, supervisor_fd))
     try:
         group.prepare(platform, devices)
-        network = ZmqNetwork(
+        network = StreamNetwork(
             loop,
             name,
             begin.incarnation,

@@ -22,7 +22,7 @@ from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
-from pw.transport.zmq_network import ZmqNetwork
+from pw.transport.stream_network import StreamNetwork
 
 if TYPE_CHECKING:
     from pw.client.runtime import Runtime
@@ -54,7 +54,7 @@ def _with_child(runtime: Runtime, devices: int) -> SessionOnNode:
     children: list[Child] = []
 
     def make() -> tuple[SessionOnNode, str]:
-        network = ZmqNetwork(thread.loop, CONTROLLER, incarnation(), bind="tcp://127.0.0.1:0")
+        network = StreamNetwork(thread.loop, CONTROLLER, incarnation(), bind="tcp://127.0.0.1:0")
         node = Node(CONTROLLER, thread.loop, network)
         services = add_controller(node, thread.loop, secret=secrets.token_bytes(32))
 

@@ -20,7 +20,7 @@ from pw.core.errors import ConnectionFailed
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.node import Node
-from pw.transport.zmq_network import ZmqNetwork
+from pw.transport.stream_network import StreamNetwork
 
 if TYPE_CHECKING:
     from pw.client.runtime import Runtime
@@ -165,7 +165,7 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
 
         def make() -> SessionOnNode:
             name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
-            network = ZmqNetwork(thread.loop, name, incarnation())
+            network = StreamNetwork(thread.loop, name, incarnation())
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)
             return SessionOnNode(

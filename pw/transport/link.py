@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pw.core.errors import ErrorReport, VersionMismatch
 from pw.core.ids import Address
 from pw.core.messages import PROTOCOL_VERSION, Hello
-from pw.transport.zmq_socket import EdgeSocket
+from pw.transport.connection import Connection
 
 _SENDERS_REMEMBERED = 1024
 
@@ -46,18 +46,18 @@ def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) ->
 class Link:
     """What is known of the link to one peer.
 
-    Frames to the peer always take `route` on `socket`; frames from it are accepted from `source`
-    only. Both are fixed when first used, which makes each direction FIFO whatever sockets exist
-    besides. The two may differ: when both ends have dialled, each speaks on its own socket.
+    Frames to the peer always leave on `out`; frames from it are accepted from `source` only. Both
+    are fixed when first used, which makes each direction FIFO whatever connections exist besides.
+    The two may differ: when both ends have dialled, each speaks on the connection it has made.
     """
 
-    def __init__(self, node: str, socket: EdgeSocket, route: bytes, now_s: float) -> None:
+    def __init__(self, node: str, out: Connection, endpoint: str, now_s: float) -> None:
         self.node = node
-        self.socket = socket
-        self.route = route
-        self.endpoint = ""
-        self.source: bytes | None = None
-        """Routing id on our ROUTER, b"" for the socket we dialled with, None before the hello."""
+        self.out = out
+        self.endpoint = endpoint
+        """Where we dialled; empty if the peer did."""
+        self.source: Connection | None = None
+        """None before the hello."""
         self.incarnation: int | None = None
         """None until the peer's hello has come."""
         self.silence_s = 0.0
@@ -70,11 +70,6 @@ class Link:
         self.heard_s = now_s
         self.spoke_s = now_s
         self._addresses: dict[str, Address] = {}
-
-    @property
-    def dialled(self) -> bool:
-        """Whether we made this link, on a socket of its own."""
-        return not self.route
 
     def address(self, actor: str) -> Address:
         """The address of an actor of the peer."""

@@ -1,4 +1,4 @@
-"""Links between simulated nodes: the state machine of `pw.transport.zmq_network`, without sockets.
+"""Links between simulated nodes: the state machine of `pw.transport.stream_network`, without sockets.
 
 A *wire* is one connection, made by the node that dials; frames on it arrive in order, later, or never.
 Each end keeps a *link* to its peer: frames are numbered from the hello, and a missing or repeated

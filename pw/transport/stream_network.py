@@ -1,9 +1,10 @@
-"""Messages between processes over ZeroMQ.
+"""Messages between processes, over connections that speak ZeroMQ's wire protocol.
 
-Every node that can be dialled binds one ROUTER; every peer that a node dials gets one DEALER. A
-link works in both directions: who learns of a peer by its hello answers on the connection on which
-the hello came, which is how the controller and hosts reach clients, which bind nothing. When two
-nodes dial each other at the same time, each keeps speaking on its own socket.
+To ZeroMQ, a node that can be dialled is a ROUTER, and whoever dials it is a DEALER. A link works in
+both directions: who learns of a peer by its hello answers on the connection on which the hello
+came, which is how the controller and hosts reach clients, which bind nothing. When two nodes dial
+each other at the same time, each keeps speaking on the connection it has made. A link and its
+connections end together.
 
 Life of a link, as one end sees it:
 
@@ -28,31 +29,31 @@ their place, while clients want to keep what they own through a long pause.
 from __future__ import annotations
 
 import asyncio
-import functools
+import socket
 
 from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
 from pw.transport import codec
+from pw.transport.connection import LOST, Connection
+from pw.transport.endpoints import listen, parse, reachable_endpoint, unlisten
 from pw.transport.link import Link, Versions, version_mismatch
 from pw.transport.log import log
 from pw.transport.network import Mailroom
-from pw.transport.zmq_endpoints import Socket, dial, listen, make_context, reachable_endpoint
-from pw.transport.zmq_socket import EdgeSocket
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
 LONGEST_SILENCE_S = 600.0
 """A peer that wants to be waited for longer than this is waited for as long as we like."""
-HIGH_WATER_FRAMES = 4096
 BACKLOG_MESSAGES = 20_000
 _STRANGERS_REMEMBERED = 1000
+_NO_DESCRIPTORS_S = 1.0
 
 _LINK_KINDS = frozenset((Hello, Refused, Heartbeat, Goodbye))
 _HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(Heartbeat())]
 
 
-class ZmqNetwork:
+class StreamNetwork:
     """Reaches other processes over tcp:// and ipc:// (see `pw.transport.network.Network`).
 
     Args:
@@ -66,7 +67,7 @@ class ZmqNetwork:
         silence_s: a peer that says nothing for so long is lost, unless its hello named another bound.
         own_silence_s: what to ask of peers in our hello; 0 for what they like.
         connect_s: a peer that does not answer the first call for so long is lost.
-        high_water_frames: what libzmq queues for one peer, in each direction, before senders wait.
+        send_buffer_bytes: what the kernel holds for one peer before senders wait; 0 for its choice.
 
     Raises:
         ConnectionFailed: `bind` cannot be listened on.
@@ -85,7 +86,7 @@ class ZmqNetwork:
         silence_s: float = 10.0,
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
-        high_water_frames: int = HIGH_WATER_FRAMES,
+        send_buffer_bytes: int = 0,
     ) -> None:
         self.name = name
         self.endpoint = ""
@@ -96,10 +97,11 @@ class ZmqNetwork:
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._connect_s = connect_s
-        self._high_water = high_water_frames
+        self._send_buffer_bytes = send_buffer_bytes
         self._node: Mailroom
         self._links: dict[str, Link] = {}
-        self._sources: dict[bytes, Link] = {}
+        self._served: dict[Connection, Link | None] = {}
+        """Which link each connection serves; None for those of strangers."""
         self._endpoints: dict[str, str] = {}
         self._to_ship: list[Link] = []
         self._encoded: dict[int, tuple[object, bytes]] = {}
@@ -107,15 +109,9 @@ class ZmqNetwork:
         self._ticked_s = loop.time()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._closed = False
-        self._router: EdgeSocket | None = None
-        self._listener: Socket | None = None
-        self._context = make_context()
+        self._listener: socket.socket | None = None
         if bind is not None:
-            try:
-                self._listener = listen(self._context, bind, high_water_frames)
-            except ConnectionFailed:
-                self._context.term()
-                raise
+            self._listener = listen(bind)
             self.endpoint = reachable_endpoint(self._listener, advertise)
 
     # --- the Network protocol ------------------------------------------------------------------
@@ -124,9 +120,7 @@ class ZmqNetwork:
         """Deliver to this node from now on."""
         self._node = node
         if self._listener is not None:
-            self._router = EdgeSocket(
-                self._loop, self._listener, self._from_router, self._unroutable, self._is_behind
-            )
+            self._loop.add_reader(self._listener, self._accept)
         self._ticked_s = self._loop.time()
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
 
@@ -167,7 +161,7 @@ class ZmqNetwork:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
         self._endpoints[node] = endpoint
         link = self._links.get(node)
-        if link is not None and link.dialled and link.endpoint != endpoint:
+        if link is not None and link.endpoint not in ("", endpoint):
             self._lose(link, f"moved to {endpoint}", Goodbye())
 
     def forget(self, node: str) -> None:
@@ -190,41 +184,63 @@ class ZmqNetwork:
         self._closed = True
         if self._tick_handle is not None:
             self._tick_handle.cancel()
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            unlisten(self._listener)
+        until_s = self._loop.time() + CLOSE_LINGER_S
         for link in list(self._links.values()):
-            self._drop(link, Goodbye())
-        if self._router is not None:
-            self._router.close(CLOSE_LINGER_S)
-        elif self._listener is not None:
-            self._listener.close(linger=0)
-        self._context.term()
+            self._drop(link, Goodbye(), until_s)
+        for connection in self._served:
+            connection.close()
+        self._served.clear()
 
-    # --- sockets -------------------------------------------------------------------------------
+    # --- connections ---------------------------------------------------------------------------
 
     def _dial(self, node: str) -> Link | None:
         endpoint = self._endpoints.get(node)
         if endpoint is None or self._closed:
             return None
         try:
-            socket = dial(self._context, endpoint, self._high_water)
+            place = parse(endpoint)
         except ConnectionFailed as error:
             del self._endpoints[node]  # or every message would try again
             self._node.post_to_all(PeerLost(node, str(error)))
             return None
-        edge = EdgeSocket(
-            self._loop,
-            socket,
-            functools.partial(self._from_dealer, node),
-            self._unroutable,
-            self._is_behind,
-        )
-        link = Link(node, edge, b"", self._loop.time())
-        link.endpoint = endpoint
-        self._links[node] = link
+        connection = Connection(self._loop, self, place, self._send_buffer_bytes)
+        link = Link(node, connection, endpoint, self._loop.time())
+        self._links[node] = self._served[connection] = link
         self._say_hello(link)
         return link
 
-    def _is_behind(self) -> bool:
+    def _accept(self) -> None:
+        if self._listener is None or self._closed:
+            return
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptors left: whoever dials will try again
+            self._warn_once("accept", "cannot accept connections", self.name, reason=error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(
+                _NO_DESCRIPTORS_S, self._loop.add_reader, self._listener, self._accept
+            )
+            return
+        connection = Connection(self._loop, self, accepted, self._send_buffer_bytes)
+        self._served[connection] = None
+
+    def is_behind(self) -> bool:
+        """Whether the mailbox is so full that nothing should be received."""
         return self._node.backlog > BACKLOG_MESSAGES
+
+    def ended(self, connection: Connection, reason: str) -> None:
+        """A connection has closed, and not by us."""
+        link = self._served.pop(connection, None)
+        if link is not None:
+            self._lose(link, reason)
+        elif reason != LOST:
+            self._node.counters["connections_malformed"] += 1
+            self._warn_once(reason, "a stranger's connection", self.name, reason=reason)
 
     # --- outgoing ------------------------------------------------------------------------------
 
@@ -242,45 +258,33 @@ class ZmqNetwork:
         counters = self._node.counters
         counters["frames_sent"] += 1
         counters["control_bytes_sent"] += len(frame)
-        if not link.socket.send(link.route, frame):
+        if not link.out.send(frame):
             counters["sends_deferred"] += 1
 
-    def _answer(self, socket: EdgeSocket, route: bytes, message: Goodbye | Refused) -> None:
+    def _answer(self, connection: Connection, message: Goodbye | Refused) -> None:
         """Say the last word to somebody, whether or not there is a link."""
-        socket.send(route, codec.encode_frame(UNNUMBERED, [("", "", message)]))
+        connection.send(codec.encode_frame(UNNUMBERED, [("", "", message)]))
 
     # --- incoming ------------------------------------------------------------------------------
 
-    def _from_router(self, parts: list[bytes]) -> None:
-        route = parts[0]
-        link = self._sources.get(route)
-        frame = self._decoded(parts[1:], link.node if link else route)
+    def received(self, connection: Connection, parts: list[bytes]) -> None:
+        """A message has come on a connection."""
+        link = self._served[connection]
+        frame = self._decoded(parts, link.node if link else connection)
         if frame is None:
             return
-        if link is not None:
-            self._from_peer(link, frame)
-            return
         first = frame.envelopes[0][2] if frame.envelopes else None
-        if frame.sequence == 0 and isinstance(first, Hello):
-            self._greeted(route, first)
+        if link is not None and (link.source is connection or frame.sequence == UNNUMBERED):
+            self._from_peer(link, frame)
+        elif frame.sequence == 0 and isinstance(first, Hello) and link is None:
+            self._greeted(connection, first)
+        elif frame.sequence == 0 and isinstance(first, Hello) and link.source is None:
+            self._answered(link, first)
         elif frame.sequence != UNNUMBERED:
             self._node.counters["frames_malformed"] += 1
-            if self._warn_once(route, "frame from a stranger", route.hex()) and self._router:
-                self._answer(self._router, route, Goodbye())
-
-    def _from_dealer(self, node: str, parts: list[bytes]) -> None:
-        link = self._links[node]  # a link and its socket are closed together
-        frame = self._decoded(parts, link.node)
-        if frame is None:
-            return
-        first = frame.envelopes[0][2] if frame.envelopes else None
-        if link.source == b"" or frame.sequence == UNNUMBERED:
-            self._from_peer(link, frame)
-        elif link.source is None and frame.sequence == 0 and isinstance(first, Hello):
-            self._answered(link, first)
-        else:
-            self._node.counters["frames_malformed"] += 1
-            self._warn_once(link.node, "frame before the hello", link.node)
+            peer = link.node if link else "a stranger"
+            if self._warn_once(connection, "frame before the hello", peer) and link is None:
+                self._answer(connection, Goodbye())
 
     def _decoded(self, parts: list[bytes], peer: object) -> codec.Frame | None:
         counters = self._node.counters
@@ -321,13 +325,12 @@ class ZmqNetwork:
 
     # --- hellos --------------------------------------------------------------------------------
 
-    def _greeted(self, route: bytes, hello: Hello) -> None:
-        """A hello came to our ROUTER."""
-        assert self._router is not None
+    def _greeted(self, connection: Connection, hello: Hello) -> None:
+        """A hello came from somebody who has dialled us."""
         link = self._links.get(hello.node)
         error = self._objection(hello)
         if error is not None:
-            self._answer(self._router, route, Refused(error))
+            self._answer(connection, Refused(error))
             # Whoever misuses the name of a node that is here, or ours, is no news to actors.
             if hello.node == self.name or (link is not None and link.incarnation is not None):
                 self._node.counters["hellos_refused"] += 1
@@ -339,7 +342,7 @@ class ZmqNetwork:
             refusal = Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
             if hello.incarnation < link.incarnation:
                 self._node.counters["hellos_refused"] += 1
-                self._answer(self._router, route, refusal)
+                self._answer(connection, refusal)
                 return
             if hello.incarnation > link.incarnation:
                 self._lose(link, "replaced by a newer incarnation", refusal)
@@ -347,23 +350,23 @@ class ZmqNetwork:
                 self._lose(link, "connected anew")
             link = None
         if link is None:
-            link = Link(hello.node, self._router, route, self._loop.time())
+            link = Link(hello.node, connection, "", self._loop.time())
             self._links[hello.node] = link
-            self._accept(link, route, hello)
+            self._open(link, connection, hello)
             self._say_hello(link)
         else:
-            self._accept(link, route, hello)
+            self._open(link, connection, hello)
 
     def _answered(self, link: Link, hello: Hello) -> None:
-        """A hello came on a socket with which we dialled."""
+        """A hello came on a connection that we have made."""
         error = self._objection(hello)
         if error is None and hello.node != link.node:
             words = f"at {link.endpoint} answers {hello.node}, where {link.node} was expected"
             error = ErrorReport.of(ConnectionFailed(words), where=self.name)
         if error is None:
-            self._accept(link, b"", hello)
+            self._open(link, link.out, hello)
         else:
-            self._answer(link.socket, link.route, Refused(error))
+            self._answer(link.out, Refused(error))
             self._refuse(link.node, error, link)
 
     def _objection(self, hello: Hello) -> ErrorReport | None:
@@ -375,15 +378,14 @@ class ZmqNetwork:
             return ErrorReport.of(ProtocolError(words), where=self.name)
         return None
 
-    def _accept(self, link: Link, source: bytes, hello: Hello) -> None:
+    def _open(self, link: Link, source: Connection, hello: Hello) -> None:
         link.source = source
         link.incarnation = hello.incarnation
         link.received = 1
         link.heard_s = self._loop.time()
         named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
         link.silence_s = hello.silence_s if named else self._silence_s
-        if source:
-            self._sources[source] = link
+        self._served[source] = link
         log(
             "debug",
             "link open",
@@ -394,19 +396,18 @@ class ZmqNetwork:
 
     # --- ends of links -------------------------------------------------------------------------
 
-    def _drop(self, link: Link, last_word: Goodbye | Refused | None = None) -> None:
-        """Forget a link without a report."""
+    def _drop(
+        self, link: Link, last_word: Goodbye | Refused | None = None, until_s: float = 0.0
+    ) -> None:
+        """Forget a link and close its connections without a report."""
         if self._links.get(link.node) is link:
             del self._links[link.node]
-        if link.source:
-            self._sources.pop(link.source, None)
         link.pieces.clear()
-        if last_word is not None and link.incarnation is not None and not link.socket.closed:
-            self._answer(link.socket, link.route, last_word)
-        if link.dialled:
-            link.socket.close(CLOSE_LINGER_S if link.incarnation is not None else 0.0)
-        else:
-            link.socket.drop(link.route)
+        if last_word is not None and link.incarnation is not None:
+            self._answer(link.out, last_word)
+        for connection in filter(None, (link.out, link.source)):
+            self._served.pop(connection, None)
+            connection.close(until_s - self._loop.time())
 
     def _lose(self, link: Link, reason: str, last_word: Goodbye | Refused | None = None) -> None:
         if self._links.get(link.node) is not link:
@@ -423,11 +424,6 @@ class ZmqNetwork:
         log("warning", "peer refused", self.name, "", {"peer": node, "error": error.message})
         self._node.post_to_all(PeerRefused(node, error))
 
-    def _unroutable(self, route: bytes) -> None:
-        link = self._sources.get(route)
-        if link is not None and link.route == route:
-            self._lose(link, "connection lost")
-
     def _warn_once(self, key: object, event: str, peer: object, **fields: object) -> bool:
         if key in self._strangers:
             return False
@@ -441,7 +437,7 @@ class ZmqNetwork:
 
     def _tick(self) -> None:
         now_s = self._loop.time()
-        was_away = now_s - self._ticked_s > 2 * self._heartbeat_s + 0.5 or self._is_behind()
+        was_away = now_s - self._ticked_s > 2 * self._heartbeat_s + 0.5 or self.is_behind()
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
         for link in list(self._links.values()):
@@ -456,11 +452,10 @@ class ZmqNetwork:
                 self._lose(link, f"silent for {link.silence_s:g} s", Goodbye())
                 continue
             idle = now_s - link.spoke_s >= 0.9 * self._heartbeat_s
-            if idle and not link.socket.is_waiting(link.route):
+            if idle and not link.out.is_waiting:
                 self._ship_pieces(link, _HEARTBEAT)
 
     def _listen_to(self, link: Link, now_s: float) -> bool:
         """Read what has come; whether the peer was heard after all, or may yet be."""
-        socket = self._router if link.source else link.socket
-        unread = socket is not None and socket.has_input()
+        unread = link.source is not None and link.source.receive()
         return unread or now_s - link.heard_s <= link.silence_s

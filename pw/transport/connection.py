@@ -1,0 +1,288 @@
+"""One ZMTP connection on an event loop: written to at once, read when there is something.
+
+Nothing stands between the loop and the socket, no thread and no stream object: what is sent is in
+the kernel when `send` returns, or waits here, in order, until the socket is writable.
+
+A connection that was dialled tries again until a peer has answered its greeting; what was sent
+until then waits. Once it has been open, its end is final: nobody could say what has arrived.
+
+    dialling -connected, greetings exchanged-> open
+    dialling -refused, cut off, no greeting in time-> dialling, after a pause
+    accepted -greetings exchanged-> open
+    accepted, open -end of stream, error, bytes that are not ZMTP-> closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections import deque
+from itertools import islice
+from typing import Protocol
+
+from pw.transport.codec import MAX_FRAME_BYTES
+from pw.transport.endpoints import Place, is_numeric, look_up
+from pw.transport.zmtp import Zmtp, ZmtpError, head
+
+LOST = "connection lost"
+"""What the end of the peer's process looks like."""
+HANDSHAKE_S = 5.0
+RETRY_S, RETRY_MAX_S = 0.05, 1.0
+READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
+_READS_AT_ONCE = 200
+_WRITES_AT_ONCE = 64
+
+
+class Owner(Protocol):
+    """Whoever made a connection."""
+
+    def received(self, connection: Connection, parts: list[bytes]) -> None:
+        """A message has come."""
+
+    def ended(self, connection: Connection, reason: str) -> None:
+        """The connection has closed, and not by us."""
+
+    def is_behind(self) -> bool:
+        """Whether nothing should be received now; senders feel it when buffers are full."""
+
+
+class Connection:
+    """Sends and receives whole messages without ever blocking.
+
+    Args:
+        loop: the event loop to live on.
+        owner: who hears of messages, and of the end.
+        end: where to dial, or the socket of somebody who has dialled.
+        send_buffer_bytes: what the kernel holds of what the peer does not read; 0 for what it likes.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        owner: Owner,
+        end: Place | socket.socket,
+        send_buffer_bytes: int = 0,
+    ) -> None:
+        self.closed = False
+        self._loop = loop
+        self._owner = owner
+        self._send_buffer_bytes = send_buffer_bytes
+        self._socket: socket.socket | None = None
+        self._zmtp = Zmtp(b"DEALER", 0)
+        self._open = False
+        self._waiting: deque[bytes | memoryview] = deque()
+        self._undelivered = False
+        self._retry_s = RETRY_S
+        self._timer: asyncio.TimerHandle | None = None
+        self._place: Place | None = None
+        if isinstance(end, Place):
+            self._place = end
+            self._dial()
+        else:
+            self._set_timer()
+            self._begin(end, b"ROUTER")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether frames wait until the socket is writable."""
+        return bool(self._waiting)
+
+    def send(self, frame: bytes) -> bool:
+        """Send now, or in order as soon as the socket is writable; False if the peer is too slow."""
+        data = head(len(frame)) + frame
+        if self._waiting or not self._open:
+            self._waiting.append(data)
+            return not self._open
+        return self._write(data)
+
+    def receive(self) -> bool:
+        """Receive what can be received now; True if something may be left."""
+        return all(self._read() for _ in range(_READS_AT_ONCE))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the socket; what waits may still leave within `linger_s`, for which this blocks."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._socket is not None and self._open and linger_s > 0:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(linger_s)
+                self._socket.sendall(b"".join(self._waiting))
+        self._waiting.clear()
+        self._hang_up()
+
+    # --- connecting ----------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        assert self._place is not None
+        self._set_timer()
+        if is_numeric(self._place):
+            self._connect(self._place)
+        else:
+            asking = self._loop.run_in_executor(None, look_up, self._place)
+            asking.add_done_callback(self._looked_up)
+
+    def _looked_up(self, answer: asyncio.Future[Place]) -> None:
+        error = answer.exception()
+        if self.closed:
+            return
+        if error is None:
+            self._connect(answer.result())
+        else:
+            self._end(str(error))
+
+    def _connect(self, place: Place) -> None:
+        try:
+            self._socket = socket.socket(place.family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            code = self._socket.connect_ex(place.address)
+        except OSError as error:
+            self._end(str(error))
+            return
+        if code == errno.EINPROGRESS:
+            self._loop.add_writer(self._socket, self._connected)
+        else:
+            self._connected(code)
+
+    def _connected(self, code: int | None = None) -> None:
+        assert self._socket is not None
+        if code is None:
+            self._loop.remove_writer(self._socket)
+            code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._end(errno.errorcode[code])
+        else:
+            self._begin(self._socket, b"DEALER")
+
+    def _begin(self, connected: socket.socket, kind: bytes) -> None:
+        self._socket = connected
+        connected.setblocking(False)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._send_buffer_bytes:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
+        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES)
+        self._loop.add_reader(connected, self._read)
+        self._say()
+
+    def _set_timer(self) -> None:
+        self._timer = self._loop.call_later(HANDSHAKE_S, self._end, "no answer to the greeting")
+
+    def _opened(self) -> None:
+        self._open = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._waiting:
+            self._write_waiting()
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> bool:
+        if self._socket is None:
+            return True
+        try:
+            sent = self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:  # the peer is gone; what it said last is to be read before its end
+            return True
+        if sent == len(data):
+            return True
+        self._waiting.appendleft(memoryview(data)[sent:])
+        self._loop.add_writer(self._socket, self._write_waiting)
+        return False
+
+    def _write_waiting(self) -> None:
+        assert self._socket is not None
+        waiting = self._waiting
+        try:
+            while waiting:
+                sent = self._socket.sendmsg(list(islice(waiting, _WRITES_AT_ONCE)))
+                while sent:
+                    if sent < len(waiting[0]):
+                        waiting[0] = memoryview(waiting[0])[sent:]
+                        break
+                    sent -= len(waiting.popleft())
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_writer(self._socket, self._write_waiting)
+            return
+        except OSError:
+            waiting.clear()
+        self._loop.remove_writer(self._socket)
+
+    def _say(self) -> None:
+        """Send what the protocol itself wants to say."""
+        data = b"".join(self._zmtp.output)
+        self._zmtp.output.clear()
+        if self._open and self._waiting:
+            self._waiting.append(data)
+        else:
+            self._write(data)
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def _read(self) -> bool:
+        """Read once and deliver; False if there was nothing, or it cannot be taken now."""
+        if self._socket is None or self._undelivered or self._owner.is_behind():
+            return False
+        size = min(max(READ_BYTES, self._zmtp.missing_bytes), READ_MAX_BYTES)
+        try:
+            data = self._socket.recv(size)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (ConnectionResetError, BrokenPipeError):
+            data = b""
+        except OSError as error:
+            self._end(f"{LOST}: {error.strerror}")
+            return False
+        if not data:
+            self._end(LOST)
+            return False
+        self._zmtp.feed(data)
+        self._deliver()
+        return True
+
+    def _deliver(self) -> None:
+        self._undelivered = False
+        zmtp, owner = self._zmtp, self._owner
+        try:
+            while not self.closed:
+                if owner.is_behind():
+                    self._undelivered = True
+                    self._loop.call_soon(self._deliver)
+                    break
+                parts = zmtp.next_message()
+                if parts is None:
+                    break
+                owner.received(self, parts)
+        except ZmtpError as error:
+            self._end(f"what it says is not ZMTP: {error}")
+        if self.closed or self._socket is None:
+            return
+        if zmtp.output:
+            self._say()
+        if zmtp.open and not self._open:
+            self._opened()
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        self._hang_up()
+        if self._place is not None and not self._open:
+            self._timer = self._loop.call_later(self._retry_s, self._dial)
+            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+        else:
+            self.closed = True
+            self._waiting.clear()
+            self._owner.ended(self, reason)
+
+    def _hang_up(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._socket = None

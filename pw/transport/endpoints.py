@@ -1,0 +1,133 @@
+"""Endpoints, tcp://host:port and ipc://path, and listening at them; every failure in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from typing import NamedTuple
+
+from pw.core.errors import ConnectionFailed
+
+_BACKLOG = 512
+_NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+
+
+class Place(NamedTuple):
+    """Where an endpoint is, for the kernel."""
+
+    family: int
+    address: str | tuple[str, int]
+
+
+def parse(endpoint: str) -> Place:
+    """What an endpoint says; a tcp one may hold the name of a host.
+
+    Raises:
+        ConnectionFailed: it makes no sense.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    if separator and scheme == "ipc" and rest:
+        return Place(socket.AF_UNIX, "\0" + rest[1:] if rest[0] == "@" else rest)
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not colon or not port.isdecimal() or int(port) > 0xFFFF:
+        raise ConnectionFailed(
+            f"{endpoint!r} is not an endpoint; it looks like tcp://host:port or ipc://path"
+        )
+    return Place(socket.AF_INET, (host, int(port)))
+
+
+def is_numeric(place: Place) -> bool:
+    """Whether no name has to be looked up to dial there."""
+    try:
+        _look_up(place, _NUMERIC)
+    except OSError:
+        return False
+    return True
+
+
+def look_up(place: Place) -> Place:
+    """The place with its name looked up, which may take seconds.
+
+    Raises:
+        OSError: there is no host of that name.
+    """
+    return _look_up(place, socket.AI_NUMERICSERV)
+
+
+def listen(endpoint: str) -> socket.socket:
+    """A socket that listens at `endpoint`.
+
+    Raises:
+        ConnectionFailed: the endpoint is taken, or makes no sense.
+    """
+    place = parse(endpoint)
+    if isinstance(place.address, tuple) and place.address[0] == "*":
+        place = place._replace(address=("0.0.0.0", place.address[1]))
+    listener = None
+    try:
+        place = look_up(place)
+        listener = socket.socket(place.family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _remove_remains(place)
+        listener.bind(place.address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConnectionFailed(
+            f"cannot listen on {endpoint}: {error.strerror or error}; "
+            "stop what uses it, or choose another endpoint (port 0 picks a free one)"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def unlisten(listener: socket.socket) -> None:
+    """Close a listener, and remove what it has left in the file system."""
+    path = listener.getsockname()
+    listener.close()
+    if listener.family == socket.AF_UNIX and isinstance(path, str) and path:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
+    """What others should dial to reach `listener`; `advertise` stands in for a wildcard address."""
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"ipc://{name}" if isinstance(name, str) else f"ipc://@{name[1:].decode()}"
+    host, port = name
+    if host == "0.0.0.0":
+        host = advertise or _own_address()
+    return f"tcp://{host}:{port}"
+
+
+def _look_up(place: Place, flags: int) -> Place:
+    if isinstance(place.address, str):
+        return place
+    found = socket.getaddrinfo(*place.address, socket.AF_INET, socket.SOCK_STREAM, flags=flags)
+    host, port = found[0][4][:2]
+    return Place(place.family, (str(host), int(port)))
+
+
+def _remove_remains(place: Place) -> None:
+    """Remove the socket file of a process that was killed, which would be in the way."""
+    path = place.address
+    if not isinstance(path, str) or path.startswith("\0"):
+        return
+    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+
+
+def _own_address() -> str:
+    """The address of this machine on its default route, or of the loopback where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for examples
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,190 @@
+"""ZMTP 3.1, the wire protocol of ZeroMQ, as one end of one connection sees it.
+
+No sockets here: bytes that came in are fed, messages come out, and `output` holds what is to be
+sent. The mechanism is NULL: no authentication, no encryption.
+
+    greeting -64 bytes of the peer's-> handshake, our READY goes out
+    handshake -READY-> open
+    any -bytes that are not ZMTP, or too many-> ZmtpError; the connection is of no more use
+
+What comes in is not trusted. A message is bounded in bytes, each part of it counting as a few more
+than it has, so that neither large nor many parts can fill the memory; no buffer is made before the
+bytes for it are there.
+"""
+
+from __future__ import annotations
+
+LARGEST_COMMAND_BYTES = 4096
+_PART_BYTES = 64
+"""What a part of a message is counted for, besides its bytes."""
+
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
+_MECHANISM = b"NULL".ljust(20, b"\0")
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + _MECHANISM + bytes(32)
+_PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
+_SHORT = [bytes((0, size)) for size in range(256)]
+
+
+class ZmtpError(Exception):
+    """The peer does not speak ZMTP 3, or does not want to speak with us; says why."""
+
+
+def head(size_bytes: int) -> bytes:
+    """What stands before the only part of a message."""
+    if size_bytes < 256:
+        return _SHORT[size_bytes]
+    return b"\x02" + size_bytes.to_bytes(8, "big")
+
+
+class Zmtp:
+    """One end of a connection.
+
+    After each `feed`, call `next_message` until it returns None; then send and clear `output`.
+
+    Args:
+        kind: the socket type to present, b"ROUTER" or b"DEALER".
+        largest_bytes: the bound of an incoming message.
+    """
+
+    def __init__(self, kind: bytes, largest_bytes: int) -> None:
+        self.open = False
+        """Whether messages may be sent: the handshake is over."""
+        self.output = [_GREETING]
+        self._kind = kind
+        self._largest = largest_bytes
+        self._greeted = False
+        self._data = b""
+        self._at = 0
+        self._pieces: list[bytes] = []
+        self._missing = 0
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes, at least, the next message or command still lacks."""
+        return self._missing
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the connection; all messages of earlier ones must have been taken."""
+        if len(data) < self._missing:
+            self._pieces.append(data)
+            self._missing -= len(data)
+            return
+        if self._pieces:
+            self._pieces.append(data)
+            data = b"".join(self._pieces)
+            self._pieces.clear()
+        self._missing = 0
+        self._data, self._at = data, 0
+
+    def next_message(self) -> list[bytes] | None:
+        """The parts of the next message; None if it is not all here.
+
+        Raises:
+            ZmtpError: what came is not ZMTP, or over a bound.
+        """
+        if self._missing or not (self._greeted or self._greet()):
+            return None
+        data, at = self._data, self._at
+        while True:
+            start = at + 2
+            if len(data) < start:
+                return self._lack(2)
+            flags, size = data[at], data[at + 1]
+            if flags & _LONG:
+                start = at + 9
+                if len(data) < start:
+                    return self._lack(9)
+                size = int.from_bytes(data[at + 1 : start], "big")
+            end = start + size
+            if flags == 0 and self.open and not self._parts and end <= len(data):
+                self._at = end
+                return [data[start:end]]
+            self._check(flags, size)
+            if len(data) < end:
+                return self._lack(end - at)
+            at = self._at = end
+            if flags & _COMMAND:
+                self._obey(data[start:end])
+                continue
+            self._parts.append(data[start:end])
+            self._parts_bytes += size + _PART_BYTES
+            if not flags & _MORE:
+                parts, self._parts, self._parts_bytes = self._parts, [], 0
+                return parts
+
+    def _lack(self, needed: int) -> None:
+        rest = self._data[self._at :]
+        self._data, self._at = b"", 0
+        self._pieces = [rest]
+        self._missing = needed - len(rest)
+
+    def _check(self, flags: int, size: int) -> None:
+        if flags & ~7 or (flags & _COMMAND and flags & _MORE):
+            raise ZmtpError(f"a frame with flags {flags:#04x}")
+        if flags & _COMMAND:
+            if size > LARGEST_COMMAND_BYTES:
+                raise ZmtpError(f"a command of {size} bytes")
+        elif not self.open:
+            raise ZmtpError("a message before the handshake")
+        elif size > self._largest or self._parts_bytes + size > self._largest:
+            raise ZmtpError(f"a message of more than {self._largest} bytes")
+
+    def _greet(self) -> bool:
+        greeting = self._data[:_GREETING_BYTES]
+        if len(greeting) >= _SIGNATURE_BYTES and (greeting[0] != 0xFF or greeting[9] != 0x7F):
+            raise ZmtpError("no greeting")
+        if len(greeting) > _SIGNATURE_BYTES and greeting[_SIGNATURE_BYTES] < 3:
+            raise ZmtpError("an older version of ZMTP")
+        if len(greeting) < _GREETING_BYTES:
+            whole = _SIGNATURE_BYTES + 1
+            self._lack(whole if len(greeting) < whole else _GREETING_BYTES)
+            return False
+        if greeting[12:32] != _MECHANISM:
+            raise ZmtpError("another security mechanism")
+        self._at = _GREETING_BYTES
+        self._greeted = True
+        self._command(b"READY", _property(b"Socket-Type", self._kind) + _property(b"Identity", b""))
+        return True
+
+    def _command(self, name: bytes, body: bytes) -> None:
+        whole = bytes((len(name),)) + name + body
+        self.output.append(bytes((_COMMAND, len(whole))) + whole)
+
+    def _obey(self, command: bytes) -> None:
+        name, body = _counted(command, 0, 1)
+        if name == b"READY" and not self.open:
+            theirs = _properties(command[body:]).get(b"socket-type", b"")
+            if theirs not in _PEERS[self._kind]:
+                raise ZmtpError(f"a peer of type {theirs!r}")
+            self.open = True
+        elif name == b"ERROR":
+            raise ZmtpError(f"refused: {_counted(command, body, 1)[0]!r}")
+        elif not self.open:
+            raise ZmtpError(f"command {name!r} in the handshake")
+        elif name == b"PING":
+            self._command(b"PONG", command[body + 2 : body + 18])
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
+
+
+def _properties(data: bytes) -> dict[bytes, bytes]:
+    found, at = {}, 0
+    while at < len(data):
+        name, at = _counted(data, at, 1)
+        value, at = _counted(data, at, 4)
+        found[name.lower()] = value
+    return found
+
+
+def _counted(data: bytes, at: int, width: int) -> tuple[bytes, int]:
+    """The bytes at `at` behind their length, and where they end."""
+    start = at + width
+    end = start + int.from_bytes(data[at:start], "big")
+    if len(data) < max(start, end):
+        raise ZmtpError("a damaged command")
+    return data[start:end], end
