@@ -117,7 +117,6 @@ class Connection:
 
     def _dial(self) -> None:
         assert self._place is not None
-        self._set_timer()
         if is_numeric(self._place):
             self._connect(self._place)
         else:
@@ -134,6 +133,7 @@ class Connection:
             self._end(str(error))
 
     def _connect(self, place: Place) -> None:
+        self._set_timer()
         try:
             self._socket = socket.socket(place.family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
@@ -161,6 +161,7 @@ class Connection:
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._send_buffer_bytes:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
         self._zmtp = Zmtp(kind, MAX_FRAME_BYTES)

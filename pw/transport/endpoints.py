@@ -108,9 +108,11 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
 def _look_up(place: Place, flags: int) -> Place:
     if isinstance(place.address, str):
         return place
-    found = socket.getaddrinfo(*place.address, socket.AF_INET, socket.SOCK_STREAM, flags=flags)
-    host, port = found[0][4][:2]
-    return Place(place.family, (str(host), int(port)))
+    try:
+        found = socket.getaddrinfo(*place.address, socket.AF_INET, socket.SOCK_STREAM, flags=flags)
+    except ValueError as error:  # what no name of a host can be
+        raise OSError(str(error)) from error
+    return place._replace(address=(str(found[0][4][0]), place.address[1]))
 
 
 def _remove_remains(place: Place) -> None:
@@ -119,6 +121,7 @@ def _remove_remains(place: Place) -> None:
     if not isinstance(path, str) or path.startswith("\0"):
         return
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
             os.unlink(path)
 

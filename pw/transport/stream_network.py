@@ -274,17 +274,22 @@ class StreamNetwork:
         if frame is None:
             return
         first = frame.envelopes[0][2] if frame.envelopes else None
-        if link is not None and (link.source is connection or frame.sequence == UNNUMBERED):
-            self._from_peer(link, frame)
-        elif frame.sequence == 0 and isinstance(first, Hello) and link is None:
-            self._greeted(connection, first)
-        elif frame.sequence == 0 and isinstance(first, Hello) and link.source is None:
-            self._answered(link, first)
-        elif frame.sequence != UNNUMBERED:
-            self._node.counters["frames_malformed"] += 1
-            peer = link.node if link else "a stranger"
-            if self._warn_once(connection, "frame before the hello", peer) and link is None:
+        hello = first if frame.sequence == 0 and isinstance(first, Hello) else None
+        if link is None:
+            if hello is not None:
+                self._greeted(connection, hello)
+            elif frame.sequence != UNNUMBERED and self._untimely(connection, "a stranger"):
                 self._answer(connection, Goodbye())
+        elif link.source is connection or frame.sequence == UNNUMBERED:
+            self._from_peer(link, frame)
+        elif link.source is None and hello is not None:
+            self._answered(link, hello)
+        else:
+            self._untimely(connection, link.node)
+
+    def _untimely(self, connection: Connection, peer: str) -> bool:
+        self._node.counters["frames_malformed"] += 1
+        return self._warn_once(connection, "frame without a hello", peer)
 
     def _decoded(self, parts: list[bytes], peer: object) -> codec.Frame | None:
         counters = self._node.counters

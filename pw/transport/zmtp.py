@@ -87,33 +87,34 @@ class Zmtp:
         """
         if self._missing or not (self._greeted or self._greet()):
             return None
-        data, at = self._data, self._at
-        while True:
-            start = at + 2
-            if len(data) < start:
-                return self._lack(2)
-            flags, size = data[at], data[at + 1]
-            if flags & _LONG:
-                start = at + 9
-                if len(data) < start:
-                    return self._lack(9)
-                size = int.from_bytes(data[at + 1 : start], "big")
-            end = start + size
-            if flags == 0 and self.open and not self._parts and end <= len(data):
-                self._at = end
-                return [data[start:end]]
-            self._check(flags, size)
-            if len(data) < end:
-                return self._lack(end - at)
-            at = self._at = end
+        while (frame := self._next_frame()) is not None:
+            flags, body = frame
             if flags & _COMMAND:
-                self._obey(data[start:end])
+                self._obey(body)
                 continue
-            self._parts.append(data[start:end])
-            self._parts_bytes += size + _PART_BYTES
+            if not flags & _MORE and not self._parts:
+                return [body]
+            self._parts.append(body)
+            self._parts_bytes += len(body) + _PART_BYTES
             if not flags & _MORE:
                 parts, self._parts, self._parts_bytes = self._parts, [], 0
                 return parts
+        return None
+
+    def _next_frame(self) -> tuple[int, bytes] | None:
+        data, at = self._data, self._at
+        here = len(data) - at
+        head_bytes = 9 if here and data[at] & _LONG else 2
+        needed = head_bytes
+        if here >= head_bytes:
+            size = int.from_bytes(data[at + 1 : at + head_bytes], "big")
+            self._check(data[at], size)
+            needed += size
+        if here < needed:
+            self._lack(needed)
+            return None
+        self._at = at + needed
+        return data[at], data[at + head_bytes : self._at]
 
     def _lack(self, needed: int) -> None:
         rest = self._data[self._at :]
