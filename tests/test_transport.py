@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_messages_to_unknown_nodes_are_counted(anywhere: Cluster) -> None:
     assert not a.received
 
 
-def test_floods_both_ways_with_tiny_high_water_marks(sockets: Cluster) -> None:
+def test_floods_both_ways_with_tiny_buffers(sockets: Cluster) -> None:
     """One hub and three peers, one that listens and two that are answered through the ROUTER."""
     count, burst = 10_000, 50
     hub = sockets.node("hub", send_buffer_bytes=1)
@@ -106,7 +107,7 @@ def test_floods_both_ways_with_tiny_high_water_marks(sockets: Cluster) -> None:
     sockets.introduce(hub, *peers)
 
     def flood(origin: Recorder, to: Address) -> Callable[[int], None]:
-        # A frame for each message; a burst of them overruns the high-water mark.
+        # A frame for each message; a burst of them is more than the kernel buffers.
         def more(first: int) -> None:
             for number in range(first, first + burst):
                 origin.env.send(to, Ready(number))
@@ -264,6 +265,58 @@ def test_bytes_that_are_not_zeromq_disturb_nobody(tcp: Cluster) -> None:
     b.env.send(a.env.address, Ready(0))
     tcp.until(lambda: numbers(a) == [0])
     assert not a.lost
+
+
+def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
+    a, b = tcp.node("a"), tcp.node("b", listens=False)
+    b.env.introduce("a", tcp.endpoint(a).replace("127.0.0.1", "localhost"))
+    b.env.introduce("c", "tcp://no.such.host.invalid:1")
+    b.env.introduce("d", "tcp://" + 80 * "x" + ":1")
+    for node in ("a", "c", "d"):
+        b.env.send(Address(node, "main"), Ready(0))
+    tcp.until(lambda: numbers(a) == [0])
+
+
+def test_the_socket_file_of_a_killed_process_is_not_in_the_way(tmp_path: Path) -> None:
+    for cluster in make_cluster("ipc", tmp_path, uv=True):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(tmp_path / "here"))
+        a = cluster.node("a", bind=f"ipc://{tmp_path}/here")
+        b = cluster.node("b", listens=False)
+        cluster.introduce(a, b)
+        b.env.send(a.env.address, Ready(0))
+        cluster.until(lambda a=a: numbers(a) == [0])
+        with pytest.raises(ConnectionFailed, match="in use"):
+            cluster.node("c", bind=f"ipc://{tmp_path}/here")
+        (tmp_path / "file").touch()
+        with pytest.raises(ConnectionFailed, match="in use"):
+            cluster.node("c", bind=f"ipc://{tmp_path}/file")
+    assert not (tmp_path / "here").exists()
+    assert (tmp_path / "file").exists()
+
+
+def test_a_node_without_descriptors_accepts_later(
+    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_network, "_NO_DESCRIPTORS_S", 0.05)
+    a, b = tcp.node("a"), tcp.node("b", listens=False)
+    tcp.introduce(a, b)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    port = int(tcp.endpoint(a).rpartition(":")[2])
+    with socket.socket() as raw:
+        raw.setblocking(False)
+
+        def exhausted() -> bool:  # inside the loop, which needs descriptors to be started
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            raw.connect_ex(("127.0.0.1", port))
+            return bool(tcp.of(a).counters["accepts_deferred"])
+
+        try:
+            tcp.until(exhausted)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    b.env.send(a.env.address, Ready(0))
+    tcp.until(lambda: numbers(a) == [0])
 
 
 def test_a_taken_port_is_one_clear_line(tcp: Cluster) -> None:

@@ -120,7 +120,7 @@ class StreamNetwork:
         """Deliver to this node from now on."""
         self._node = node
         if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept)
+            self._listen()
         self._ticked_s = self._loop.time()
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
 
@@ -212,19 +212,21 @@ class StreamNetwork:
         self._say_hello(link)
         return link
 
+    def _listen(self) -> None:
+        if self._listener is not None and not self._closed:
+            self._loop.add_reader(self._listener, self._accept)
+
     def _accept(self) -> None:
-        if self._listener is None or self._closed:
-            return
+        assert self._listener is not None
         try:
             accepted, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # no descriptors left: whoever dials will try again
+            self._node.counters["accepts_deferred"] += 1
             self._warn_once("accept", "cannot accept connections", self.name, reason=error)
             self._loop.remove_reader(self._listener)
-            self._loop.call_later(
-                _NO_DESCRIPTORS_S, self._loop.add_reader, self._listener, self._accept
-            )
+            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
             return
         connection = Connection(self._loop, self, accepted, self._send_buffer_bytes)
         self._served[connection] = None
