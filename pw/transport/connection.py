@@ -19,12 +19,13 @@ import contextlib
 import errno
 import socket
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
 from pw.transport.codec import MAX_FRAME_BYTES
 from pw.transport.endpoints import Place, is_numeric, look_up
-from pw.transport.zmtp import Zmtp, ZmtpError, head
+from pw.transport.zmtp import Mechanism, Zmtp, ZmtpError
 
 LOST = "connection lost"
 """What the end of the peer's process looks like."""
@@ -32,6 +33,7 @@ HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
 _READS_AT_ONCE = 200
+_SEAL_BYTES = 64
 _WRITES_AT_ONCE = 64
 
 
@@ -56,6 +58,7 @@ class Connection:
         owner: who hears of messages, and of the end.
         end: where to dial, or the socket of somebody who has dialled.
         send_buffer_bytes: what the kernel holds of what the peer does not read; 0 for what it likes.
+        mechanism: makes one for an end of either kind, b"ROUTER" or b"DEALER"; None for NULL.
     """
 
     def __init__(
@@ -64,14 +67,17 @@ class Connection:
         owner: Owner,
         end: Place | socket.socket,
         send_buffer_bytes: int = 0,
+        mechanism: Callable[[bytes], Mechanism] | None = None,
     ) -> None:
         self.closed = False
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
+        self._mechanism = mechanism
         self._socket: socket.socket | None = None
         self._zmtp = Zmtp(b"DEALER", 0)
         self._open = False
+        self._early: list[bytes] = []
         self._waiting: deque[bytes | memoryview] = deque()
         self._undelivered = False
         self._retry_s = RETRY_S
@@ -91,10 +97,13 @@ class Connection:
 
     def send(self, frame: bytes) -> bool:
         """Send now, or in order as soon as the socket is writable; False if the peer is too slow."""
-        data = head(len(frame)) + frame
-        if self._waiting or not self._open:
+        if not self._open:
+            self._early.append(frame)
+            return True
+        data = self._zmtp.message(frame)
+        if self._waiting:
             self._waiting.append(data)
-            return not self._open
+            return False
         return self._write(data)
 
     def receive(self) -> bool:
@@ -164,7 +173,9 @@ class Connection:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._send_buffer_bytes:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
-        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES)
+        mechanism = self._mechanism(kind) if self._mechanism is not None else None
+        largest = MAX_FRAME_BYTES + (_SEAL_BYTES if mechanism is not None else 0)
+        self._zmtp = Zmtp(kind, largest, mechanism)
         self._loop.add_reader(connected, self._read)
         self._say()
 
@@ -175,8 +186,9 @@ class Connection:
         self._open = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._waiting:
-            self._write_waiting()
+        early, self._early = self._early, []
+        for frame in early:
+            self.send(frame)
 
     # --- writing -------------------------------------------------------------------------------
 

@@ -30,16 +30,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
 from pw.transport import codec
 from pw.transport.connection import LOST, Connection
-from pw.transport.endpoints import listen, parse, reachable_endpoint, unlisten
+from pw.transport.endpoints import Place, listen, parse, reachable_endpoint, unlisten
 from pw.transport.link import Link, Versions, version_mismatch
 from pw.transport.log import log
 from pw.transport.network import Mailroom
+from pw.transport.zmtp import Mechanism, metadata
+
+if TYPE_CHECKING:
+    from pw.transport.curve import Keys
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
@@ -68,6 +74,7 @@ class StreamNetwork:
         own_silence_s: what to ask of peers in our hello; 0 for what they like.
         connect_s: a peer that does not answer the first call for so long is lost.
         send_buffer_bytes: what the kernel holds for one peer before senders wait; 0 for its choice.
+        keys: the secret of the cluster, without which nobody is talked to; None for no secret.
 
     Raises:
         ConnectionFailed: `bind` cannot be listened on.
@@ -87,6 +94,7 @@ class StreamNetwork:
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
         send_buffer_bytes: int = 0,
+        keys: Keys | None = None,
     ) -> None:
         self.name = name
         self.endpoint = ""
@@ -98,6 +106,7 @@ class StreamNetwork:
         self._silence_s = silence_s
         self._connect_s = connect_s
         self._send_buffer_bytes = send_buffer_bytes
+        self._mechanism = _mechanism(keys) if keys is not None else None
         self._node: Mailroom
         self._links: dict[str, Link] = {}
         self._served: dict[Connection, Link | None] = {}
@@ -206,7 +215,7 @@ class StreamNetwork:
             del self._endpoints[node]  # or every message would try again
             self._node.post_to_all(PeerLost(node, str(error)))
             return None
-        connection = Connection(self._loop, self, place, self._send_buffer_bytes)
+        connection = self._connection(place)
         link = Link(node, connection, endpoint, self._loop.time())
         self._links[node] = self._served[connection] = link
         self._say_hello(link)
@@ -228,8 +237,10 @@ class StreamNetwork:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
             return
-        connection = Connection(self._loop, self, accepted, self._send_buffer_bytes)
-        self._served[connection] = None
+        self._served[self._connection(accepted)] = None
+
+    def _connection(self, end: Place | socket.socket) -> Connection:
+        return Connection(self._loop, self, end, self._send_buffer_bytes, self._mechanism)
 
     def is_behind(self) -> bool:
         """Whether the mailbox is so full that nothing should be received."""
@@ -466,3 +477,9 @@ class StreamNetwork:
         """Read what has come; whether the peer was heard after all, or may yet be."""
         unread = link.source is not None and link.source.receive()
         return unread or now_s - link.heard_s <= link.silence_s
+
+
+def _mechanism(keys: Keys) -> Callable[[bytes], Mechanism]:
+    from pw.transport.curve import Curve  # needs PyNaCl, which is not needed without keys
+
+    return lambda kind: Curve(keys, kind == b"ROUTER", metadata(kind))

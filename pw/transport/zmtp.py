@@ -1,7 +1,7 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ, as one end of one connection sees it.
 
 No sockets here: bytes that came in are fed, messages come out, and `output` holds what is to be
-sent. The mechanism is NULL: no authentication, no encryption.
+sent. The mechanism is NULL, which neither authenticates nor encrypts, unless another one is given.
 
     greeting -64 bytes of the peer's-> handshake, our READY goes out
     handshake -READY-> open
@@ -14,15 +14,17 @@ bytes for it are there.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 LARGEST_COMMAND_BYTES = 4096
 _PART_BYTES = 64
 """What a part of a message is counted for, besides its bytes."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
+_SEALED_COMMAND = 2
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
-_MECHANISM = b"NULL".ljust(20, b"\0")
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + _MECHANISM + bytes(32)
 _PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _SHORT = [bytes((0, size)) for size in range(256)]
 
 
@@ -30,11 +32,30 @@ class ZmtpError(Exception):
     """The peer does not speak ZMTP 3, or does not want to speak with us; says why."""
 
 
-def head(size_bytes: int) -> bytes:
-    """What stands before the only part of a message."""
-    if size_bytes < 256:
-        return _SHORT[size_bytes]
-    return b"\x02" + size_bytes.to_bytes(8, "big")
+class Mechanism(Protocol):
+    """How two ends make sure of each other, and hide what they say; see `pw.transport.curve`."""
+
+    name: bytes
+    as_server: bool
+    peer_metadata: bytes | None
+    """What the peer says of itself; None until it is trusted."""
+
+    def begin(self) -> list[tuple[bytes, bytes]]:
+        """Commands, name and body, to send when the greetings have been exchanged."""
+
+    def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
+        """The commands that answer a command of the handshake."""
+
+    def seal(self, flags: int, body: bytes) -> bytes:
+        """What is sent for one part or command."""
+
+    def unseal(self, message: bytes) -> tuple[int, bytes]:
+        """Flags and body of what was sealed."""
+
+
+def metadata(kind: bytes) -> bytes:
+    """What an end says of itself in a handshake."""
+    return _property(b"Socket-Type", kind) + _property(b"Identity", b"")
 
 
 class Zmtp:
@@ -45,12 +66,16 @@ class Zmtp:
     Args:
         kind: the socket type to present, b"ROUTER" or b"DEALER".
         largest_bytes: the bound of an incoming message.
+        mechanism: instead of NULL.
     """
 
-    def __init__(self, kind: bytes, largest_bytes: int) -> None:
+    def __init__(self, kind: bytes, largest_bytes: int, mechanism: Mechanism | None = None) -> None:
         self.open = False
         """Whether messages may be sent: the handshake is over."""
-        self.output = [_GREETING]
+        self._mechanism = mechanism
+        name, as_server = (mechanism.name, mechanism.as_server) if mechanism else (b"NULL", False)
+        self._tag = name.ljust(20, b"\0")
+        self.output = [_SIGNATURE + b"\x03\x01" + self._tag + bytes((as_server, *bytes(31)))]
         self._kind = kind
         self._largest = largest_bytes
         self._greeted = False
@@ -65,6 +90,13 @@ class Zmtp:
     def missing_bytes(self) -> int:
         """How many bytes, at least, the next message or command still lacks."""
         return self._missing
+
+    def message(self, body: bytes) -> bytes:
+        """A message of one part as it is sent, once the connection is open."""
+        if self._mechanism is not None:
+            body = self._mechanism.seal(0, body)
+        size = len(body)
+        return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the connection; all messages of earlier ones must have been taken."""
@@ -89,6 +121,9 @@ class Zmtp:
             return None
         while (frame := self._next_frame()) is not None:
             flags, body = frame
+            if self._mechanism is not None and self.open:
+                sealed, body = self._mechanism.unseal(body)
+                flags = sealed & _MORE | (_COMMAND if sealed & _SEALED_COMMAND else 0)
             if flags & _COMMAND:
                 self._obey(body)
                 continue
@@ -143,30 +178,46 @@ class Zmtp:
             whole = _SIGNATURE_BYTES + 1
             self._lack(whole if len(greeting) < whole else _GREETING_BYTES)
             return False
-        if greeting[12:32] != _MECHANISM:
+        if greeting[12:32] != self._tag:
             raise ZmtpError("another security mechanism")
         self._at = _GREETING_BYTES
         self._greeted = True
-        self._command(b"READY", _property(b"Socket-Type", self._kind) + _property(b"Identity", b""))
+        if self._mechanism is None:
+            self._command(b"READY", metadata(self._kind))
+        else:
+            self._commands(self._mechanism.begin())
         return True
 
     def _command(self, name: bytes, body: bytes) -> None:
-        whole = bytes((len(name),)) + name + body
-        self.output.append(bytes((_COMMAND, len(whole))) + whole)
+        flags, whole = _COMMAND, bytes((len(name),)) + name + body
+        if self._mechanism is not None and self.open:
+            flags, whole = 0, self._mechanism.seal(_SEALED_COMMAND, whole)
+        self.output.append(bytes((flags | _LONG,)) + len(whole).to_bytes(8, "big") + whole)
+
+    def _commands(self, commands: list[tuple[bytes, bytes]]) -> None:
+        for name, body in commands:
+            self._command(name, body)
 
     def _obey(self, command: bytes) -> None:
         name, body = _counted(command, 0, 1)
-        if name == b"READY" and not self.open:
-            theirs = _properties(command[body:]).get(b"socket-type", b"")
-            if theirs not in _PEERS[self._kind]:
-                raise ZmtpError(f"a peer of type {theirs!r}")
-            self.open = True
-        elif name == b"ERROR":
+        if name == b"ERROR":
             raise ZmtpError(f"refused: {_counted(command, body, 1)[0]!r}")
+        if self._mechanism is not None and not self.open:
+            self._commands(self._mechanism.answer(name, command[body:]))
+            if self._mechanism.peer_metadata is not None:
+                self._welcome(self._mechanism.peer_metadata)
+        elif name == b"READY" and not self.open:
+            self._welcome(command[body:])
         elif not self.open:
             raise ZmtpError(f"command {name!r} in the handshake")
         elif name == b"PING":
             self._command(b"PONG", command[body + 2 : body + 18])
+
+    def _welcome(self, their_metadata: bytes) -> None:
+        theirs = _properties(their_metadata).get(b"socket-type", b"")
+        if theirs not in _PEERS[self._kind]:
+            raise ZmtpError(f"a peer of type {theirs!r}")
+        self.open = True
 
 
 def _property(name: bytes, value: bytes) -> bytes:
