@@ -64,11 +64,11 @@ from pw.core.messages import (
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport import codec
+from pw.transport.connection import Connection
+from pw.transport.endpoints import parse
 from pw.transport.link import Versions
 from pw.transport.node import Node as ActorNode
-from pw.transport.zmq_endpoints import dial, make_context
-from pw.transport.zmq_network import ZmqNetwork
-from pw.transport.zmq_socket import EdgeSocket
+from pw.transport.stream_network import StreamNetwork
 
 START_S = 60.0
 ANSWER_S = 120.0
@@ -272,8 +272,7 @@ class ModelledHost:
         self._received = 0
         self._epoch = 0
         self._finished: list[Finished] = []
-        socket = dial(swarm.context, swarm.address, 4096)
-        self.edge = EdgeSocket(swarm.loop, socket, self._frame, lambda route: None, lambda: False)
+        self._connection = Connection(swarm.loop, self, parse(swarm.address))
         self._send(("", "", Hello(*Versions.installed(), self.name, incarnation())))
 
     def register(self) -> None:
@@ -290,10 +289,18 @@ class ModelledHost:
         self._send(("", "", Heartbeat()))
 
     def _send(self, *envelopes: tuple[str, str, Any]) -> None:
-        self.edge.send(b"", codec.encode_frame(self._sent, list(envelopes)))
+        self._connection.send(codec.encode_frame(self._sent, list(envelopes)))
         self._sent += 1
 
-    def _frame(self, parts: list[bytes]) -> None:
+    def ended(self, connection: Connection, reason: str) -> None:
+        """The controller has ended, and ends the swarm as well."""
+
+    def is_behind(self) -> bool:
+        """Never: what comes is handled at once."""
+        return False
+
+    def received(self, connection: Connection, parts: list[bytes]) -> None:
+        """A frame has come."""
         if self.is_quiet:
             return
         for _, sender, message in codec.decode(parts[0]).envelopes:
@@ -457,7 +464,6 @@ class Swarm:
 
     def __init__(self, address: str, hosts: int, devices: int) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-        self.context = make_context()
         self.address = address
         self.hosts_expected = hosts
         self.devices = devices
@@ -468,7 +474,7 @@ class Swarm:
         self._is_alone = hosts == 1
         """Gangs consist of the first host only."""
         self._due: deque[tuple[float, ModelledHost, str, int]] = deque()
-        network = ZmqNetwork(self.loop, "client-modelled", incarnation())
+        network = StreamNetwork(self.loop, "client-modelled", incarnation())
         network.introduce(CONTROLLER, address)
         self._node = ActorNode("client-modelled", self.loop, network)
         self.client = self._node.add("session", lambda env: ModelledClient(env, self))
