@@ -58,7 +58,8 @@ from pw.core.sharding import ArraySpec, Placement, Sharding
 __all__ = ["INLINE_BYTES", "Runtime", "SliceHandle", "connect", "current", "disconnect", "use"]
 
 CONNECT_S = 30.0
-CLOSE_S = 5.0
+CLOSE_S = 30.0
+"""A session settles all that was asked of it before it ends: a busy machine may need a while for thousands."""
 RECONNECT_S = 60.0
 EXPLAIN_S = 10.0
 HURRIED_S = 1.5
