@@ -46,9 +46,17 @@ class Bench:
         self.world.drain("controller")
 
     def host(
-        self, node: str, island: str = "i", hosts: int = 1, devices: int = 1, platform: str = "cpu"
+        self,
+        node: str,
+        island: str = "i",
+        hosts: int = 1,
+        devices: int = 1,
+        platform: str = "cpu",
+        *,
+        spare: bool = False,
     ) -> None:
-        self.say(executor_of(node), RegisterHost(island, hosts, devices, platform, f"at {node}", 7))
+        said = RegisterHost(island, hosts, devices, platform, f"at {node}", 7, spare)
+        self.say(executor_of(node), said)
 
     def joined(self, node: str, epoch: int = 1, devices: int = 1, island: str = "i") -> None:
         self.say(executor_of(node), IslandJoined(island, epoch, "kind", devices, None))
@@ -253,6 +261,23 @@ def test_slices_are_bound_again_when_their_island_is_back() -> None:
     bench.island("a", 1, 4, epoch=2)
     before, after = bench.news(SliceBound)[:3], bench.news(SliceBound)[3:]
     assert after == [before[0], before[2]], "where they were, for what lies there"
+
+
+def test_who_was_replaced_from_elsewhere_can_go_anywhere() -> None:
+    """Also if that host was itself replaced by one from elsewhere, which has gone."""
+    bench = Bench()
+    bench.island("a", 1, 1)
+    bench.island("b", 1, 1)
+    islands = bench.manager._islands
+    bench.host("s", "", 0, spare=True)
+    bench.lose("a0")
+    assert islands["a"].ranks == ["s"]
+    bench.host("a0", "a", spare=True)
+    bench.lose("b0")
+    assert islands["b"].ranks == ["a0"]
+    bench.host("b0", "b", spare=True)
+    bench.lose("s")
+    assert islands["a"].ranks == ["b0"]
 
 
 def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_asked_for() -> None:

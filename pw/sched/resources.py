@@ -367,8 +367,8 @@ class ResourceManager(Actor):
     def _spare_for(self, island: _Island) -> _Host | None:
         """A host that waits and can take a place in the island, rather one that belongs there.
 
-        Where a host that can go anywhere sits in an island, the one that it has replaced can go anywhere
-        in its stead: or each crash of a runtime would cost the cluster a spare.
+        Where a host from elsewhere sits in an island, the one that it has replaced can go anywhere in its
+        stead: or each crash of a runtime would cost the cluster a spare.
         """
         belonging: list[_Host] = []
         others: list[_Host] = []
@@ -376,7 +376,7 @@ class ResourceManager(Actor):
             name = host.registration.island
             home = self._islands.get(name)
             guests = home is not None and any(
-                not member.registration.island for member in home.hosts.values()
+                member.registration.island != name for member in home.hosts.values()
             )
             if _alike(island, host.registration):
                 if name == island.name:
