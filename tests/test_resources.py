@@ -280,6 +280,22 @@ def test_who_was_replaced_from_elsewhere_can_go_anywhere() -> None:
     assert islands["a"].ranks == ["b0"]
 
 
+def test_an_island_of_an_earlier_controller_is_completed_by_spares() -> None:
+    """None of its hosts was in an epoch when that was lost, and one of them has gone for good."""
+    bench = Bench()
+    bench.host("a0", "a", 2)
+    bench.host("s", "", 0, spare=True)
+    island = bench.manager._islands["a"]
+    request = AllocateSlice(1, 2, None, "a", None, resumed=True, formerly="a")
+    bench.say(CONTROL, request)
+    bench.world.wait(29)
+    assert island.state == "waiting"
+    bench.world.wait(2)
+    bench.joined("a0", island="a")
+    bench.joined("s", island="a")
+    assert [bound.slice for bound in bench.news(SliceBound)] == [1]
+
+
 def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_asked_for() -> None:
     bench = Bench()
     bench.island("a", 2, 1)

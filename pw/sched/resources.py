@@ -715,11 +715,17 @@ class ResourceManager(Actor):
         """A slice's own island does not come back, or none that could have it."""
         for request in [request for request in self._parked if request.slice == note.slice]:
             self._parked.remove(request)
+            self._complete(self._islands.get(request.formerly))
             request = msgspec.structs.replace(request, formerly="")
             if note.is_over and self._roomiest(request) is None:
                 self._refuse(request)
             else:
                 self._place(request)
+
+    def _complete(self, island: _Island | None) -> None:
+        """An island that an earlier controller had formed lacks hosts that are elsewhere: others take part."""
+        while island is not None and not island.formed and (spare := self._spare_for(island)):
+            self._seat(island, spare)
 
     def _all(self) -> list[_Island]:
         return list(self._islands.values())
