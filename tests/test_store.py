@@ -270,6 +270,20 @@ def test_an_upload_through_a_landing() -> None:
     assert bench.uploaded() == [None]
 
 
+def test_an_upload_that_is_sent_again_gets_another_landing() -> None:
+    """The client had no use for the first one: its slice was not bound at that moment."""
+    bench = Bench()
+    bench.upload(None)
+    bench.upload(None)
+    first, second = bench.answers()
+    assert first.landing.transfer != second.landing.transfer
+    bench.their_bulk.push(second.landing, [(0, X)], lambda error: None)
+    assert bench.uploaded() == [None]
+    bench.fetch(1)
+    assert bench.answers()[-1] == Fetched(1, X.tobytes())
+    assert bench.store.census()["uploads_arriving"] == 0
+
+
 def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
     bench = Bench()
     bench.say(Wait(1, (ARRAY,)))

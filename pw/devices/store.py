@@ -384,9 +384,13 @@ class ObjectStore(Actor):
             self.env.count("uploads_doubled")
             if old.arrived:
                 self.env.send(CONTROL, Uploaded(array, None, again=True))
-            return
-        value = Value()
-        self.expect(array, value, spec, message.devices)
+            if array not in self._landings:
+                return
+            self._bulk.cancel(self._landings.pop(array))  # it may have come when it was of no use
+            value = old.value
+        else:
+            value = Value()
+            self.expect(array, value, spec, message.devices)
         boxes = self._boxes(self._entries[array])
         offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
 
