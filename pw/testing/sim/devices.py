@@ -33,8 +33,6 @@ OP_S = 4e-6
 COMPILE_S = 2e-3
 COMPUTE_S = 150e-6
 BUILD_BYTES_PER_S = 4e9
-OVERSUBSCRIBED = 1.5
-"""Uploads come whether or not there is room (DESIGN G5 is about runs): so much more than there is is seen."""
 
 
 class Shards(dict[int, np.ndarray[Any, Any]]):
@@ -69,6 +67,8 @@ class SimBackend:
         """The computation over several hosts that this host has reached and that has not started."""
         self.closed = False
         self.live_bytes: Counter[int] = Counter()
+        self._made_bytes: Counter[int] = Counter()
+        """What computations made of it: uploads come whether or not there is room, runs wait."""
         """Bytes of buffers on each device."""
         self.peak_bytes: Counter[int] = Counter()
         self._world = node.world
@@ -255,7 +255,7 @@ class SimBackend:
             return
         self._running = False
         for value, shards in zip(op.results, results, strict=False):
-            self._fill(value, shards)
+            self._fill(value, shards, made=True)
         if error is not None:
             for value in op.results:
                 value.error = error
@@ -291,7 +291,7 @@ class SimBackend:
             data = held[box_slices(piece.source_box)]
             for position in piece.destination_devices:
                 shards[op.devices[position].ordinal][box_slices(piece.destination_box)] = data
-        self._fill(op.result, shards)
+        self._fill(op.result, shards, made=True)
 
     def _build(self, op: ops.Build) -> None:
         shards = self._empty(op.spec, op.devices)
@@ -376,7 +376,7 @@ class SimBackend:
                 shards[device.ordinal] = np.zeros(shape, dtype)
         return shards
 
-    def _fill(self, value: Value, shards: Shards) -> None:
+    def _fill(self, value: Value, shards: Shards, *, made: bool = False) -> None:
         if value.error is not None:
             return
         if value.payload is not None:
@@ -385,9 +385,10 @@ class SimBackend:
         for ordinal, shard in shards.items():
             self.live_bytes[ordinal] += shard.nbytes
             self.peak_bytes[ordinal] = max(self.peak_bytes[ordinal], self.live_bytes[ordinal])
-            if self._limit_bytes and self.live_bytes[ordinal] > OVERSUBSCRIBED * self._limit_bytes:
-                what = f"device {ordinal} of {self.host} holds {self.live_bytes[ordinal]} bytes"
-                raise Violation("memory", f"{what} of {self._limit_bytes}")
+            self._made_bytes[ordinal] += shard.nbytes * made
+            if self._limit_bytes and self._made_bytes[ordinal] > self._limit_bytes:
+                what = f"runs made {self._made_bytes[ordinal]} bytes on device {ordinal} of {self.host}"
+                raise Violation("memory", f"{what}, which has {self._limit_bytes}")
         sizes = tuple((ordinal, shard.nbytes) for ordinal, shard in shards.items())
 
         self._filled += 1
@@ -397,5 +398,6 @@ class SimBackend:
             del self._refs[serial]
             for ordinal, size_bytes in sizes:
                 self.live_bytes[ordinal] -= size_bytes
+                self._made_bytes[ordinal] -= size_bytes * made
 
         self._refs[serial] = weakref.ref(shards, dropped)
