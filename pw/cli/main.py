@@ -184,8 +184,8 @@ def sim(
     profile: Annotated[
         str,
         typer.Option(
-            help="What goes wrong: calm, slow, clients, memory, devices, network, drains, crashes "
-            "or chaos."
+            help="What goes wrong: calm, slow, clients, memory, devices, network, drains, crashes, "
+            "restarts or chaos."
         ),
     ] = "chaos",
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the cluster.")] = None,
