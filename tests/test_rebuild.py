@@ -28,6 +28,7 @@ from pw.core.messages import (
 )
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
+from pw.devices.replicas import KEEP_S
 from pw.sched.rebuild import AGAIN_S, DOUBLINGS
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, Client, chain, split
@@ -174,6 +175,7 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     for _ in range(3):
         (state,) = client.run(step, state)
     world.settle()
+    world.wait(KEEP_S)
     assert client.answered(asked) == Answered(asked, None)
     assert world.control._clients[client.number].lineage.programs(), "back to the checkpoint"
     for _ in range(3):
@@ -188,6 +190,25 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     client.delete(state)
     client.release(step)
     cluster.idle()
+
+
+def test_what_a_checkpoint_was_answered_for_outlives_all_processes() -> None:
+    """However soon after the answer they are killed: their supervisors have it."""
+    cluster = Cluster(spares=1)
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    state = client.upload(cluster.x, cluster.a)
+    (state,) = client.run(step, state)
+    asked = client.checkpoint(state)
+    world.settle()
+    if client.answered(asked) is None:
+        world.wait(KEEP_S)
+    assert client.answered(asked) == Answered(asked, None)
+    for name in ("a0", "a1", "b0"):
+        cluster.hosts[name].crash()
+    world.settle()
+    world.wait(5)
+    np.testing.assert_array_equal(client.value(state), cluster.x + 1)
 
 
 def test_copies_that_all_hosts_take_away_and_bring_back_are_kept() -> None:

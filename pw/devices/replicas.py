@@ -108,6 +108,8 @@ class Replicas(Actor):
         super().__init__(env)
         self._keep = keep
         self._keeping = False
+        self._untold: list[Holding] = []
+        """What is here, but would be lost with this process: nobody is to rely on it."""
         self._bulk = bulk
         self._host = env.address.node
         self._held: dict[int, dict[Box, Bytes]] = {}
@@ -168,8 +170,12 @@ class Replicas(Actor):
 
     def _hold(self, array: int, boxes: dict[Box, Bytes]) -> None:
         self._held.setdefault(array, {}).update(boxes)
-        self.env.send(CONTROL, Holdings((Holding(array, tuple(boxes)),)))
-        self._keep_soon()
+        holding = Holding(array, tuple(boxes))
+        if self._keep is None:
+            self.env.send(CONTROL, Holdings((holding,)))
+        else:
+            self._untold.append(holding)
+            self._keep_soon()
 
     def _keep_soon(self) -> None:
         if self._keep is not None and not self._keeping:
@@ -182,6 +188,10 @@ class Replicas(Actor):
         saved = self.saved()
         if self._keep is not None and sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES:
             self._keep(saved)
+        untold, self._untold = self._untold, []
+        told = tuple(holding for holding in untold if holding.array in self._held)
+        if told:
+            self.env.send(CONTROL, Holdings(told))
 
     @handles(DropReplicas)
     def _drop(self, sender: Address, message: DropReplicas) -> None:
