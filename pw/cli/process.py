@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -22,6 +23,9 @@ EXIT_UNAVAILABLE = 69
 """The controller cannot be reached."""
 EXIT_AGAIN = 75
 """This incarnation is over; start the next one."""
+
+GC_ALLOCATIONS = 10_000
+"""So many more objects are made than dropped before the collector looks at the newest."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s pw: %(message)s"
@@ -154,6 +158,11 @@ class Daemon:
 
     def run(self, teardown: Callable[[], None]) -> int:
         """Run until stopped, tear down, and return the exit code."""
+        # What is there before the first message stays to the end: the garbage collector would look through
+        # hundreds of thousands of objects of libraries, for milliseconds, again and again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_ALLOCATIONS)
         try:
             if not self._stopped:
                 self.loop.run_forever()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -94,11 +95,12 @@ class Launch:
 
     def _run_donating(self, leaves: Sequence[Any], args: list[int | bytes]) -> list[Array]:
         given: list[tuple[Array, str]] = []
+        uses = Counter(args)
         for position, name in self._donated.items():
             feed = self._feeds[position]
             value = leaves[feed.leaf] if feed.fixed is None else feed.fixed
             if isinstance(value, Array):
-                if args.count(value._id) > 1:
+                if uses[value._id] > 1:
                     raise ArgumentError(
                         f"{name!r} donates the array {value.aval.str_short()}, but the same array is "
                         f"passed to {self.name!r} more than once; pass a copy, copy.copy(x), or do not "

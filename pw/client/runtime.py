@@ -121,7 +121,7 @@ class Runtime:
         self._saving: set[Future[None]] = set()
         """Checkpoints that are being written to disk."""
         self._closing: Error | None = None
-        self._pid = os.getpid()
+        self._process = _process
         self._thread = start(self)
         attached: Future[Attached] = Future()
         if self._thread.address is None:
@@ -155,7 +155,7 @@ class Runtime:
     @property
     def forked(self) -> bool:
         """Whether this is a forked process's copy of its parent's session."""
-        return self._pid != os.getpid()
+        return self._process is not _process
 
     @property
     def alive(self) -> bool:
@@ -437,6 +437,8 @@ def _mutable(value: np.ndarray[Any, Any]) -> bool:
 
 _current: Runtime | None = None
 _guard = threading.RLock()
+_process = object()
+"""Another one in a forked child: asking the system who we are takes longer than a call may."""
 
 
 def current() -> Runtime:
@@ -534,8 +536,8 @@ def disconnect() -> None:
 
 def _forked() -> None:
     """Another thread of the parent may have held the lock."""
-    global _guard
-    _guard = threading.RLock()
+    global _guard, _process
+    _guard, _process = threading.RLock(), object()
 
 
 def stats() -> dict[str, dict[str, int]]:
