@@ -393,7 +393,8 @@ class HostExecutor(HostMember):
     def _kept(self, run: _Run, instruction: Execute) -> tuple[int, ...]:
         """Positions that the computation would take over, but that the plan still needs."""
         donated = run.program.body.computations[instruction.computation].donated
-        return tuple([index for index in donated if index not in instruction.donated])
+        taken = set(instruction.donated)
+        return tuple([index for index in donated if index not in taken])
 
     def _hold(self, head: _Launched, instruction: Execute, results: tuple[Value, ...]) -> None:
         """Nobody sees these results, or uses them, before it is known what became of them."""
