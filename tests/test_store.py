@@ -284,6 +284,21 @@ def test_an_upload_that_is_sent_again_gets_another_landing() -> None:
     assert bench.store.census()["uploads_arriving"] == 0
 
 
+def test_bytes_that_came_while_they_were_given_another_landing_are_used_once() -> None:
+    bench = Bench()
+    bench.upload(None)
+    (first,) = bench.answers()
+    _, deliver = bench.bulk.landings.pop(first.landing.transfer)  # they are in, and not delivered yet
+    bench.upload(None)
+    second = bench.answers()[-1]
+    bench.their_bulk.push(second.landing, [(0, X)], lambda error: None)
+    deliver(X.view(np.uint8))
+    assert bench.uploaded() == [None]
+    bench.fetch(1)
+    assert bench.answers()[-1] == Fetched(1, X.tobytes())
+    assert not bench.bulk.landings
+
+
 def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
     bench = Bench()
     bench.say(Wait(1, (ARRAY,)))

@@ -395,7 +395,8 @@ class ObjectStore(Actor):
         offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
 
         def deliver(buffer: bytes | Bytes) -> None:
-            self._landings.pop(array, None)
+            if (transfer := self._landings.pop(array, None)) is not None:
+                self._bulk.cancel(transfer)
             parts: list[Part] = [
                 (positions, relative(box), unpack(buffer, offset, spec, box))
                 for (box, positions), offset in zip(boxes, offsets, strict=True)
@@ -403,7 +404,8 @@ class ObjectStore(Actor):
             self._build(array, value, parts)
 
         def landed(buffer: Bytes) -> None:
-            if self.value(array) is value:
+            # What came to an earlier landing before that one was given up is as good, but not twice.
+            if self.value(array) is value and array in self._landings:
                 deliver(buffer)
 
         if message.data is None:
