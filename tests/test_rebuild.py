@@ -237,6 +237,25 @@ def test_copies_that_all_hosts_take_away_and_bring_back_are_kept() -> None:
     np.testing.assert_array_equal(client.value(state), cluster.x + 1)
 
 
+@pytest.mark.parametrize("victim", ["a0", "a1", "b0", "s0"])
+def test_a_checkpoint_that_asks_a_host_that_was_just_lost_does_not_wait_for_it(victim: str) -> None:
+    """The controller has heard of the loss, but not yet what it means for the island."""
+    cluster = Cluster(spares=1)
+    client, world = cluster.client, cluster.world
+    arrays = (client.upload(cluster.x, cluster.a), client.upload(cluster.x, cluster.b))
+    world.settle()
+    cluster.hosts[victim].die()
+    news = world.links[victim, CONTROLLER]
+    world.mailboxes[CONTROLLER].extend(news)
+    news.clear()
+    asked = client.id()
+    world.mailboxes[CONTROLLER].append((client.env.address, CONTROL, Checkpoint(asked, arrays)))
+    world.settle()
+    answered = client.answered(asked)
+    assert answered is not None
+    assert answered.error is None or answered.error.kind == "HostLost"
+
+
 def test_a_spare_takes_the_place_of_a_host_that_is_gone() -> None:
     for seed in range(20):
         cluster = Cluster(seed, spares=1)

@@ -288,7 +288,8 @@ def test_bytes_that_came_while_they_were_given_another_landing_are_used_once() -
     bench = Bench()
     bench.upload(None)
     (first,) = bench.answers()
-    _, deliver = bench.bulk.landings.pop(first.landing.transfer)  # they are in, and not delivered yet
+    # The bytes are in, but not delivered yet.
+    _, deliver = bench.bulk.landings.pop(first.landing.transfer)
     bench.upload(None)
     second = bench.answers()[-1]
     bench.their_bulk.push(second.landing, [(0, X)], lambda error: None)

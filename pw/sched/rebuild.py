@@ -129,6 +129,8 @@ class _Copying:
     """By array: who is to keep which box."""
     givers: dict[tuple[int, Box], str] = field(default_factory=dict)
     """Who has it on a device, and gives it to the others."""
+    islands: dict[str, str] = field(default_factory=dict)
+    """Where those are."""
     too_few: set[int] = field(default_factory=set)
     """Arrays of which a copy has not been made: how they were made must not be forgotten."""
     error: ErrorReport | None = None
@@ -204,6 +206,9 @@ class Rebuilder:
             }
             for program in (*client.programs.values(), *client.retired.values()):
                 program.installing.discard(message.island)
+        for copying in list(self._checkpoints):  # one that asked a host that was lost before it
+            leave = [host for host, where in copying.islands.items() if where == message.island]
+            self._copy_without(copying, leave)
         self.interrupt(error, island=message.island)
         if gone:
             self._env.call_later(self._recovery_s, GiveUp(message.island, error, self._losses))
@@ -226,12 +231,17 @@ class Rebuilder:
             if not self._copies[array]:
                 del self._copies[array]
         for copying in list(self._checkpoints):
+            self._copy_without(copying, (node,))
+
+    def _copy_without(self, copying: _Copying, gone: Iterable[str]) -> None:
+        """A checkpoint is not to wait for what these hosts were to give or to keep."""
+        for node in gone:
             cut = [copying.without(node, array) for array in copying.missing]
             if any(cut):
                 copying.error = ErrorReport.of(
                     HostLost(f"host {node} was lost while arrays were copied to or from it")
                 )
-            self._check(copying)
+        self._check(copying)
 
     def interrupt(self, error: ErrorReport, *, island: str = "", runs: Iterable[int] = ()) -> None:
         """Cancel the runs in flight that need this island, or are these, and all that need their results."""
@@ -552,7 +562,10 @@ class Rebuilder:
 
     def hosts_are(self, directory: Directory) -> None:
         """These hosts can keep copies."""
-        self._hosts = tuple(peer.node for peer in directory.peers)
+        before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
+        gone = [host for host in before if host not in self._hosts]
+        for copying in list(self._checkpoints):
+            self._copy_without(copying, gone)
         for client in self._ledger.clients.values():
             if not client.recovering:
                 self._top_up(client)
@@ -612,6 +625,7 @@ class Rebuilder:
             missing = copying.missing.setdefault(number, set())
             for host, at in chosen.items():
                 targets = self._targets(host, array.hosts)
+                copying.islands[host] = array.island
                 copy = Copy(number, array.spec, devices, tuple(at), targets)
                 by_island.setdefault(array.island, []).append((host, copy))
                 for position in at:
