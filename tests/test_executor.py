@@ -54,7 +54,7 @@ from pw.core.packing import pack
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress
 from pw.devices import backend as ops
-from pw.devices.replicas import Saved
+from pw.devices.replicas import KEEP_S, Saved
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 
@@ -588,6 +588,8 @@ def test_a_copy_is_made_in_launch_order() -> None:
     np.testing.assert_array_equal(bench.copies()[arriving], X)
     np.testing.assert_array_equal(bench.value(after), X + 1)
     box = (bench.here.box(0),)
+    assert not bench.world.to(CONTROL, Holdings), "nobody is to rely on what a crash would take"
+    bench.world.wait(KEEP_S)
     assert bench.world.to(CONTROL, Holdings) == [Holdings((Holding(arriving, box),))]
     for target in ("b0", "c0"):
         offers = bench.world.to(store_of(target), OfferReplica)
@@ -605,6 +607,7 @@ def test_what_has_no_value_is_not_copied_and_told() -> None:
     bench.settle()
     assert list(bench.copies()) == [fine]
     assert bench.world.counters["copies_skipped"] == 2
+    bench.world.wait(KEEP_S)
     told = {
         holding.array: holding.boxes
         for m in bench.world.to(CONTROL, Holdings)

@@ -251,6 +251,7 @@ def test_a_checkpoint_that_asks_a_host_that_was_just_lost_does_not_wait_for_it(v
     asked = client.id()
     world.mailboxes[CONTROLLER].append((client.env.address, CONTROL, Checkpoint(asked, arrays)))
     world.settle()
+    world.wait(KEEP_S)
     answered = client.answered(asked)
     assert answered is not None
     assert answered.error is None or answered.error.kind == "HostLost"
