@@ -8,12 +8,15 @@ in its upper bits, so that ownership is a shift and a comparison, and no call wa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 CONTROLLER = "controller"
 """Node name of the controller process."""
 
 _SERIAL_BITS = 40
+ADDRESSES = 4096
+"""So many addresses of each kind are kept: a launch has one for every host."""
 
 
 class Address(NamedTuple):
@@ -52,21 +55,25 @@ RESOURCES = Address(CONTROLLER, "resources")
 CONTROL = Address(CONTROLLER, "controller")
 
 
+@lru_cache(maxsize=ADDRESSES)
 def scheduler_of(island: str) -> Address:
     """The address of an island's gang scheduler."""
     return Address(CONTROLLER, f"scheduler/{island}")
 
 
+@lru_cache(maxsize=ADDRESSES)
 def executor_of(host: str) -> Address:
     """The address of a host's executor."""
     return Address(host, "executor")
 
 
+@lru_cache(maxsize=ADDRESSES)
 def coordinator_of(host: str) -> Address:
     """The address of a host's shard coordinator."""
     return Address(host, "coordinator")
 
 
+@lru_cache(maxsize=ADDRESSES)
 def store_of(host: str) -> Address:
     """The address of a host's object store."""
     return Address(host, "store")
