@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.core.errors import ErrorReport
+from pw.core.errors import ErrorReport, TransferFailed
 from pw.core.ids import Address, client_id, coordinator_of
 from pw.core.landing import Landing
 from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, PeerLost
@@ -237,6 +237,27 @@ def test_parking_again_and_again_leaves_one_timer() -> None:
     assert names == ["_Expire", "_Probe"]
     edge.world.wait(under_test.PARKED_S)
     assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_what_cannot_be_pushed_is_told_only_to_the_host_that_was_to_have_it(left: bool) -> None:
+    """Who bears its name after it has left would keep the news for ten minutes."""
+    edge = Edge(LARGE)
+    sender = edge.ends["b0"]
+    sender.actor.hosts_are(frozenset(edge.ends))
+    failed: list[Any] = []
+    sender.bulk.push = lambda landing, parts, done: failed.append(done)  # type: ignore[method-assign]
+    edge.expect()
+    edge.send(0)
+    edge.world.settle()
+    if left:
+        sender.actor.hosts_are(frozenset(("b0", "b1")))
+    (done,) = failed
+    done(TransferFailed("a0 took nothing"))
+    edge.world.settle()
+    told = edge.world.to(coordinator_of("a0"), EdgeFailed)
+    assert [report.error.kind for report in told] == ([] if left else ["TransferFailed"])
+    assert not sender.actor._pushing
 
 
 def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:

@@ -434,8 +434,7 @@ class ShardCoordinator(Actor):
         self._pushing[key] = outgoing
 
         def pushed(error: Exception | None) -> None:
-            self._pushing.pop(key, None)
-            if error is not None:
+            if self._pushing.pop(key, None) is not None and error is not None:
                 self.env.send(
                     coordinator_of(destination),
                     EdgeFailed(run, edge, ErrorReport.of(error, self._host)),
@@ -532,6 +531,8 @@ class ShardCoordinator(Actor):
             if self._began:
                 self._gone_at[node] = self._begun
             self._lose(node, "it left its island")
+            for key in [key for key in self._pushing if key[2] == node]:
+                del self._pushing[key]  # whoever bears its name next has not heard of the run
 
     def _lose(self, node: str, reason: str) -> None:
         """Edges from and to a lost host will never be completed."""
