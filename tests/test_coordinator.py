@@ -260,6 +260,21 @@ def test_what_cannot_be_pushed_is_told_only_to_the_host_that_was_to_have_it(left
     assert not sender.actor._pushing
 
 
+def test_what_came_a_moment_after_something_else_does_not_wait_twice_as_long() -> None:
+    edge = Edge(SMALL)
+    edge.send(0)
+    edge.world.settle()
+    edge.world.wait(0.1)
+    edge.send(1)
+    edge.world.settle()
+    assert edge.census()["edges_parked"] == 2
+    edge.world.wait(under_test.PARKED_S - 0.1)
+    assert edge.census()["edges_parked"] == 1
+    edge.world.wait(under_test.EXPIRY_S)
+    assert edge.census()["edges_parked"] == 0
+    assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+
+
 def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
     edge = Edge(LARGE)
     edge.send(0)

@@ -57,6 +57,9 @@ PARKED_S = 600.0
 """How long what came early waits for the launch that receives it. After that, the launch has been cancelled
 with the host that bore this name before; if not, the receiver will ask and hear that it was sent."""
 
+EXPIRY_S = 1.0
+"""How often to look, at most, what has waited that long."""
+
 EDGES_TOLD = 64
 """Open edges that a host tells of when it is asked."""
 
@@ -476,7 +479,10 @@ class ShardCoordinator(Actor):
         for place in [p for p, since_s in self._parked_at.items() if now_s - since_s >= PARKED_S]:
             self._unpark(place)
             self.env.count("edges_expired")
-        self._expiry.ticked(more=bool(self._parked))
+        self._expiry.ticked(more=False)
+        if self._parked_at:
+            due_s = min(self._parked_at.values()) + PARKED_S
+            self._expiry.start(max(due_s - now_s, EXPIRY_S))
 
     def _unpark(self, key: tuple[int, int, str, bool]) -> _Early | None:
         message = self._parked.pop(key, None)
