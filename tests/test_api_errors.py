@@ -281,7 +281,7 @@ def test_ctrl_c_while_waiting(how: str, cluster: InProcessCluster, east: pw.Mesh
         y = f(x)  # the session is usable
     np.testing.assert_array_equal(x, numbers(4) + 1)
     np.testing.assert_array_equal(y, numbers(4) + 2)
-    assert os.getpid() == pw.connect()._pid
+    assert not pw.connect().forked
 
 
 # --- another platform ----------------------------------------------------------------------------------
