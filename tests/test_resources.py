@@ -296,6 +296,25 @@ def test_an_island_of_an_earlier_controller_is_completed_by_spares() -> None:
     assert [bound.slice for bound in bench.news(SliceBound)] == [1]
 
 
+def test_who_comes_back_to_where_it_is_from_elsewhere_leaves_its_own_island_alone() -> None:
+    """Its own has another form, and the one where it was has no other hosts."""
+    bench = Bench()
+    bench.island("a", 2, 1)
+    bench.island("b", 1, 1)
+    islands = bench.manager._islands
+    bench.host("s", "", 0, spare=True)
+    bench.lose("a0")
+    assert islands["a"].ranks == ["s", "a1"]
+    bench.host("a0", "a", 2, spare=True)
+    bench.lose("b0")
+    assert islands["b"].ranks == ["a0"]
+    own = islands["a"]
+    bench.lose("a0")
+    bench.host("a0", "a", 2, spare=True)
+    assert islands["a"] is own
+    assert set(islands["b"].hosts) == {"a0"}
+
+
 def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_asked_for() -> None:
     bench = Bench()
     bench.island("a", 2, 1)

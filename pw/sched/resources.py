@@ -282,7 +282,8 @@ class ResourceManager(Actor):
             and island.local_devices == message.local_devices
         )
         deserted = island.state == "waiting" and not island.hosts and not island.awaited
-        return deserted and not alike and message.island_hosts > 0
+        named = island.name == message.island  # its last host may be one from elsewhere
+        return named and deserted and not alike and message.island_hosts > 0
 
     def _objection(self, island: _Island, node: str, message: RegisterHost) -> Exception | None:
         if message.island_hosts != island.expected_hosts and not message.spare:
