@@ -292,7 +292,7 @@ def test_hosts_of_a_gang_are_killed_stopped_replaced_and_drained(grown: Grown) -
 
 @pytest.mark.xfail(
     strict=False,
-    reason="within the whole suite the other client has hung after the loss in three runs of eight, never alone",
+    reason="within the whole suite the other client hung after the loss in 3 runs of 8, never alone",
 )
 @of(islands=2)
 def test_islands_come_and_go_while_others_work(grown: Grown) -> None:
