@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +178,9 @@ class Elsewhere:
                 BOUND_S,
             )
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.program.err}\n{pw.why()}\n{status()}") from None
+            told = f"{error}\n{self.program.err}\n{pw.why()}\n{status()}"
+            warnings.warn(told, stacklevel=1)  # the summary has it, also of a failure that is expected
+            raise AssertionError(told) from None
         assert self.program.process.poll() is None, self.program.err
 
     def stop(self) -> None:
