@@ -179,7 +179,8 @@ class Elsewhere:
             )
         except AssertionError as error:
             told = f"{error}\n{self.program.err}\n{pw.why()}\n{status()}"
-            warnings.warn(told, stacklevel=1)  # the summary has it, also of a failure that is expected
+            # The summary of a run has the warnings also of a failure that is expected.
+            warnings.warn(told, stacklevel=1)
             raise AssertionError(told) from None
         assert self.program.process.poll() is None, self.program.err
 
