@@ -192,7 +192,7 @@ def dials(address: str) -> bool:
     host, port = address.split(":")
     try:
         socket.create_connection((host, int(port)), PATIENCE_S).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # it is gone, or just going
         return False
     return True
 
