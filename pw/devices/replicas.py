@@ -40,6 +40,7 @@ from pw.core.messages import (
 )
 from pw.core.packing import pack
 from pw.core.sharding import Box, box_bytes, packed_offsets
+from pw.core.ticker import Ticker
 from pw.devices.backend import Read, Value, relative
 
 Saved = tuple[int, Box, np.ndarray[Any, Any]]
@@ -107,7 +108,7 @@ class Replicas(Actor):
     ) -> None:
         super().__init__(env)
         self._keep = keep
-        self._keeping = False
+        self._keeps = Ticker(env, KEEP_S, Keep())
         self._untold: list[Holding] = []
         """What is here, but would be lost with this process: nobody is to rely on it."""
         self._bulk = bulk
@@ -178,13 +179,12 @@ class Replicas(Actor):
             self._keep_soon()
 
     def _keep_soon(self) -> None:
-        if self._keep is not None and not self._keeping:
-            self._keeping = True
-            self.env.call_later(KEEP_S, Keep())
+        if self._keep is not None:
+            self._keeps.start()
 
     @handles(Keep)
     def _keep_all(self, sender: Address, note: Keep) -> None:
-        self._keeping = False
+        self._keeps.ticked(more=False)
         saved = self.saved()
         if self._keep is not None and sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES:
             self._keep(saved)
