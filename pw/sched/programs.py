@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from operator import is_not
 
 from pw.core.errors import ErrorReport, ProtocolError
 from pw.core.lower import lower, lower_with_memory
@@ -50,17 +49,17 @@ class RegisteredProgram:
     """How often it was lowered: what is said of an earlier time does not count."""
     admitting: tuple[str, ...] = ()
     """All its islands, if they must admit a run before any of them starts it."""
-    _bound: list[Binding | None] = field(default_factory=list)
-    _homes: list[Home] | None = field(default_factory=list)
-    """Who holds the results, as long as their slices are bound as in `_bound`."""
+    _bound: dict[int, Binding | None] | None = None
+    """How the slices of the results were bound when `_homes` was worked out."""
+    _homes: list[Home] | None = None
 
     def result_homes(self, bindings: Mapping[int, Binding]) -> list[Home] | None:
         """The island and hosts that hold each result; None while a slice of one is not bound."""
-        slices = dict.fromkeys(output.spec.placement.slice for output in self.body.outputs)
-        bound = [bindings.get(number) for number in slices]
-        if len(bound) != len(self._bound) or any(map(is_not, bound, self._bound)):
-            homes = [holders(output.spec, bindings) for output in self.body.outputs]
-            self._bound = bound
+        bound = self._bound
+        if bound is None or any(bindings.get(at) is not was for at, was in bound.items()):
+            specs = [output.spec for output in self.body.outputs]
+            self._bound = {at: bindings.get(at) for at in (spec.placement.slice for spec in specs)}
+            homes = [holders(spec, bindings) for spec in specs]
             self._homes = None if None in homes else [home for home in homes if home is not None]
         return self._homes
 

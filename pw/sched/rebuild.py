@@ -485,18 +485,18 @@ class Rebuilder:
             if given is not None and given.uploading:
                 awaits.append(arg)
         results = []
-        for number, output in zip(record.results, program.body.outputs, strict=True):
-            held = holders(output.spec, self._ledger.bindings)
-            assert held is not None, "slices are bound before anything is rebuilt"
+        homes = program.result_homes(self._ledger.bindings)
+        assert homes is not None, "slices are bound before anything is rebuilt"
+        for number, output, home in zip(record.results, program.body.outputs, homes, strict=True):
             array = client.arrays.get(number)
             if array is not None and number in lost and not array.uploading:
-                array.island, array.hosts = held
+                array.island, array.hosts = home
                 results.append(number)
                 continue
             name = client.repeat_id()
             if array is None or array.error is not None:
                 names.setdefault(number, name)
-            temporary.append((name, Array(output.spec, *held)))
+            temporary.append((name, Array(output.spec, *home)))
             results.append(name)
         run = client.repeat_id()
         state = RunState(
