@@ -209,13 +209,11 @@ def serve(
     runtime = HostRuntime(name, daemon, loop, platform, devices, supervisor)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
-    folder = default_folder() if compile_cache is None else Path(compile_cache)
+    folder = Path(compile_cache) if compile_cache else None
+    if compile_cache is None:
+        folder = default_folder()
     backend = JaxBackend(
-        loop,
-        name,
-        runtime.device,
-        allow_python=allow_python,
-        compile_cache=folder if compile_cache != "" else None,
+        loop, name, runtime.device, allow_python=allow_python, compile_cache=folder
     )
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare

@@ -159,8 +159,7 @@ class Daemon:
     def run(self, teardown: Callable[[], None]) -> int:
         """Run until stopped, tear down, and return the exit code."""
         # What is there before the first message stays to the end: the garbage collector would look through
-        # hundreds of thousands of objects of libraries, for milliseconds, again and again.
-        gc.collect()
+        # a hundred thousand objects of libraries, for tens of milliseconds, again and again.
         gc.freeze()
         gc.set_threshold(GC_ALLOCATIONS)
         try:

@@ -115,16 +115,21 @@ class Executables:
     def _make_room(self) -> None:
         assert self._folder is not None
         files = []
-        for file in self._folder.iterdir():
-            with suppress(FileNotFoundError):  # another worker makes room as well
-                found = file.stat()
-                files.append((found.st_mtime, found.st_size, file))
+        with os.scandir(
+            self._folder
+        ) as entries:  # every compilation comes here, and there may be thousands
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another worker makes room as well
+                    found = entry.stat()
+                    files.append((found.st_mtime, found.st_size, entry.path))
         total = sum(size for _, size, _ in files)
-        for _, size, file in sorted(files):
+        if total <= self._limit_bytes:
+            return
+        for _, size, path in sorted(files):
+            Path(path).unlink(missing_ok=True)
+            total -= size
             if total <= self._limit_bytes:
                 return
-            file.unlink(missing_ok=True)
-            total -= size
 
 
 def _is_ours(folder: Path) -> bool:
