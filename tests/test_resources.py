@@ -27,7 +27,7 @@ from pw.core.messages import (
     SliceRefused,
     StopCoordination,
 )
-from pw.sched.resources import ResourceManager
+from pw.sched.resources import RESTART_S, ResourceManager
 from tests.actors import SECRET, Services, World
 
 
@@ -126,6 +126,18 @@ def test_a_full_island_takes_nobody() -> None:
     (rejected,) = bench.told("late", HostRejected)
     assert "i0, i1" in rejected.error.message
     assert not bench.news(IslandLost)
+
+
+def test_who_comes_while_a_place_is_kept_gets_it_if_it_stays_free() -> None:
+    """Not as a spare: a worker that a user starts in the place of one that has died."""
+    bench = Bench()
+    bench.island("i", 1, 1)
+    bench.say(RESOURCES, PeerLost("i0", "closed"))
+    bench.host("new")
+    assert not bench.told("new", HostRejected)
+    assert not bench.told("new", FormIsland), "the other may be back in a moment"
+    bench.world.wait(RESTART_S)
+    assert bench.told("new", FormIsland)
 
 
 def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -> None:

@@ -243,7 +243,7 @@ class ResourceManager(Actor):
         elif self._has_place(known, node):
             self._seat(known, host)
         else:
-            self._wait_as_spare(host, f"island {known.name} is full")
+            self._wait_as_spare(host, f"island {known.name} has its hosts, or waits for them")
 
     def _recall(self, sender: Address, message: RegisterHost) -> None:
         """A host is in an epoch that is not one of ours: it is as if that epoch had just been ended."""
@@ -291,7 +291,10 @@ class ResourceManager(Actor):
                 f"island {island.name!r} was declared with {island.expected_hosts} hosts, this worker "
                 f"says {message.island_hosts}; start it with --island-hosts {island.expected_hosts}"
             )
-        if not self._has_place(island, node) and not message.spare:
+        full = (
+            len(island.hosts) == island.expected_hosts
+        )  # not if places are kept for hosts to come back
+        if full and not self._has_place(island, node) and not message.spare:
             return IslandFull(
                 f"island {island.name!r} already has all its {island.expected_hosts} hosts "
                 f"({', '.join(sorted(island.hosts))}); use another --island, raise --island-hosts, or "
