@@ -15,6 +15,7 @@ that still wait for bytes then get them nevertheless, for they count on them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class Uploads:
         self._bulk = bulk
         self._hosts = hosts
         self._inputs: dict[int, _Input] = {}
-        self._kept: dict[int, int] = {}
+        self._kept: OrderedDict[int, int] = OrderedDict()
         """Inputs under the budget and their sizes, the first to go first."""
         self._kept_bytes = 0
         self.keep_bytes = KEEP_BYTES

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import ml_dtypes
 import msgspec
@@ -24,6 +25,7 @@ ALIGNMENT_BYTES = 64
 """Every shard starts at such a boundary in a transfer, so that JAX can alias it without a copy."""
 
 
+@cache
 def dtype_of(name: str) -> np.dtype[np.generic]:
     """The numpy dtype called `name`, the small floats and integers of ml_dtypes included."""
     extension = getattr(ml_dtypes, name, None)

@@ -64,13 +64,11 @@ from pw.core.messages import (
     Replicate,
 )
 from pw.core.plan import Execute, Free, Instruction, Receive, Send
-from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of, host_boxes
-from pw.core.sharding import box_slices as slices_of
 from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.devices import backend as ops
-from pw.devices.backend import Backend, Op, Part, Value, relative
+from pw.devices.backend import Backend, Op, Part, Value
 from pw.devices.coordinator import ShardCoordinator
-from pw.devices.host_program import HostProgram
+from pw.devices.host_program import NO_SEGMENT, HostProgram, Inline, Segment
 from pw.devices.membership import RECONNECT_S, HostMember, HostProcess
 from pw.devices.store import ObjectStore
 from pw.devices.verdicts import Verdicts
@@ -97,7 +95,7 @@ class _Launched:
 
     launch: Launch
     run: _Run
-    instructions: tuple[Instruction, ...]
+    segment: Segment
     position: int = 0
     last_results: tuple[Value, ...] = ()
     lost: ErrorReport | None = None
@@ -243,14 +241,13 @@ class HostExecutor(HostMember):
             self.env.log("error", "launch of an unknown run", program=message.program)
             self.env.send(sender, LaunchGap(self._epoch, message.sequence, message.sequence))
             return
-        instructions = run.program.segments.get(message.segment, ())
+        segment = run.program.segments.get(message.segment, NO_SEGMENT)
         if not self._queue:
             self._watchdog.went_on()
         # An edge may fail at once and set the queue going: all are expected before the launch is in it.
-        for instruction in instructions:
-            if isinstance(instruction, Receive):
-                self._expect(run, instruction)
-        self._queue.append(_Launched(message, run, instructions))
+        for receive in segment.receives:
+            self._expect(run, receive)
+        self._queue.append(_Launched(message, run, segment))
         self._advance()
 
     def _begin(self, message: Launch, program: HostProgram) -> None:
@@ -262,9 +259,8 @@ class HostExecutor(HostMember):
         self._runs[message.run] = run
         for index in program.plan.inputs:
             arg = arguments[index]
-            spec = body.inputs[index]
             if isinstance(arg, bytes):
-                run.slots[index] = self._inline(arg, spec, program.devices(spec))
+                run.slots[index] = self._inline(arg, program.inline(index))
                 continue
             value = self._store.value(arg)
             if value is None:
@@ -272,24 +268,23 @@ class HostExecutor(HostMember):
                 value = Value(ErrorReport.of(lost, self._host))
                 value.alone = True
             run.slots[index] = value
-        for index in body.donated:
-            if isinstance(arg := arguments[index], int):
-                self._store.drop(arg, f"donated to {body.name!r}")
-        for output, slot in program.plan.outputs:
-            spec = body.outputs[output].spec
+        if body.donated:
+            why = f"donated to {body.name!r}"
+            for index in body.donated:
+                if isinstance(arg := arguments[index], int):
+                    self._store.drop(arg, why)
+        for output, slot, spec, devices in program.results:
             value = run.slots.get(slot)
             if value is None:
                 value = run.slots[slot] = Value()
-            elif slot < len(body.inputs) or len(program.outputs_of_slot[slot]) > 1:
+            else:  # it is an argument, or another result as well
                 value.shared = True
-            self._store.expect(results[output], value, spec, program.devices(spec))
+            self._store.expect(results[output], value, spec, devices)
 
-    def _inline(self, data: bytes, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Value:
-        array = np.frombuffer(data, np.uint8).view(dtype_of(spec.dtype)).reshape(spec.shape)
-        parts: list[Part] = [
-            (positions, relative(box), array[slices_of(box)])
-            for box, positions in host_boxes(spec, devices, self._host)
-        ]
+    def _inline(self, data: bytes, inline: Inline) -> Value:
+        spec, devices, dtype, boxes = inline
+        array = np.frombuffer(data, np.uint8).view(dtype).reshape(spec.shape)
+        parts: list[Part] = [(positions, box, array[where]) for positions, box, where in boxes]
         value = Value()
         self._ops.append(ops.Build(value, spec, devices, parts))
         return value
@@ -333,8 +328,9 @@ class HostExecutor(HostMember):
                     self._ops += self._store.files.write(job, values)
                 self._queue.popleft()
                 continue
-            while head.position < len(head.instructions):
-                if not self._step(head, head.instructions[head.position]):
+            instructions = head.segment.instructions
+            while head.position < len(instructions):
+                if not self._step(head, instructions[head.position]):
                     self._flush()
                     return
                 head.position += 1
@@ -350,7 +346,10 @@ class HostExecutor(HostMember):
             slots = run.slots
             if self._arriving and any(slots[slot] in self._arriving for slot in instruction.args):
                 return False
-            results = tuple([slots.setdefault(slot, Value()) for slot in instruction.results])
+            for slot in instruction.results:
+                if slot not in slots:
+                    slots[slot] = Value()
+            results = tuple([slots[slot] for slot in instruction.results])
             key = run.program.keys[instruction.computation]
             assert key is not None
             args = tuple([slots[slot] for slot in instruction.args])
@@ -365,9 +364,8 @@ class HostExecutor(HostMember):
                 if lost:
                     self._lose(head, value.error, results)
             failed = partial(self._break_gang, run) if together else None
-            kept = self._kept(run, instruction)
-            last = run.program.last_executed.get(head.launch.segment)
-            guarded = not head.launch.report or head.position != last
+            kept = head.segment.kept.get(head.position, ())
+            guarded = not head.launch.report or head.position != head.segment.last
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
             head.last_results = results or head.last_results
             if results and instruction.computation in run.program.judged:
@@ -389,12 +387,6 @@ class HostExecutor(HostMember):
         else:
             self._free(run, instruction)
         return True
-
-    def _kept(self, run: _Run, instruction: Execute) -> tuple[int, ...]:
-        """Positions that the computation would take over, but that the plan still needs."""
-        donated = run.program.body.computations[instruction.computation].donated
-        taken = set(instruction.donated)
-        return tuple([index for index in donated if index not in taken])
 
     def _hold(self, head: _Launched, instruction: Execute, results: tuple[Value, ...]) -> None:
         """Nobody sees these results, or uses them, before it is known what became of them."""
@@ -514,18 +506,18 @@ class HostExecutor(HostMember):
     def _end(self, head: _Launched) -> None:
         """All instructions of a launch have been handed over."""
         launch, run = head.launch, head.run
-        outputs = run.program.outputs_of_slot
-        values = list(head.last_results)
+        # All results of a computation are there at once. The last is the one that is least often donated.
+        values = list(head.last_results[-1:])
         self._account.handed(run.run, launch.segment, run.program, values)
         if launch.arguments is not None:
-            for slot in [slot for slot in outputs if slot < len(run.program.body.inputs)]:
+            for slot in run.program.passed_on:
                 values.append(run.slots[slot])
                 self._when_there(values[-1:], partial(self._made, run, slot))
         if launch.report:
             values += [
-                run.slots[instruction.slot]
-                for instruction in head.instructions
-                if isinstance(instruction, Receive) and instruction.slot in outputs
+                run.slots[receive.slot]
+                for receive in head.segment.receives
+                if receive.slot in run.program.outputs_of_slot
             ]
             self._when_there(values, partial(self._watch, head, tuple(values)))
         if launch.segment == CANCELLED:
@@ -641,8 +633,8 @@ class HostExecutor(HostMember):
         values: list[Value | None] = []
         if isinstance(head, _Copying):
             values = list(head.values())
-        elif isinstance(head, _Launched) and head.position < len(head.instructions):
-            instruction = head.instructions[head.position]
+        elif isinstance(head, _Launched) and head.position < len(head.segment.instructions):
+            instruction = head.segment.instructions[head.position]
             slots: tuple[int, ...] = ()
             if isinstance(instruction, Execute):
                 slots = instruction.args

@@ -3,11 +3,74 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from pw.core.plan import Execute, HostPlan, Instruction, Receive
 from pw.core.program import Program
-from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement
+from pw.core.sharding import (
+    ArraySpec,
+    Binding,
+    Box,
+    DeviceAddress,
+    Placement,
+    box_slices,
+    dtype_of,
+    host_boxes,
+)
+from pw.devices.backend import relative
 from pw.devices.coordinator import is_local
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one launch of a program does on this host."""
+
+    instructions: tuple[Instruction, ...] = ()
+    receives: tuple[Receive, ...] = ()
+    last: int = -1
+    """Position of the last computation with results, those that a report waits for."""
+    kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By the position of a computation, what it would take over but the plan still needs."""
+
+    @classmethod
+    def of(cls, instructions: tuple[Instruction, ...], body: Program) -> Segment:
+        """Index the instructions of one segment of a program."""
+        receives = (i for i in instructions if isinstance(i, Receive))
+        segment = cls(instructions, tuple(receives))
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Execute):
+                if instruction.results:
+                    segment.last = position
+                donated = body.computations[instruction.computation].donated
+                kept = tuple(index for index in donated if index not in set(instruction.donated))
+                if kept:
+                    segment.kept[position] = kept
+        return segment
+
+
+NO_SEGMENT = Segment()
+"""One in which this host has nothing to do."""
+
+
+class Inline(NamedTuple):
+    """An argument whose value comes with the launch, as it lies on this host."""
+
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    dtype: np.dtype[np.generic]
+    boxes: tuple[tuple[tuple[int, ...], Box, tuple[slice, ...]], ...]
+    """Positions of devices, the whole of a shard there, and where that is in the value."""
+
+
+class Result(NamedTuple):
+    """A result of a program, as far as it lies on this host."""
+
+    output: int
+    slot: int
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
 
 
 @dataclass(slots=True)
@@ -19,16 +82,18 @@ class HostProgram:
     keys: tuple[bytes | None, ...]
     """The backend's name of each computation; None for those that do not run here. No other installing
     has the same names, so that what is forgotten of one is not missed by the next."""
-    segments: dict[int, tuple[Instruction, ...]]
+    segments: dict[int, Segment]
     bindings: dict[int, Binding]
     located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
+    inlines: dict[int, Inline] = field(default_factory=dict)
+    results: tuple[Result, ...] = ()
     outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
+    passed_on: tuple[int, ...] = ()
+    """Slots of arguments that are results as they are."""
     local_edges: set[int] = field(default_factory=set)
     """Edges that this host completes by itself, without waiting."""
     gangs: set[int] = field(default_factory=set)
     """Computations that run here and on other hosts."""
-    last_executed: dict[int, int] = field(default_factory=dict)
-    """Position of the last computation with results in each segment, those that a report waits for."""
     superseded: tuple[bytes, ...] = ()
     """Names that earlier installings gave: runs that have begun go on with them."""
     judged: set[int] = field(default_factory=set)
@@ -37,7 +102,6 @@ class HostProgram:
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
         """Index the plan of program `number` for the plan's host; `install` counts its installings."""
-        segments = {part.segment: part.instructions for part in plan.segments}
         instructions = [instruction for part in plan.segments for instruction in part.instructions]
         used = {i.computation for i in instructions if isinstance(i, Execute)}
         program = cls(
@@ -47,15 +111,18 @@ class HostProgram:
                 f"{number}/{install}/{index}".encode() if index in used else None
                 for index in range(len(body.computations))
             ),
-            segments,
+            {part.segment: Segment.of(part.instructions, body) for part in plan.segments},
             {binding.slice: binding for binding in plan.bindings},
         )
         for output, slot in plan.outputs:
             program.outputs_of_slot.setdefault(slot, []).append(output)
-        for part in plan.segments:
-            for position, instruction in enumerate(part.instructions):
-                if isinstance(instruction, Execute) and instruction.results:
-                    program.last_executed[part.segment] = position
+        specs = [output.spec for output in body.outputs]
+        program.results = tuple(
+            Result(output, slot, specs[output], program.devices(specs[output]))
+            for output, slot in plan.outputs
+        )
+        inputs = len(body.inputs)
+        program.passed_on = tuple(slot for slot in program.outputs_of_slot if slot < inputs)
         for receive in instructions:
             if isinstance(receive, Receive) and is_local(
                 receive, program.devices(receive.spec), plan.host
@@ -74,6 +141,19 @@ class HostProgram:
     def compiled(self) -> tuple[bytes, ...]:
         """All that the backend has for this program."""
         return (*self.superseded, *(key for key in self.keys if key is not None))
+
+    def inline(self, index: int) -> Inline:
+        """How to lay out argument `index` where it comes with the launch."""
+        if (inline := self.inlines.get(index)) is None:
+            spec = self.body.inputs[index]
+            devices = self.devices(spec)
+            boxes = tuple(
+                (positions, relative(box), box_slices(box))
+                for box, positions in host_boxes(spec, devices, self.plan.host)
+            )
+            inline = Inline(spec, devices, dtype_of(spec.dtype), boxes)
+            self.inlines[index] = inline
+        return inline
 
     def at(self, placement: Placement) -> tuple[DeviceAddress, ...]:
         """The physical device at every position of `placement`."""

@@ -56,6 +56,7 @@ from pw.devices.jax_layouts import (
     bytes_to_copy,
     host_shards,
     local_shards,
+    put,
     whole,
 )
 from pw.devices.jax_threads import Completions, QueueThread, join_all
@@ -350,14 +351,18 @@ class JaxBackend:
     ) -> tuple[int, ...]:
         """Copy what is still needed, and return the positions of what is given away."""
         given = []
+        args, copied = op.args, set(op.copied)
+        if len(set(args)) < len(args):
+            copied |= {at for at, value in enumerate(args) if args.count(value) > 1}
+        heir = op.results[0] if op.results else None
         for position in donated:
-            value = op.args[position]
-            if position in op.copied or value.shared or op.args.count(value) > 1:
+            value = args[position]
+            if position in copied or value.shared:
                 arrays[position] = _copy(arrays[position])
                 self._copied += 1
             else:
                 # Before the call: a watcher may find the array deleted while the call still runs.
-                value.heir = op.results[0] if op.results else None
+                value.heir = heir
                 given.append(position)
         return tuple(given)
 
@@ -428,8 +433,7 @@ class JaxBackend:
         try:
             layout = self._layouts(op.spec.sharding, op.devices)
             shards = host_shards(op.spec, tuple(layout.local), op.parts)
-            arrays = jax.device_put(list(shards.values()), [layout.local[at] for at in shards])
-            result.payload = assemble(op.spec, layout, dict(zip(shards, arrays, strict=True)))
+            result.payload = put(op.spec, layout, shards)
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result
             result.alone = True
             result.error = self._report(error)
@@ -502,18 +506,20 @@ class JaxBackend:
             self._waits_ended += 1
 
     def _answer_watch(self, op: Watch) -> None:
-        for index, value in enumerate(op.values):
+        heirs: dict[Value, None] = {}
+        for value in op.values:
             error = self._settled(value)
             if error is self._deleted:
                 if value.heir is not None:
-                    # The heir may be about to be made: the execute thread knows when it has been.
-                    rest = Watch((value.heir, *op.values[index + 1 :]), op.done)
-                    self._executing.put((rest,))
-                    return
+                    heirs[value.heir] = None
             elif error is not None:
                 self._completions.post(op.done, error)
                 return
-        self._completions.post(op.done, None)
+        if heirs:
+            # They may be about to be made: the execute thread knows when they have been.
+            self._executing.put((Watch(tuple(heirs), op.done),))
+        else:
+            self._completions.post(op.done, None)
 
     def _answer_read(self, op: Read) -> None:
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._settled(op.value)

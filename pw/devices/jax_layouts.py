@@ -6,8 +6,9 @@ can be addressed; positions in a mesh are what the rest of the system calls shar
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,14 +87,39 @@ def assemble(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> j
 
     Raises InternalError when one is missing.
     """
-    if missing := layout.local.keys() - shards.keys():
-        raise InternalError(f"nothing was given for the shards at positions {sorted(missing)}")
+    _check_complete(layout, shards)
     return jax.make_array_from_single_device_arrays(
         spec.shape,
         layout.sharding,
         [shards[position] for position in layout.local],
         dtype=dtype_of(spec.dtype),
     )
+
+
+def _check_complete(layout: Layout, shards: Mapping[int, object]) -> None:
+    if missing := layout.local.keys() - shards.keys():
+        raise InternalError(f"nothing was given for the shards at positions {sorted(missing)}")
+
+
+def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, Any]]) -> jax.Array:
+    """The array whose shards on this host are `shards`, by position, in host memory.
+
+    Raises InternalError when one is missing. What is aligned is aliased on CPU.
+    """
+    _check_complete(layout, shards)
+    if layout.sharding.is_fully_replicated:
+        (shard,) = itertools.islice(shards.values(), 1)
+        return jax.make_array_from_callback(
+            spec.shape, layout.sharding, lambda _: shard, shard.dtype
+        )
+    placed = {spec.box(position): shard for position, shard in shards.items()}
+
+    def at(index: Any) -> np.ndarray[Any, Any]:
+        return placed[
+            tuple([part.indices(n)[:2] for part, n in zip(index, spec.shape, strict=True)])
+        ]
+
+    return jax.make_array_from_callback(spec.shape, layout.sharding, at, dtype_of(spec.dtype))
 
 
 def whole(box: Box, shape: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from pw.core.errors import CompileError, ComputationFailed
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
 from pw.devices.backend import Execute, Value
-from pw.devices.jax_layouts import Layouts, assemble, host_shards, local_shards
+from pw.devices.jax_layouts import Layouts, host_shards, local_shards, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,6 @@ def call(
         box = tuple((0, size) for size in spec.shape)
         # A copy: the function may keep what it returned, and change it.
         shards = host_shards(spec, positions, [(positions, box, host_array.copy())])
-        placed = jax.device_put(list(shards.values()), [layout.local[at] for at in shards])
-        arrays.append(assemble(spec, layout, dict(zip(shards, placed, strict=True))))
+        arrays.append(put(spec, layout, shards))
     for value, array in zip(results, arrays, strict=True):
         value.payload = array

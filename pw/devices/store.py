@@ -12,6 +12,7 @@ memory anyway (`save`); the next incarnation's store begins with it (see `pw.dev
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ class ObjectStore(Actor):
         self._restoring: dict[int, Gathering] = {}
         self.replicas = Replicas(env, bulk, replicas, keep)
         self.files = Files(env, aside)
-        self._dropped: dict[int, str] = {}
+        self._dropped: OrderedDict[int, str] = OrderedDict()
 
     # --- what the executor of this host does with it ---------------------------------------------------
 
@@ -185,7 +186,7 @@ class ObjectStore(Actor):
         self._entries.pop(array, None)
         self._dropped[array] = why
         if len(self._dropped) > DROPPED_KEPT:
-            del self._dropped[next(iter(self._dropped))]
+            self._dropped.popitem(last=False)
         self._abandon(array)
         for request in self._parked.pop(array, ()):
             self._fail(request, self._deleted(why))

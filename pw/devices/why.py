@@ -15,7 +15,7 @@ from weakref import ReferenceType, ref
 from pw.core.messages import HostReport, LaunchReport
 from pw.core.plan import Execute, Instruction
 from pw.devices.backend import Backend, Value
-from pw.devices.host_program import HostProgram
+from pw.devices.host_program import NO_SEGMENT, HostProgram
 
 KEPT = 512
 """Launches that are remembered: more than may be under way on an island."""
@@ -52,7 +52,7 @@ def launch_report(
     state: str,
 ) -> LaunchReport:
     """One launch in words."""
-    instructions = program.segments.get(segment, ())
+    instructions = program.segments.get(segment, NO_SEGMENT).instructions
     names = computations(program, instructions)
     return LaunchReport(run, segment, program.body.name, names, state)
 
