@@ -86,6 +86,10 @@ HEAD_S = 1.0
 """How often to look whether a run that is to end has come to its turn on the devices."""
 
 
+Alike = dict[tuple[int, bool, bool, bool], Launch]
+"""Launches of one gang by what they differ in, so that each is made and encoded once."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Overdue:
     """Note to oneself: this run should have ended by itself by now."""
@@ -329,8 +333,9 @@ class IslandScheduler(Actor):
         if not dropped:
             return
         here = dropped[0].here
+        alike: Alike = {}
         for host in dict.fromkeys(host for task in dropped for host in task.hosts):
-            self._send_launch(host, here, CANCELLED, None, last=True, report=False)
+            self._send_launch(host, here, CANCELLED, None, last=True, report=False, alike=alike)
         for task in dropped:
             for array in task.awaits:
                 waiting = self._waiting_uploads.get(array, [])
@@ -401,17 +406,16 @@ class IslandScheduler(Actor):
             self._launch(task)
         if self._in_flight or self._runs:
             self._watchdog.watch()
+        alike: dict[Discard, Discard] = {}
         for host, drops in self._drops.items():
-            self.env.send(
-                executor_of(host),
-                Discard(
-                    self.epoch,
-                    self._sequence(host),
-                    tuple(drops.arrays),
-                    tuple(drops.programs),
-                    tuple(drops.clients),
-                ),
+            discard = Discard(
+                self.epoch,
+                self._sequence(host),
+                tuple(drops.arrays),
+                tuple(drops.programs),
+                tuple(drops.clients),
             )
+            self.env.send(executor_of(host), alike.setdefault(discard, discard))
         self._drops.clear()
 
     def _next(self) -> SegmentTask | None:
@@ -479,6 +483,7 @@ class IslandScheduler(Actor):
             here.is_timed = False
             self.env.send(CONTROL, RunStarted(here.run))
         leader = task.hosts[0]
+        alike: Alike = {}
         for host in task.hosts:
             first = host not in here.introduced
             here.introduced.add(host)
@@ -489,6 +494,7 @@ class IslandScheduler(Actor):
                 here.arguments if first else None,
                 last=here.last_segment[host] == task.segment,
                 report=host == leader,
+                alike=alike,
             )
             if host == leader:
                 self._in_flight[(host, sequence)] = task
@@ -512,11 +518,16 @@ class IslandScheduler(Actor):
         *,
         last: bool,
         report: bool,
+        alike: Alike,
     ) -> int:
+        """Send one host its launch, in `alike` if others of the gang get the same: it is encoded once."""
         sequence = self._sequence(host)
-        launch = Launch(
-            self.epoch, sequence, here.run, here.program, segment, last, arguments, report
-        )
+        key = (sequence, arguments is None, last, report)
+        launch = alike.get(key)
+        if launch is None:
+            launch = alike[key] = Launch(
+                self.epoch, sequence, here.run, here.program, segment, last, arguments, report
+            )
         self.env.send(executor_of(host), launch)
         return sequence
 
@@ -538,12 +549,15 @@ class IslandScheduler(Actor):
             for host in task.hosts[0]:
                 if host in self._next_sequence:
                     self._drops.setdefault(host, Drops()).programs.append(task.program)
+        together: dict[tuple[str, ...], list[int]] = {}
         for array, hosts in zip(task.arrays, task.hosts, strict=False):
             if memory is not None:
                 memory.release(array)
+            together.setdefault(hosts, []).append(array)
+        for hosts, arrays in together.items():
             for host in hosts:
                 if host in self._next_sequence:
-                    self._drops.setdefault(host, Drops()).arrays.append(array)
+                    self._drops.setdefault(host, Drops()).arrays += arrays
 
     def _replicate(self, task: CopyTask) -> None:
         """Sent at once, and not with the turn's drops: a later launch may take the arrays over."""
