@@ -51,6 +51,7 @@ from pw.core.messages import (
     Replicate,
 )
 from pw.core.packing import pack
+from pw.core.plan import Execute
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress
 from pw.devices import backend as ops
@@ -471,6 +472,19 @@ def test_an_error_of_the_program_goes_through_gangs_like_a_value() -> None:
     assert not bench.told(GangBroken)
     (head,) = [op for op in bench.host.backend.queue if isinstance(op, ops.Execute)]
     assert head.args[0].error == failed.error
+
+
+def test_only_what_no_later_computation_of_the_gang_reads_is_guarded() -> None:
+    """A failure goes through those that read, so that the last ones show it."""
+    bench = Bench("a1")
+    body = chain([bench.wide] * 3)
+    aside = Node(0, (Value(0, 0),))
+    bench.install(replace(body, nodes=(*body.nodes, aside)))
+    (program,) = bench.host.executor._programs.values()
+    (segment,) = program.segments.values()
+    executed = [i for i in segment.instructions if isinstance(i, Execute)]
+    unread = [segment.instructions[position] for position in sorted(segment.unread)]
+    assert unread == executed[2:]
 
 
 def test_a_gang_of_one_host_poisons_and_says_what_is_lost() -> None:

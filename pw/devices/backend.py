@@ -98,7 +98,7 @@ class Execute:
     copied: tuple[int, ...] = ()
     failed: Callable[[ErrorReport], None] | None = None
     guarded: bool = True
-    """Nobody else watches the results."""
+    """Nobody else watches the results, or what is made of them."""
 
 
 @dataclass(slots=True)

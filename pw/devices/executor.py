@@ -365,7 +365,9 @@ class HostExecutor(HostMember):
                     self._lose(head, value.error, results)
             failed = partial(self._break_gang, run) if together else None
             kept = head.segment.kept.get(head.position, ())
-            guarded = not head.launch.report or head.position != head.segment.last
+            guarded = head.position in head.segment.unread and not (
+                head.launch.report and head.position == head.segment.last
+            )
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
             head.last_results = results or head.last_results
             if results and instruction.computation in run.program.judged:

@@ -31,12 +31,15 @@ class Segment:
     receives: tuple[Receive, ...] = ()
     last: int = -1
     """Position of the last computation with results, those that a report waits for."""
+    unread: frozenset[int] = frozenset()
+    """Positions of computations together with other hosts of which no later such one reads a result. The
+    failure of any other is that of one of these as well."""
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By the position of a computation, what it would take over but the plan still needs."""
 
     @classmethod
-    def of(cls, instructions: tuple[Instruction, ...], body: Program) -> Segment:
-        """Index the instructions of one segment of a program."""
+    def of(cls, instructions: tuple[Instruction, ...], body: Program, gangs: set[int]) -> Segment:
+        """Index the instructions of one segment of a program, in which `gangs` run on several hosts."""
         receives = (i for i in instructions if isinstance(i, Receive))
         segment = cls(instructions, tuple(receives))
         for position, instruction in enumerate(instructions):
@@ -47,7 +50,19 @@ class Segment:
                 kept = tuple(index for index in donated if index not in set(instruction.donated))
                 if kept:
                     segment.kept[position] = kept
+        segment.unread = _unread(instructions, gangs)
         return segment
+
+
+def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset[int]:
+    unread: set[int] = set()
+    maker: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Execute) and instruction.computation in gangs:
+            unread -= {maker[slot] for slot in instruction.args if slot in maker}
+            unread.add(position)
+            maker |= dict.fromkeys(instruction.results, position)
+    return frozenset(unread)
 
 
 NO_SEGMENT = Segment()
@@ -111,7 +126,7 @@ class HostProgram:
                 f"{number}/{install}/{index}".encode() if index in used else None
                 for index in range(len(body.computations))
             ),
-            {part.segment: Segment.of(part.instructions, body) for part in plan.segments},
+            {},
             {binding.slice: binding for binding in plan.bindings},
         )
         for output, slot in plan.outputs:
@@ -135,6 +150,10 @@ class HostProgram:
             computation = body.computations[index]
             if computation.checks or (computation.python and index in program.gangs):
                 program.judged.add(index)
+        program.segments = {
+            part.segment: Segment.of(part.instructions, body, program.gangs)
+            for part in plan.segments
+        }
         return program
 
     @property
