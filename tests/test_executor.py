@@ -55,6 +55,7 @@ from pw.core.plan import Execute
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress
 from pw.devices import backend as ops
+from pw.devices.executor import PROGRESS_SHARE
 from pw.devices.replicas import KEEP_S, Saved
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
@@ -343,6 +344,28 @@ def test_progress_is_sent_once_a_turn() -> None:
     bench.world.drain("a0")
     (progress,) = bench.told(Progress)
     assert [finished.sequence for finished in progress.finished] == list(range(5))
+
+
+def test_progress_waits_for_more_while_enough_is_under_way_but_not_for_long() -> None:
+    bench = Bench()
+    program = bench.install(chain([bench.here]))
+    bench.settle()
+    for _ in range(3 * PROGRESS_SHARE):
+        bench.launch(program, X.tobytes())
+
+    def end_one() -> int:
+        """How many launches the scheduler has heard of when another one has ended."""
+        while bench.host.backend.queue and not bench.world.happenings["a0"]:
+            bench.host.backend.step()
+        bench.world.happenings["a0"].popleft()()
+        bench.world.drain("a0")
+        return sum(len(progress.finished) for progress in bench.told(Progress))
+
+    assert [end_one() for _ in range(4)] == [0, 0, 3, 3]
+    alarm = bench.world.alarms[-1]
+    bench.tell(alarm.note, alarm.address)
+    assert len(bench.told(Progress)[-1].finished) == 1
+    assert len(bench.finished()) == 3 * PROGRESS_SHARE
 
 
 def test_a_program_installed_again_is_not_forgotten_with_what_it_was_before() -> None:

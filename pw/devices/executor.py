@@ -64,6 +64,7 @@ from pw.core.messages import (
     Replicate,
 )
 from pw.core.plan import Execute, Free, Instruction, Receive, Send
+from pw.core.ticker import Ticker
 from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.devices import backend as ops
 from pw.devices.backend import Backend, Op, Part, Value
@@ -125,9 +126,17 @@ class _Copying:
         yield from (value for _, values in self.files for value in values)
 
 
+PROGRESS_S = 0.005
+"""How long the end of a launch may be kept from the scheduler while it has enough others under way here."""
+PROGRESS_SHARE = 4
+"""One in so many of the launches under way has to end before the scheduler is told at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class _SendProgress:
-    """Note to oneself: send what has ended in this turn."""
+    """Note to oneself: send what has ended, now or because it has waited long enough."""
+
+    late: bool = False
 
 
 class HostExecutor(HostMember):
@@ -160,6 +169,10 @@ class HostExecutor(HostMember):
         self._ops: list[Op] = []
         self._announced: list[tuple[int, Value]] = []
         self._finished: list[Finished] = []
+        self._reported = 0
+        """Launches under way of which the scheduler wants to hear the end."""
+        self._telling = False
+        self._late = Ticker(env, PROGRESS_S, _SendProgress(late=True))
         self._busy_until_s = 0.0
         self._verdicts = Verdicts(self._host, env.send)
         self._unsettled: dict[Value, str] = {}
@@ -558,6 +571,7 @@ class HostExecutor(HostMember):
                 lost = lost or error
             self._report(Finished(head.launch.sequence, int(busy_s * 1e6), lost))
 
+        self._reported += 1
         self._ops.append(ops.Watch(values, done))
 
     def _flush(self) -> None:
@@ -572,14 +586,23 @@ class HostExecutor(HostMember):
                 self._store.submitted(array, value)
 
     def _report(self, finished: Finished) -> None:
+        """Tell the scheduler, with others: it has nothing to launch in their place before many have ended."""
+        self._reported -= 1
         self._finished.append(finished)
-        if len(self._finished) == 1:
+        if finished.lost is None and len(self._finished) * PROGRESS_SHARE < self._reported:
+            self._late.start()
+        elif not self._telling:  # in this turn, with what else ends in it
+            self._telling = True
             self.env.send(self.env.address, _SendProgress())
 
     @handles(_SendProgress)
     def _send_progress(self, sender: Address, message: _SendProgress) -> None:
+        if message.late:
+            self._late.ticked(more=False)
+        else:
+            self._telling = False
         finished, self._finished = tuple(self._finished), []
-        if self._scheduler is not None:
+        if self._scheduler is not None and finished:
             self.env.send(self._scheduler, Progress(self._epoch, finished))
 
     # --- a controller that was started again --------------------------------------------------------
