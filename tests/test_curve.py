@@ -14,7 +14,7 @@ from pw.core.messages import EdgeData, Hello, Ready
 from pw.transport import codec
 from pw.transport.link import Versions
 from pw.transport.zmtp import Zmtp, ZmtpError, metadata
-from tests.cluster import Cluster, make_cluster, numbers
+from tests.cluster import Cluster, libzmq_sockets, make_cluster, numbers
 
 pytest.importorskip("nacl")
 
@@ -93,23 +93,15 @@ def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 @pytest.fixture
 def libzmq() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def make(kind: int) -> zmq.Socket[bytes]:
-        made = context.socket(kind)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.HEARTBEAT_IVL, 10)
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
+    def give_keys(made: zmq.Socket[bytes], kind: int) -> None:
         made.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(KEYS.public))
         made.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(KEYS.secret))
         if kind == zmq.ROUTER:
             made.setsockopt(zmq.CURVE_SERVER, 1)
         else:
             made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(KEYS.public))
-        return made
 
-    yield make
-    context.destroy(linger=0)
+    yield from libzmq_sockets(give_keys)
 
 
 def test_nodes_with_the_same_keys_talk_and_others_do_not(sockets: Cluster) -> None:
