@@ -17,6 +17,7 @@ from pw.core.messages import PeerLost, Ready
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
+from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.digests import compute
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.node import SimNode
@@ -177,6 +178,18 @@ def test_a_transfer_arrives_once_or_fails() -> None:
     stage.run(1.0)
     assert str(ends[-1]) == "b is gone"
     assert len(got) == 1
+
+
+@pytest.mark.parametrize("machine", [False, True])
+def test_a_supervisor_keeps_what_was_handed_over_until_more_is(machine: bool) -> None:
+    world = World(0, QUIET, Trace())
+    host = SimCluster(world).hosts[0]
+    host.start()
+    host.hand_over([(1, ((0, 4),), np.arange(4, dtype=np.uint8))])
+    for _ in range(2):  # children that have handed over nothing themselves
+        host.crash(machine=machine)
+        host.start()
+        assert [array for array, _, _ in host.store.replicas.saved()] == ([] if machine else [1])
 
 
 # --- values ------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class SimHost:
         self.incarnation = 0
         self.node: SimNode | None = None
         self.replicas: list[Saved] = []
-        """What the last child has handed over."""
+        """What a child has handed over last: every child begins with it until another hands over."""
         self.finished = False
         """It has left for good."""
         self._random = self.world.streams(f"host/{name}")
@@ -94,7 +94,7 @@ class SimHost:
             spare=self.spare or self.incarnation > 1,
         )
         counters: Callable[[], dict[str, int]] = lambda: dict(node.counters)  # noqa: E731
-        replicas, self.replicas = self.replicas, []
+        replicas = list(self.replicas)
         self.store = node.add(
             "store",
             lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.hand_over),
