@@ -242,6 +242,19 @@ def test_what_can_be_made_again_is_not_lost() -> None:
     assert oracle.check_error(1, TransferFailed("client has no room for 64 bytes")) is None
 
 
+def test_what_a_checkpoint_has_a_part_in_is_lost_only_with_machines() -> None:
+    ledger = Ledger()
+    oracle = Oracle("client", True, ledger, lambda number: ("host",))
+    oracle.put(1, SPEC, np.zeros((4, 8), np.uint16))
+    oracle.put(2, SPEC, np.zeros((4, 8), np.uint16))
+    oracle.checkpoint((1,))
+    ledger.note("crash", "host")
+    assert "could be made again" in str(oracle.check_error(1, HostLost("gone")))
+    ledger.note("machine crash", "host")
+    assert oracle.check_error(1, HostLost("gone")) is None
+    assert "could be made again" in str(oracle.check_error(2, HostLost("gone")))
+
+
 # --- instruments -------------------------------------------------------------------------------------
 
 

@@ -103,9 +103,7 @@ class Life:
         share, priority = self.random.choice((1.0, 1.0, 2.0)), self.random.randrange(3)
         keep_bytes = self.random.choice((0, 1 << 12, 1 << 18, EVERYTHING, EVERYTHING))
         keeps = keep_bytes == EVERYTHING
-        # A copy is where lineage ends: if all hosts with copies die, there is nothing to go back to.
         self.copies = not keeps or self.random.random() < 0.3
-        keeps = keeps and not self.copies
         self.oracle = Oracle(self.name, keeps, self.world.ledger, self._nodes_of)
         promise = self._promise("attach", self._on_attached)
         self.node.post(

@@ -4,7 +4,8 @@ An array may also end in an error, if the program asks for it (a computation tha
 always fails) or if a fault excuses it: one that was injected, and that touched the client, the controller
 or a host of an island that the array, or anything it was made from, has been on. And no fault of a host
 excuses the loss of what can be made again: an array of a client that keeps all its inputs, in whose making
-nothing was donated.
+nothing was donated. Where a checkpoint has a part in it, how that array was made is forgotten, and its copies
+are all there is: they outlive every process, but not the machines.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Truth:
     """All that it was made with, and where."""
     durable: bool
     """It can be made again from inputs that the client has kept."""
+    made_of: frozenset[int]
+    """Itself, and all arrays that it was made from."""
 
 
 class Oracle:
@@ -56,13 +59,19 @@ class Oracle:
         self._nodes_of = nodes_of
         """Nodes that matter to a slice of the client."""
         self.arrays: dict[int, Truth] = {}
+        self._copied: set[int] = set()
 
     def put(self, array: int, spec: ArraySpec, value: np.ndarray[Any, Any]) -> None:
         """An upload."""
         nothing: frozenset[str] = frozenset()
         slices = frozenset((spec.placement.slice,))
         data = value.tobytes()
-        self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps)
+        made_of = frozenset((array,))
+        self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps, made_of)
+
+    def checkpoint(self, arrays: tuple[int, ...]) -> None:
+        """A checkpoint: from now on copies may be all that leads back to these."""
+        self._copied.update(arrays)
 
     def run(self, draft: Draft, args: tuple[int | bytes, ...], results: tuple[int, ...]) -> None:
         """A run, in the client's order."""
@@ -93,10 +102,13 @@ class Oracle:
         computations = names.union(*(truth.computations for truth in known))
         slices = frozenset(body.slices()).union(*(truth.slices for truth in known))
         durable = not body.donated and all(truth.durable for truth in known)
+        made_of = frozenset[int]().union(*(truth.made_of for truth in known))
         for array, output in zip(results, body.outputs, strict=True):
             data = values[output.value.node, output.value.index]
             asked = kinds if data is None else frozenset[str]()
-            self.arrays[array] = Truth(output.spec, data, asked, computations, slices, durable)
+            self.arrays[array] = Truth(
+                output.spec, data, asked, computations, slices, durable, made_of | {array}
+            )
 
     def check_value(self, array: int, parts: list[tuple[Any, np.ndarray[Any, Any]]]) -> str | None:
         """What is wrong with a value that was fetched, if anything is."""
@@ -137,8 +149,10 @@ class Oracle:
                 return said
         elif kind not in INFRASTRUCTURE:
             return said
-        has_place = not self._ledger.injected["drain"]
-        if held and has_place and truth.durable and f"{self._client} has no room" not in words:
+        lasts = truth.durable and not self._ledger.injected["drain"]  # it has a place
+        if not self._copied.isdisjoint(truth.made_of):
+            lasts = lasts and not self._ledger.injected["machine crash"]
+        if held and lasts and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
         return None if self._ledger.touched(nodes) else f"{said} (no fault excuses that)"

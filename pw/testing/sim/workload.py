@@ -198,6 +198,7 @@ class SimClient(Life):
             if all(wrong):
                 raise Violation("oracle", f"{self.name}: {wrong[0]}")
 
+        self.oracle.checkpoint(chosen)
         self.world.checked["checkpoints"] += 1
         promise = self._promise(f"checkpoint {len(chosen)}", copied)
         self._post(Ask(lambda number: Checkpoint(number, chosen), promise, chosen))
