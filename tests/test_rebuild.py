@@ -27,6 +27,7 @@ from pw.core.messages import (
     UploadAgain,
 )
 from pw.core.packing import pack
+from pw.core.program import Node, Value
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.devices.replicas import KEEP_S
 from pw.sched.rebuild import AGAIN_S, DOUBLINGS
@@ -391,6 +392,40 @@ def test_what_is_made_of_an_input_that_some_hosts_lack_for_good_fails() -> None:
     assert client.failed[given].kind == "ArrayLost"
     assert "keep=True" in client.failed[made].message, "nothing was launched"
     assert cluster.hosts["a0"].incarnations == 1
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_run_waits_no_more_for_an_upload_that_went_with_another_island(
+    held: bool, returns: bool
+) -> None:
+    """It takes an argument there that it does not read, so the loss of that island is not its own."""
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    reads_second = msgspec.structs.replace(
+        chain([cluster.a]), nodes=(Node(0, (Value(-1, 1),)),), inputs=(cluster.b, cluster.a)
+    )
+    program = client.program(reads_second)
+    world.settle()
+    unread = client.id()
+    client.specs[unread], client.uploads[unread] = cluster.b, X
+    client.tell(CreateArray(unread, cluster.b, bound=1))
+    (made,) = client.run(program, unread, X)
+    if not held:
+        client.delete(unread)
+    world.settle()
+    cluster.hosts["b0"].die()
+    world.settle()
+    if returns:
+        cluster.hosts["b0"].start()
+        world.settle()
+        np.testing.assert_array_equal(client.value(made), X + 1)
+    else:
+        world.wait(61)
+        assert client.failed[made].kind == "ArrayLost"
+    client.delete(unread, made)
+    client.release(program)
+    assert client.credits == client.sent_runs
 
 
 def test_an_island_that_does_not_come_back_is_given_up() -> None:

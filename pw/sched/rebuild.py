@@ -194,22 +194,23 @@ class Rebuilder:
             client = ledger.clients[client_of(number)]
             client.unbound[number] = self._losses
             self._env.send(client.address, SliceLost(number, error))
+        awaited: set[int] = set()
         for client in ledger.clients.values():
             for number, array in client.arrays.items():
                 if array.island == message.island and array.error is None:
+                    if array.uploading:
+                        awaited.add(number)
                     self._lose(client, number, array, error)
                     array.hosts = ()
-            client.doomed = {
-                number: array
-                for number, array in client.doomed.items()
-                if array.island != message.island
-            }
+            for number in [n for n, a in client.doomed.items() if a.island == message.island]:
+                awaited.add(number)
+                del client.doomed[number]
             for program in (*client.programs.values(), *client.retired.values()):
                 program.installing.discard(message.island)
         for copying in list(self._checkpoints):  # one that asked a host that was lost before it
             leave = [host for host, where in copying.islands.items() if where == message.island]
             self._copy_without(copying, leave)
-        self.interrupt(error, island=message.island)
+        self.interrupt(error, island=message.island, uploads=awaited)
         if gone:
             self._env.call_later(self._recovery_s, GiveUp(message.island, error, self._losses))
         for client in list(ledger.clients.values()):
@@ -243,11 +244,22 @@ class Rebuilder:
                 )
         self._check(copying)
 
-    def interrupt(self, error: ErrorReport, *, island: str = "", runs: Iterable[int] = ()) -> None:
-        """Cancel the runs in flight that need this island, or are these, and all that need their results."""
+    def interrupt(
+        self,
+        error: ErrorReport,
+        *,
+        island: str = "",
+        runs: Iterable[int] = (),
+        uploads: Iterable[int] = (),
+    ) -> None:
+        """Cancel the runs in flight that need this island, or are these, and all that need their results.
+
+        Also those that wait for one of these uploads, which will not end: a run waits for all its arguments,
+        even for one on another island that it does not read.
+        """
         ledger = self._ledger
         chosen = set(runs)
-        lost: set[int] = set()
+        lost = set(uploads)
         for run, state in list(ledger.runs.items()):
             needed = not lost.isdisjoint(arrays_in(state.args))
             if run not in chosen and island not in state.islands and not needed:
