@@ -27,7 +27,7 @@ from pw.core.messages import (
     SliceRefused,
     StopCoordination,
 )
-from pw.sched.resources import RESTART_S, ResourceManager
+from pw.sched.resources import REJOIN_S, RESTART_S, ResourceManager
 from tests.actors import SECRET, Services, World
 
 
@@ -306,6 +306,27 @@ def test_an_island_of_an_earlier_controller_is_completed_by_spares() -> None:
     bench.joined("a0", island="a")
     bench.joined("s", island="a")
     assert [bound.slice for bound in bench.news(SliceBound)] == [1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_island_whose_hosts_sit_elsewhere_is_known_again_after_a_restart(late: int) -> None:
+    """No host names it as its place but one that has another: spares make it whole, if they can."""
+    bench = Bench()
+    recalled = RegisterHost("a", 1, 1, "cpu", "at b0", 7, True, 3, ("b0",))
+    bench.say(executor_of("b0"), recalled)
+    spares = ["s", "t"]
+    for spare in spares[late:]:
+        bench.host(spare, "", 0, spare=True)
+    bench.host("b0", "b", 2, spare=True)
+    islands = bench.manager._islands
+    assert set(islands["a"].hosts) == {"b0"}
+    assert not islands["b"].hosts, "its own hosts may be about to come"
+    bench.world.wait(REJOIN_S + 1)
+    for spare in spares[:late]:
+        assert not islands["b"].hosts, "one is not enough, and may be needed elsewhere"
+        bench.host(spare, "", 0, spare=True)
+    assert islands["b"].state == "forming"
+    assert islands["b"].ranks == spares
 
 
 def test_who_comes_back_to_where_it_is_from_elsewhere_leaves_its_own_island_alone() -> None:

@@ -110,6 +110,8 @@ class _Island:
     """Its hosts know of the epoch: they can only leave it as other incarnations."""
     formed: bool = False
     """Ranks were given out: they are kept from now on."""
+    is_open: bool = False
+    """Though no ranks were given out, its own hosts have had their time: spares may have its places."""
     kind: str = ""
     load: Counter[Place] = field(default_factory=Counter)
     """Virtual devices bound to each physical one."""
@@ -241,6 +243,8 @@ class ResourceManager(Actor):
             self.env.log("warning", "host rejected", host=node, reason=str(error))
             self.env.send(sender, HostRejected(ErrorReport.of(error)))
         elif self._has_place(known, node):
+            if message.island_hosts and known.name != message.island:
+                self._remember_home(message)
             self._seat(known, host)
         else:
             self._wait_as_spare(host, f"island {known.name} has its hosts, or waits for them")
@@ -273,6 +277,19 @@ class ResourceManager(Actor):
         island.newest = max(island.newest, message.epoch)
         reason = "its controller was started again, or lost sight of it"
         self.env.send(sender, LeaveIsland(name, message.epoch, reason))
+
+    def _remember_home(self, message: RegisterHost) -> None:
+        """A host sits elsewhere; only an earlier controller may have known its own island.
+
+        None of those that come may name it as their place, so spares are to make it whole.
+        """
+        home = self._islands.get(message.island)
+        if home is None:
+            home = self._islands[message.island] = _Island(
+                message.island, message.island_hosts, message.platform, message.local_devices
+            )
+        if not home.formed:
+            self.env.call_later(REJOIN_S, _Overdue(home.name, home.epoch))
 
     def _is_abandoned(self, island: _Island, message: RegisterHost) -> bool:
         """Whether an island without hosts may be declared anew, in another form."""
@@ -361,15 +378,24 @@ class ResourceManager(Actor):
             self._fill(island)
 
     def _fill(self, island: _Island) -> None:
-        """Give free ranks of an island that waits to spare hosts."""
-        while island.state == "waiting" and island.formed and self._free_rank(island) is not None:
+        """Give free places of an island that waits to spare hosts."""
+        while island.state == "waiting" and self._takes_spares(island):
             spare = self._spare_for(island)
             if spare is None:
                 return
             self._seat(island, spare)
 
+    def _takes_spares(self, island: _Island) -> bool:
+        if island.formed:
+            return self._free_rank(island) is not None
+        lacking = island.expected_hosts - len(island.hosts)
+        return island.is_open and 0 < lacking <= len(self._spares_for(island))
+
     def _spare_for(self, island: _Island) -> _Host | None:
-        """A host that waits and can take a place in the island, rather one that belongs there.
+        return next(iter(self._spares_for(island)), None)
+
+    def _spares_for(self, island: _Island) -> list[_Host]:
+        """Hosts that wait and can take a place in the island, first those that belong there.
 
         Where a host from elsewhere sits in an island, the one that it has replaced can go anywhere in its
         stead: or each crash of a runtime would cost the cluster a spare.
@@ -387,7 +413,7 @@ class ResourceManager(Actor):
                     belonging.append(host)
                 elif not name or guests:
                     others.append(host)
-        return next(iter([*belonging, *others]), None)
+        return [*belonging, *others]
 
     def _form(self, island: _Island) -> None:
         if None in self._draining.values():
@@ -596,6 +622,7 @@ class ResourceManager(Actor):
         island = self._islands.get(note.island)
         if island is not None and island.state == "waiting" and island.epoch == note.epoch:
             island.awaited.clear()
+            island.is_open = True
             for node in [node for node, host in self._draining.items() if host is None]:
                 self._drained(node, HostLost(f"host {node} did not come back to be emptied"))
             self._fill(island)
@@ -719,17 +746,15 @@ class ResourceManager(Actor):
         """A slice's own island does not come back, or none that could have it."""
         for request in [request for request in self._parked if request.slice == note.slice]:
             self._parked.remove(request)
-            self._complete(self._islands.get(request.formerly))
+            home = self._islands.get(request.formerly)
+            if home is not None and not home.formed:
+                home.is_open = True
+                self._fill(home)
             request = msgspec.structs.replace(request, formerly="")
             if note.is_over and self._roomiest(request) is None:
                 self._refuse(request)
             else:
                 self._place(request)
-
-    def _complete(self, island: _Island | None) -> None:
-        """An island that an earlier controller had formed lacks hosts that are elsewhere: others take part."""
-        while island is not None and not island.formed and (spare := self._spare_for(island)):
-            self._seat(island, spare)
 
     def _all(self) -> list[_Island]:
         return list(self._islands.values())
