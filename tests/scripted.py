@@ -158,6 +158,11 @@ class Client(Recorder):
         bound = self.bound[spec.placement.slice].devices
         return tuple(bound[index] for index in spec.placement.devices)
 
+    def place(self, spec: ArraySpec) -> tuple[str, int]:
+        """The island on which such an array lies, and its epoch."""
+        bound = self.bound[spec.placement.slice]
+        return bound.island, bound.epoch
+
     def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec, inline: bool = True) -> int:
         array, devices = self.id(), self.devices(spec)
         self.specs[array], self.uploads[array] = spec, value
@@ -166,7 +171,7 @@ class Client(Recorder):
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
             data = pack([value[box_slices(box)] for box, _ in boxes]) if inline else None
-            self.tell_host(host, Upload(array, spec, devices, data))
+            self.tell_host(host, Upload(array, spec, devices, data, *self.place(spec)))
         return array
 
     def delete(self, *arrays: int) -> None:

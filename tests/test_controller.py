@@ -249,12 +249,12 @@ def test_an_upload_that_fails_fails_the_runs_that_wait_for_it() -> None:
     array = client.id()
     client.specs[array] = stage.spec
     client.tell(CreateArray(array, stage.spec))
-    devices = client.devices(stage.spec)
-    client.tell_host("h0", Upload(array, stage.spec, devices, X[:4].tobytes()))
+    devices, place = client.devices(stage.spec), client.place(stage.spec)
+    client.tell_host("h0", Upload(array, stage.spec, devices, X[:4].tobytes(), *place))
     (y,) = client.run(program, array)
     (z,) = client.run(program, y)
     stage.world.settle()
-    client.tell_host("h1", Upload(array, stage.spec, devices, b"short"))
+    client.tell_host("h1", Upload(array, stage.spec, devices, b"short", *place))
     stage.world.settle()
     assert client.failed[y].kind == "ArgumentError"
     assert client.failed[z] == client.failed[y]

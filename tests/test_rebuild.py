@@ -60,7 +60,7 @@ class Survivor(Client):
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
             data = pack([value[box_slices(box)] for box, _ in boxes])
-            self.tell_host(host, Upload(array, spec, devices, data))
+            self.tell_host(host, Upload(array, spec, devices, data, *self.place(spec)))
 
     def announce(self, value: Any, spec: ArraySpec) -> int:
         """An upload while the slice is not bound: the bytes follow when they are asked for."""
@@ -380,7 +380,8 @@ def test_what_is_made_of_an_input_that_some_hosts_lack_for_good_fails() -> None:
     (made,) = client.run(program, given)
     world.settle()
     data = pack([X[: SMALL // 2]])
-    client.tell_host("a0", Upload(given, cluster.a, client.devices(cluster.a), data))
+    devices, place = client.devices(cluster.a), client.place(cluster.a)
+    client.tell_host("a0", Upload(given, cluster.a, devices, data, *place))
     world.settle()
     cluster.hosts["b0"].waits = True
     world.post(RESOURCES, Address("b0", "executor"), LeaveIsland("b", 1, "a test"))

@@ -55,7 +55,7 @@ class Node:
         self.store: ObjectStore = world.add(
             store_of(name), lambda env: ObjectStore(env, self.backend, self.bulk, dict, replicas)
         )
-        self.store.admit_tickets_of(SECRET)
+        self.store.joins("i", 1, SECRET)
         self.store.replicas.announce()
 
 
@@ -211,7 +211,7 @@ def test_what_nobody_has_is_lost() -> None:
     assert not bench.client.received, "it may be had in another way"
     data = b"".join(half.tobytes() for half in np.split(bench.whole, 2))
     aligned = data[:32].ljust(64, b"\0") + data[32:]
-    bench.say(Upload(ARRAY, bench.spec, HERE, aligned))
+    bench.say(Upload(ARRAY, bench.spec, HERE, aligned, "i", 1))
     assert bench.uploaded()[1:] == [None], "its client may send it again"
     np.testing.assert_array_equal(bench.restored(), bench.whole)
 

@@ -272,7 +272,9 @@ def test_slices_are_bound_again_when_their_island_is_back() -> None:
     bench.say(CONTROL, ReleaseSlice(2))
     bench.island("a", 1, 4, epoch=2)
     before, after = bench.news(SliceBound)[:3], bench.news(SliceBound)[3:]
-    assert after == [before[0], before[2]], "where they were, for what lies there"
+    there = [(bound.slice, bound.devices) for bound in (before[0], before[2])]
+    assert [(bound.slice, bound.devices) for bound in after] == there, "for what lies there"
+    assert {bound.epoch for bound in after} == {2}
 
 
 def test_who_was_replaced_from_elsewhere_can_go_anywhere() -> None:

@@ -80,6 +80,7 @@ class Bench:
 
     def __init__(self, keep_bytes: int = 1 << 30, hosts: tuple[str, ...] = ("a", "b")) -> None:
         self.world = World()
+        self.epoch = 0
         self.bulk = {name: FakeBulk(self.world, name) for name in ("client", *hosts)}
         self.session = self.world.add(
             ME, lambda env: ClientSession(env, self.bulk["client"], lambda count: None)
@@ -104,8 +105,9 @@ class Bench:
         self.world.settle()
 
     def bind(self, *hosts: str) -> None:
+        self.epoch += 1
         devices = tuple(DeviceAddress(host, 0) for host in hosts)
-        self.tell(SliceBound(SLICE, "east", "cpu", "fake", devices))
+        self.tell(SliceBound(SLICE, "east", "cpu", "fake", devices, self.epoch))
 
     def directory(self, endpoints: dict[str, str]) -> None:
         self.tell(Directory(tuple(Peer(*entry) for entry in endpoints.items())))
@@ -391,9 +393,9 @@ def test_hosts_knows_where_an_array_lies() -> None:
     spec = split(SLICE, 2)
     devices = tuple(DeviceAddress("a", i) for i in range(3))
     assert hosts.devices(spec) is None
-    assert not hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices))
+    assert not hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices, 1))
     assert hosts.devices(spec) == devices[:2]
-    assert hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices))
+    assert hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices, 2))
     hosts.unbind(SLICE)
     assert hosts.devices(spec) is None
 
@@ -514,6 +516,26 @@ def test_hosts_get_what_they_wait_for_even_if_nothing_will_ask_again(end: Any) -
     assert bench.session._uploads._inputs, "b may still want it"
     bench.lose("b")
     assert not bench.session._uploads._inputs
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_what_no_host_takes_any_more_is_forgotten_when_its_slice_moves(is_bound: bool) -> None:
+    """It is sent as another array, which nobody asks for again: the next time it has another name."""
+    bench = Bench(hosts=("a", "b", "c"))
+    spec = split(SLICE, 2, LARGE)
+    bench.put(spec, keep=True)
+    bench.take("a")
+    bench.take("b")
+    if not is_bound:
+        bench.tell(SliceLost(SLICE, ERROR))
+    bench.tell(UploadAgain(X, Y))
+    assert (Y in bench.session._uploads._inputs) == is_bound
+    bench.tell(SliceLost(SLICE, ERROR))
+    bench.bind("c", "b")
+    assert list(bench.session._uploads._inputs) == [X]
+    bench.asked("b")
+    bench.tell(UploadAgain(X, Y))
+    assert [(m.island, m.epoch) for m in bench.asked("b", Upload)] == [("east", 2)]
 
 
 def fields(message: Any) -> list[Any]:

@@ -53,7 +53,7 @@ class Bench:
         self.store: ObjectStore = self.world.add(
             store_of("h"), lambda env: ObjectStore(env, self.backend, self.bulk, dict)
         )
-        self.store.admit_tickets_of(SECRET)
+        self.store.joins("i", 1, SECRET)
         self.client: Recorder = self.world.add(session_of("c"), Recorder)
         self.world.add(CONTROL, Recorder)
         self.identify("c", 1)
@@ -80,8 +80,10 @@ class Bench:
         spec = how.get("spec", SPEC)
         self.say(Fetch(request, array, spec, HERE, positions, landing), node)
 
-    def upload(self, data: bytes | None, array: int = ARRAY, node: str = "c") -> None:
-        self.say(Upload(array, SPEC, HERE, data), node)
+    def upload(
+        self, data: bytes | None, array: int = ARRAY, node: str = "c", place: Any = ("i", 1)
+    ) -> None:
+        self.say(Upload(array, SPEC, HERE, data, *place), node)
 
     def answers(self, node: str = "c") -> list[Any]:
         self.world.settle()
@@ -126,7 +128,7 @@ def test_tickets_that_prove_nothing(client: int, ticket: bytes) -> None:
 
 def test_no_ticket_counts_before_the_host_has_joined() -> None:
     bench = Bench()
-    bench.store.admit_tickets_of(b"")
+    bench.store.joins("i", 1, b"")
     bench.identify("early", 3, ticket_for(b"", 3))
     bench.say(GetStats(1), "early")
     assert bench.failed("early") == {1: "Disconnected"}
@@ -298,6 +300,17 @@ def test_bytes_that_came_while_they_were_given_another_landing_are_used_once() -
     bench.fetch(1)
     assert bench.answers()[-1] == Fetched(1, X.tobytes())
     assert not bench.bulk.landings
+
+
+@pytest.mark.parametrize("place", [("i", 2), ("j", 1)])
+def test_an_upload_to_an_earlier_incarnation_leaves_nothing_in_this_one(place: Any) -> None:
+    """It was queued for the host when that was elsewhere; the controller would never have it dropped."""
+    bench = Bench()
+    bench.upload(X.tobytes(), place=place)
+    bench.upload(None, ARRAY + 1, place=place)
+    assert not bench.uploaded()
+    assert not bench.answers()
+    bench.check_empty()
 
 
 def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:

@@ -23,7 +23,7 @@ class Hosts:
     def __init__(self, env: Env) -> None:
         self._env = env
         self._endpoints: dict[str, str] = {}
-        self._slices: dict[int, Devices] = {}
+        self._slices: dict[int, SliceBound] = {}
         self._identity: Identify | None = None
         self._identified: set[str] = set()
         self._members: tuple[str, ...] = ()
@@ -67,8 +67,8 @@ class Hosts:
 
     def unbind_from(self, node: str) -> None:
         """Slices with devices on this host lie nowhere until they are bound again."""
-        for slice, devices in list(self._slices.items()):
-            if any(device.host == node for device in devices):
+        for slice, bound in list(self._slices.items()):
+            if any(device.host == node for device in bound.devices):
                 self._former.add(slice)
                 del self._slices[slice]
 
@@ -76,7 +76,7 @@ class Hosts:
         """The slice lies there now; whether it has been bound before, and not been lost since."""
         moved = message.slice in self._slices or message.slice in self._former
         self._former.discard(message.slice)
-        self._slices[message.slice] = message.devices
+        self._slices[message.slice] = message
         self._identified.difference_update(device.host for device in message.devices)
         self.bindings += 1
         self.bounds[message.slice] += 1
@@ -91,7 +91,11 @@ class Hosts:
         bound = self._slices.get(spec.placement.slice)
         if bound is None:
             return None
-        return tuple(bound[index] for index in spec.placement.devices)
+        return tuple(bound.devices[index] for index in spec.placement.devices)
+
+    def binding(self, spec: ArraySpec) -> SliceBound | None:
+        """How the slice of such an array is bound; None while it is not."""
+        return self._slices.get(spec.placement.slice)
 
     def bound(self, spec: ArraySpec) -> int:
         """How often the slice of such an array has been bound; 0 while it is not."""

@@ -254,7 +254,7 @@ class ClientSession(Actor):
     def _on_bound(self, sender: Address, message: SliceBound) -> None:
         self._link.journal.slice_bound(message)
         if self._hosts.bind(message):
-            self._requests.slice_moved(message.slice)
+            self._slice_moved(message.slice)
         future = self._allocating.pop(message.slice, None)
         if future is not None:
             resolve(future, message)
@@ -269,7 +269,11 @@ class ClientSession(Actor):
     @handles(SliceLost)
     def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
         self._hosts.unbind(message.slice)
-        self._requests.slice_moved(message.slice)
+        self._slice_moved(message.slice)
+
+    def _slice_moved(self, slice: int) -> None:
+        self._uploads.slice_moved(slice)
+        self._requests.slice_moved(slice)
 
     # --- runs and arrays -----------------------------------------------------------------------------
 

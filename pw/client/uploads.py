@@ -110,6 +110,13 @@ class Uploads:
                 upload.missing.discard(node)
                 self._settle(array, upload)
 
+    def slice_moved(self, slice: int) -> None:
+        """No host takes any more what was on its way there: that is asked for again, if it is needed."""
+        for array, upload in list(self._inputs.items()):
+            if upload.forgotten and upload.spec.placement.slice == slice:
+                upload.missing.clear()
+                self._settle(array, upload)
+
     def close(self) -> None:
         """Forget everything."""
         self._inputs.clear()
@@ -121,10 +128,12 @@ class Uploads:
     def _send(self, array: int) -> None:
         upload = self._inputs[array]
         spec, devices = upload.spec, self._hosts.devices(upload.spec)
+        binding = self._hosts.binding(spec)
         upload.attempt += 1
-        upload.interrupted = devices is None
+        upload.interrupted = binding is None and not upload.forgotten
         upload.missing.clear()
-        if devices is None:
+        if binding is None or devices is None:
+            self._settle(array, upload)
             return
         for host in dict.fromkeys(device.host for device in devices):
             boxes = host_boxes(spec, devices, host)
@@ -133,7 +142,8 @@ class Uploads:
                 data = pack([upload.value[box_slices(box)] for box, _ in boxes])
             else:
                 upload.missing.add(host)
-            self._hosts.send(host, Upload(array, spec, devices, data))
+            message = Upload(array, spec, devices, data, binding.island, binding.epoch)
+            self._hosts.send(host, message)
         self._settle(array, upload)
 
     def landing(self, host: str, message: UploadLanding) -> None:

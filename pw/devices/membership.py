@@ -153,7 +153,7 @@ class HostMember(Actor):
         self._epoch = message.epoch
         self._place = message
         self._heard()
-        self._store.admit_tickets_of(message.secret)
+        self._store.joins(message.island, message.epoch, message.secret)
 
         def joined(answer: IslandJoined | IslandJoinFailed) -> None:
             if self._leaving:

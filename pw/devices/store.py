@@ -124,6 +124,8 @@ class ObjectStore(Actor):
         self._bulk = bulk
         self._counters = counters
         self._secret = b""
+        self._place = ("", 0)
+        """The island that this host is in, and the epoch."""
         self._entries: dict[int, _Entry] = {}
         self._clients: dict[str, int] = {}
         self._gone_clients: set[int] = set()
@@ -137,9 +139,9 @@ class ObjectStore(Actor):
 
     # --- what the executor of this host does with it ---------------------------------------------------
 
-    def admit_tickets_of(self, secret: bytes) -> None:
-        """Accept clients whose tickets were signed with this key."""
-        self._secret = secret
+    def joins(self, island: str, epoch: int, secret: bytes) -> None:
+        """Accept clients whose tickets were signed with this key, and what they send to this epoch."""
+        self._place, self._secret = (island, epoch), secret
 
     def expect(
         self, array: int, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
@@ -380,6 +382,10 @@ class ObjectStore(Actor):
         old = self._entries.get(array)
         if not self._allowed(sender, array):
             self.env.count("uploads_refused")
+            return
+        if (message.island, message.epoch) != self._place:
+            # It was meant for an earlier incarnation; the controller asks for what this one lacks.
+            self.env.count("uploads_stale")
             return
         if old is not None and old.value.error is None:
             self.env.count("uploads_doubled")

@@ -814,10 +814,9 @@ class ResourceManager(Actor):
             places = self._choose(island, request)
         island.load.update(places)
         self._slices[number] = _SliceEntry(request, island.name, places)
-        self.env.send(
-            CONTROL,
-            SliceBound(number, island.name, island.platform, island.kind, island.located(places)),
-        )
+        devices = island.located(places)
+        bound = SliceBound(number, island.name, island.platform, island.kind, devices, island.epoch)
+        self.env.send(CONTROL, bound)
 
     def _choose(self, island: _Island, request: AllocateSlice) -> tuple[Place, ...]:
         """The least loaded devices; with a topology, the least loaded block of that form."""

@@ -67,6 +67,8 @@ class SliceBound(Base, frozen=True, tag=35):
     platform: str
     kind: str
     devices: tuple[DeviceAddress, ...]
+    epoch: int
+    """Of the island: what is sent to its hosts under this binding is for this epoch only."""
 
 
 class SliceRefused(Base, frozen=True, tag=36):

@@ -17,6 +17,9 @@ class Upload(Base, frozen=True, tag=93):
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     data: bytes | None
+    island: str
+    epoch: int
+    """Where `devices` are: in another epoch your shards may be another host's, and I send to that one."""
 
 
 class UploadLanding(Base, frozen=True, tag=94):
