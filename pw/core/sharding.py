@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import ml_dtypes
 import msgspec
@@ -23,6 +23,9 @@ Box = tuple[tuple[int, int], ...]
 
 ALIGNMENT_BYTES = 64
 """Every shard starts at such a boundary in a transfer, so that JAX can alias it without a copy."""
+
+BOXES_KEPT = 16_384
+"""Parts of arrays that are remembered: one slice of 512 hosts has 2,048, and a step uses few shapes."""
 
 
 @cache
@@ -69,6 +72,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         """Number of devices in the mesh."""
         return math.prod(self.axis_sizes)
 
+    @lru_cache(maxsize=BOXES_KEPT)  # noqa: B019 - a sharding is a value, and equal ones are many
     def partitions(self, ndim: int) -> tuple[int, ...]:
         """Into how many parts each of `ndim` dimensions is split."""
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
@@ -106,6 +110,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
             size // parts for size, parts in zip(shape, self.partitions(len(shape)), strict=True)
         )
 
+    @lru_cache(maxsize=BOXES_KEPT)  # noqa: B019
     def box(self, shape: tuple[int, ...], device: int) -> Box:
         """What part of an array of `shape` lies on the device at position `device` of the mesh."""
         coordinates: dict[str, tuple[int, int]] = {}

@@ -37,8 +37,8 @@ class Campaign:
         self.simulated_s += outcome.simulated_s
         self.values += outcome.values
         self.errors += outcome.errors
-        self.injected += outcome.injected
-        self.checked += outcome.checked
+        self.injected.update(outcome.injected)
+        self.checked.update(outcome.checked)
         if outcome.violation is not None:
             self.failures.append(outcome)
 
