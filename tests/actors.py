@@ -250,8 +250,10 @@ class World:
 
     # --- the cluster ---------------------------------------------------------------------------------
 
-    def controller(self, policy: str = "fifo", first_client: int = 1) -> Controller:
-        """The actors of a controller process."""
+    def controller(
+        self, policy: str = "fifo", first_client: int = 1, credits_at_once: int = 1
+    ) -> Controller:
+        """The actors of a controller process; it keeps no credits, or no world would come to rest."""
         secret = SECRET if first_client == 1 else SECRET + first_client.to_bytes(4, "big")
         self.resources = self.add(RESOURCES, lambda env: ResourceManager(env, secret))
         self.services = self.add(SERVICES, Services)
@@ -274,6 +276,7 @@ class World:
                 tuple,
                 lambda: dict(self.counters),
                 first_client=first_client,
+                credits_at_once=credits_at_once,
             ),
         )
         return self.control

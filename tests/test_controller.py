@@ -25,6 +25,7 @@ from pw.core.messages import (
     Uploaded,
 )
 from pw.core.program import Node, Output, Program, Value
+from pw.sched.controller import CREDITS_S
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, digest, join, split
 
@@ -34,9 +35,9 @@ X = np.arange(SMALL)
 class Stage:
     """One island of two hosts and one client with a slice."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, credits_at_once: int = 1) -> None:
         self.world = World(seed)
-        self.world.controller()
+        self.world.controller(credits_at_once=credits_at_once)
         self.hosts: list[FakeHost] = [self.world.host(f"h{rank}", "i", 2) for rank in range(2)]
         self.world.settle()
         self.client, self.slice = self.join("c")
@@ -66,6 +67,26 @@ class Stage:
         for client in self.world.control._clients.values():
             assert client.in_flight == 0
         assert self.client.credits == self.client.sent_runs
+
+
+def test_credits_are_given_back_many_at_once_or_after_a_moment() -> None:
+    stage = Stage(credits_at_once=3)
+    client = stage.client
+    program = client.program(chain([stage.spec]))
+    x = client.upload(X, stage.spec)
+
+    def given_back(runs: int) -> list[int]:
+        for _ in range(runs):
+            client.run(program, x)
+            stage.world.settle()
+        return [message.count for message in client.of(RunsSettled)]
+
+    assert given_back(2) == []
+    assert given_back(1) == [3]
+    assert given_back(1) == [3]
+    stage.world.wait(CREDITS_S)
+    assert given_back(0) == [3, 1]
+    stage.check_idle()
 
 
 def test_a_refused_run_poisons_all_that_comes_of_it_with_one_and_the_same_error() -> None:

@@ -105,6 +105,12 @@ RECOVERY_S = 60.0
 RUN_CREDITS = 512
 """Runs a client may have in flight before its calls block."""
 
+CREDITS_AT_ONCE = 64
+"""So many are given back at once; fewer can wait, since a client that has most of its credits misses none."""
+
+CREDITS_S = 0.01
+"""How long credits wait for others: who waits for the end of each run must not be disturbed by each."""
+
 
 def ticket_for(secret: bytes, client: int) -> bytes:
     """What proves to a host that the controller let this client in."""
@@ -122,6 +128,11 @@ RESUME_S = 90.0
 @dataclass(frozen=True, slots=True)
 class _Disclaim:
     """Note to oneself: clients of an earlier controller have come back by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveBack:
+    """Note to oneself: credits have waited for others long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,7 @@ class Controller(Actor):
         heard_s: Callable[[str], float | None] = lambda node: None,
         first_client: int = 1,
         waiting_hosts: Callable[[], tuple[WaitingHost, ...]] = tuple,
+        credits_at_once: int = CREDITS_AT_ONCE,
     ) -> None:
         super().__init__(env)
         self._secret = secret
@@ -190,6 +202,9 @@ class Controller(Actor):
         self._shares: dict[int, tuple[float, int]] = {}
         self._directory = Directory(())
         self._settled: set[int] = set()
+        """Clients that get credits back when this turn ends."""
+        self._credits_at_once = credits_at_once
+        self._refunds = Ticker(env, CREDITS_S, _GiveBack())
 
     # --- clients come and go -------------------------------------------------------------------------
 
@@ -525,7 +540,15 @@ class Controller(Actor):
 
     def _settle(self, client: Client) -> None:
         client.settled += 1
-        self._settled.add(client.number)
+        if client.settled >= self._credits_at_once:
+            self._settled.add(client.number)
+        else:
+            self._refunds.start()
+
+    @handles(_GiveBack)
+    def _give_back(self, sender: Address, note: _GiveBack) -> None:
+        self._refunds.ticked(more=False)
+        self._settled.update(n for n, client in self._clients.items() if client.settled)
 
     def _credit(self, state: RunState) -> None:
         """A run that was in flight has ended, in whatever way."""
@@ -557,7 +580,7 @@ class Controller(Actor):
             self._rebuilder.proceed(client)
 
     def turn_ended(self) -> None:
-        """Give credits back, one message a client and turn, and forget what nobody needs."""
+        """Give credits back, and forget what nobody needs."""
         for number in self._settled:
             client = self._clients.get(number)
             if client is not None:
