@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from pw.core.messages import (
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec, stream_network
+from pw.transport import codec, connection, nearby, stream_network
 from pw.transport import node as node_module
 from pw.transport.link import Versions
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
@@ -275,6 +276,56 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
     for node in ("a", "c", "d"):
         b.env.send(Address(node, "main"), Ready(0))
     tcp.until(lambda: numbers(a) == [0])
+
+
+def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
+    """Of the sockets of all connections that a node has."""
+    served = cluster.of(node).network._served  # type: ignore[attr-defined]
+    return {socket.AddressFamily(c._socket.family) for c in served}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://*:0"])
+def test_a_tcp_endpoint_on_this_machine_is_reached_over_a_unix_socket(
+    tcp: Cluster, bind: str
+) -> None:
+    a, b = tcp.node("a", bind=bind), tcp.node("b", listens=False)
+    tcp.introduce(a, b)
+    b.env.send(a.env.address, Ready(0))
+    tcp.until(lambda: numbers(a) == [0])
+    a.env.send(b.env.address, Ready(1))
+    tcp.until(lambda: numbers(b) == [1])
+    assert families(a, tcp) == families(b, tcp) == {socket.AF_UNIX}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
+def test_a_unix_socket_of_another_user_is_not_believed(
+    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nearby, "_user_of", lambda connection: os.getuid() + 1)
+    a, b = tcp.node("a"), tcp.node("b", listens=False)
+    tcp.introduce(a, b)
+    b.env.send(a.env.address, Ready(0))
+    tcp.until(lambda: numbers(a) == [0])
+    assert families(b, tcp) == {socket.AF_INET}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
+def test_a_name_that_something_else_has_taken_leaves_tcp(
+    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
+    with socket.socket() as free, socket.socket(socket.AF_UNIX) as mute:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        mute.bind(f"\0pw {endpoint}")
+        mute.listen()
+        free.close()
+        a, b = tcp.node("a", bind=endpoint), tcp.node("b", listens=False)
+        tcp.introduce(a, b)
+        b.env.send(a.env.address, Ready(0))
+        tcp.until(lambda: numbers(a) == [0])
+        assert families(b, tcp) == {socket.AF_INET}
 
 
 def test_the_socket_file_of_a_killed_process_is_not_in_the_way(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
+from pw.transport import nearby
 from pw.transport.codec import MAX_FRAME_BYTES
 from pw.transport.endpoints import Place, is_numeric, look_up
 from pw.transport.zmtp import Mechanism, Zmtp, ZmtpError
@@ -83,6 +84,7 @@ class Connection:
         self._retry_s = RETRY_S
         self._timer: asyncio.TimerHandle | None = None
         self._place: Place | None = None
+        self._tries_nearby = True
         if isinstance(end, Place):
             self._place = end
             self._dial()
@@ -143,6 +145,13 @@ class Connection:
 
     def _connect(self, place: Place) -> None:
         self._set_timer()
+        near = nearby.dial(place) if self._tries_nearby else None
+        if near is not None:
+            self._tries_nearby = (
+                False  # if nothing comes of it, the next attempt goes the usual way
+            )
+            self._begin(near, b"DEALER")
+            return
         try:
             self._socket = socket.socket(place.family, socket.SOCK_STREAM)
             self._socket.setblocking(False)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pw.core.errors import ConnectionFailed
 
-_BACKLOG = 512
+BACKLOG = 512
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 
@@ -73,7 +73,7 @@ def listen(endpoint: str) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _remove_remains(place)
         listener.bind(place.address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         if listener is not None:
             listener.close()

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
-from pw.transport import codec
+from pw.transport import codec, nearby
 from pw.transport.connection import LOST, Connection
 from pw.transport.endpoints import Place, listen, parse, reachable_endpoint, unlisten
 from pw.transport.link import Link, Versions, version_mismatch
@@ -118,18 +118,20 @@ class StreamNetwork:
         self._ticked_s = loop.time()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._closed = False
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         if bind is not None:
-            self._listener = listen(bind)
-            self.endpoint = reachable_endpoint(self._listener, advertise)
+            listener = listen(bind)
+            self.endpoint = reachable_endpoint(listener, advertise)
+            near = nearby.listen(self.endpoint)
+            self._listeners = [listener] if near is None else [listener, near]
 
     # --- the Network protocol ------------------------------------------------------------------
 
     def attach(self, node: Mailroom) -> None:
         """Deliver to this node from now on."""
         self._node = node
-        if self._listener is not None:
-            self._listen()
+        for listener in self._listeners:
+            self._listen(listener)
         self._ticked_s = self._loop.time()
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
 
@@ -193,9 +195,9 @@ class StreamNetwork:
         self._closed = True
         if self._tick_handle is not None:
             self._tick_handle.cancel()
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener)
-            unlisten(self._listener)
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            unlisten(listener)
         until_s = self._loop.time() + CLOSE_LINGER_S
         for link in list(self._links.values()):
             self._drop(link, Goodbye(), until_s)
@@ -221,21 +223,20 @@ class StreamNetwork:
         self._say_hello(link)
         return link
 
-    def _listen(self) -> None:
-        if self._listener is not None and not self._closed:
-            self._loop.add_reader(self._listener, self._accept)
+    def _listen(self, listener: socket.socket) -> None:
+        if not self._closed:
+            self._loop.add_reader(listener, self._accept, listener)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            accepted, _ = self._listener.accept()
+            accepted, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # no descriptors left: whoever dials will try again
             self._node.counters["accepts_deferred"] += 1
             self._warn_once("accept", "cannot accept connections", self.name, reason=error)
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen, listener)
             return
         self._served[self._connection(accepted)] = None
 
