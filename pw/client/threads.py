@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import uvloop
 
@@ -30,13 +32,29 @@ T = TypeVar("T")
 TICK_S = 0.1
 """How often handles that died are turned into deletes, when no run does it first."""
 CALL_S = 30.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that computes in Python keeps a session's loop waiting. A call needs the interpreter in
+turn with whatever else runs, some four times: with Python's default of 5 ms it takes 31 ms beside one thread
+that computes, with this 3 ms, and that thread is 10 % slower while calls are waited for one by one. Calls
+that are not waited for get 17 % faster, since hosts hear of them sooner."""
 HOSTS_S = 90.0
 
 
 class LoopThread:
-    """An event loop in a thread of its own; things are made, called and torn down in it."""
+    """An event loop in a thread of its own; things are made, called and torn down in it.
+
+    While there is one, the threads of this process take turns more often (`SWITCH_INTERVAL_S`), unless
+    they do so already.
+    """
+
+    _living: ClassVar[set[LoopThread]] = set()
+    _usual_interval_s: ClassVar[float] = 0.0
 
     def __init__(self, name: str) -> None:
+        if not self._living and sys.getswitchinterval() > SWITCH_INTERVAL_S:
+            LoopThread._usual_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._living.add(self)
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -61,6 +79,11 @@ class LoopThread:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(CALL_S)
+        self._living.discard(self)
+        if not self._living and self._usual_interval_s:
+            if math.isclose(sys.getswitchinterval(), SWITCH_INTERVAL_S):  # nobody has set it since
+                sys.setswitchinterval(self._usual_interval_s)
+            LoopThread._usual_interval_s = 0.0
 
 
 class SessionOnNode:
