@@ -46,6 +46,21 @@ def test_a_turn_ends_once_for_all_that_came_in_it(local: Cluster) -> None:
     assert actor.turns == [10]
 
 
+@pytest.mark.parametrize(("messages", "handled"), [(1, [0, 1]), (2, [0, 1, 2]), (3, [3]), (9, [9])])
+def test_with_few_messages_what_one_says_does_not_wait_for_the_next(
+    local: Cluster, monkeypatch: pytest.MonkeyPatch, messages: int, handled: list[int]
+) -> None:
+    actor = local.node("a")
+    flushed: list[int] = []
+    network = local.of(actor).network
+    monkeypatch.setattr(network, "flush", lambda: flushed.append(len(actor.received)))
+    for number in range(messages):
+        actor.env.send(actor.env.address, Ready(number))
+    local.until(lambda: actor.turns)
+    assert flushed == handled
+    assert actor.turns == [messages]
+
+
 def test_an_endless_exchange_leaves_room_for_others(local: Cluster) -> None:
     actor = local.node("a")
     actor.react = lambda sender, message: actor.env.send(actor.env.address, message)

@@ -4,7 +4,8 @@ A node owns the mailbox of its actors and hands one message at a time to one act
 happens outside (a frame comes in, a timer is due, a thread has finished something) only puts a
 message into the mailbox and asks for a turn; handlers run in that turn, never inside the caller. A
 turn ends with `turn_ended` on the actors that had something to do, and with one flush of the
-network, so that all they said to one peer leaves in one frame.
+network, so that all they said to one peer leaves in one frame. A turn that begins with hardly anything
+to do also flushes in between: somebody waits for just this message.
 
 A turn is bounded, so that a flood of messages cannot keep sockets and timers waiting; what is left
 over is handled in the next one.
@@ -26,6 +27,8 @@ from pw.transport.network import Network
 A = TypeVar("A", bound=Actor)
 
 MESSAGES_PER_TURN = 1000
+FEW_MESSAGES = 2
+"""With so few, what has been said leaves before the next is handled: there is hardly a frame to be saved."""
 
 
 class _Alarm:
@@ -169,7 +172,12 @@ class Node:
         # The flag goes down first: a thread that still saw it up has appended before this.
         self._woken_by_thread = False
         while self._from_threads:
-            self.post(*self._from_threads.popleft())
+            actor, message = self._from_threads.popleft()
+            self._mailbox.append((actor, None, message))
+        if not self._turn_requested and not self._closed:
+            # At once: a turn that is asked for is the loop's next round, which looks at all sockets first.
+            self._turn_requested = True
+            self._turn()
 
     def _turn(self) -> None:
         budget = MESSAGES_PER_TURN
@@ -188,6 +196,7 @@ class Node:
     def _handle(self, budget: int) -> int:
         """Empty the mailbox, or spend the budget; tell the actors. Returns the budget left."""
         mailbox = self._mailbox
+        eager = len(mailbox) if len(mailbox) <= FEW_MESSAGES else 0
         touched: dict[str, Actor] = {}
         while mailbox and budget > 0:
             budget -= 1
@@ -201,6 +210,9 @@ class Node:
                 self._undeliverable(actor, message)
                 continue
             touched[actor] = target
+            if eager > 0:
+                eager -= 1
+                self.network.flush()
             try:
                 target.receive(sender or Address(self.name, actor), message)
             except Exception as error:  # noqa: BLE001  (the edge of an actor)
