@@ -29,6 +29,8 @@ def said(end: Zmtp) -> bytes:
 
 
 def heard(end: Zmtp, data: bytes) -> list[list[bytes]]:
+    if data and (body := end.whole(data)) is not None:
+        return [[body]]
     end.feed(data)
     return list(iter(end.next_message, None))
 
@@ -75,6 +77,20 @@ def test_messages_come_through_however_they_are_cut(lengths: list[int], at: list
     data = b"".join(other.message(message) for message in messages)
     got = [parts for piece in cut(data, at) for parts in heard(end, piece)]
     assert got == [[message] for message in messages]
+
+
+@given(sizes, st.binary(max_size=3))
+def test_a_message_is_whole_only_if_it_is_all_there_is(size: int, more: bytes) -> None:
+    other, end = opened()
+    message = other.message(bytes(size))
+    assert end.whole(message) == bytes(size)
+    if more:
+        assert end.whole(message + more) is None
+    assert end.whole(message[:-1]) is None
+    assert heard(end, message[:-1]) == []
+    assert end.whole(message) is None, "a part of an earlier one is here"
+    assert heard(end, message[-1:]) == [[bytes(size)]]
+    assert end.whole(message) == bytes(size)
 
 
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=5), places)

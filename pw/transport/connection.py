@@ -262,6 +262,10 @@ class Connection:
         if not data:
             self._end(LOST)
             return False
+        body = self._zmtp.whole(data)
+        if body is not None:
+            self._owner.received(self, [body])
+            return True
         self._zmtp.feed(data)
         self._deliver()
         return True

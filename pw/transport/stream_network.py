@@ -287,6 +287,9 @@ class StreamNetwork:
         frame = self._decoded(parts, link.node if link else connection)
         if frame is None:
             return
+        if link is not None and link.source is connection:
+            self._from_peer(link, frame)
+            return
         first = frame.envelopes[0][2] if frame.envelopes else None
         hello = first if frame.sequence == 0 and isinstance(first, Hello) else None
         if link is None:
@@ -294,7 +297,7 @@ class StreamNetwork:
                 self._greeted(connection, hello)
             elif frame.sequence != UNNUMBERED and self._untimely(connection, "a stranger"):
                 self._answer(connection, Goodbye())
-        elif link.source is connection or frame.sequence == UNNUMBERED:
+        elif frame.sequence == UNNUMBERED:
             self._from_peer(link, frame)
         elif link.source is None and hello is not None:
             self._answered(link, hello)

@@ -85,6 +85,8 @@ class Zmtp:
         self._missing = 0
         self._parts: list[bytes] = []
         self._parts_bytes = 0
+        self._between = False
+        """Everything that came has been taken, and was whole messages."""
 
     @property
     def missing_bytes(self) -> int:
@@ -98,8 +100,23 @@ class Zmtp:
         size = len(body)
         return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
 
+    def whole(self, data: bytes) -> bytes | None:
+        """What `data` says if it is one message of one part, and nothing else; otherwise it is to be fed.
+
+        Most of what comes is that, one small frame for each message, and someone waits for it.
+        """
+        if not self._between or self._mechanism is not None:
+            return None
+        flags, here = data[0], len(data)
+        if flags == 0 and 2 <= here <= self._largest:
+            return data[2:] if data[1] == here - 2 else None
+        if flags == _LONG and 9 <= here <= self._largest:
+            return data[9:] if int.from_bytes(data[1:9], "big") == here - 9 else None
+        return None
+
     def feed(self, data: bytes) -> None:
         """Take bytes from the connection; all messages of earlier ones must have been taken."""
+        self._between = False
         if len(data) < self._missing:
             self._pieces.append(data)
             self._missing -= len(data)
@@ -156,6 +173,7 @@ class Zmtp:
         self._data, self._at = b"", 0
         self._pieces = [rest]
         self._missing = needed - len(rest)
+        self._between = self.open and not rest and not self._parts
 
     def _check(self, flags: int, size: int) -> None:
         if flags & ~7 or (flags & _COMMAND and flags & _MORE):
