@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import pytest
 import uvloop
-import zmq
 
 from pw.core.errors import TransferFailed
 from pw.core.landing import Landing
@@ -427,26 +426,37 @@ def test_a_receiver_that_talks_garbage_fails_the_push() -> None:
     on_loop(scenario)
 
 
-def _tcp_garbage(transfer: int) -> dict[str, list[bytes]]:
-    def head(kind: int, which: int, offset: int, length: int) -> bytes:
-        return struct.pack("<4sIQQQ", b"pwc1", kind, which, offset, length)
+def _tcp_garbage(transfer: int) -> dict[str, bytes]:
+    def head(kind: int, which: int, offset: int, length: int, magic: bytes = b"pwc2") -> bytes:
+        return struct.pack("<4sIQQQ", magic, kind, which, offset, length)
 
     return {
-        "nothing": [b""],
-        "noise": [bytes(noise(32))],
-        "many frames": [b"x"] * 50,
-        "an unknown kind": [head(77, transfer, 0, 8), b"12345678"],
-        "a sender's own reply": [head(chunks.ACK, transfer, 0, 0)],
-        "an unknown transfer": [head(chunks.CHUNK, transfer ^ 1, 0, 8), b"12345678"],
-        "an offset beyond the end": [head(chunks.CHUNK, transfer, 1 << 40, 8), b"12345678"],
-        "an offset that wraps": [head(chunks.CHUNK, transfer, 2**64 - 8, 8), b"12345678"],
-        "a tail beyond the end": [head(chunks.CHUNK, transfer, 99_999, 8), b"12345678"],
-        "too long a chunk": [head(chunks.CHUNK, transfer, 0, 2 << 20), b"12345678"],
-        "more bytes than announced": [head(chunks.CHUNK, transfer, 99_992, 8), bytes(99)],
-        "fewer bytes than announced": [head(chunks.CHUNK, transfer, 0, 8), b"1"],
-        "no payload": [head(chunks.CHUNK, transfer, 0, 8)],
-        "a finish too early": [head(chunks.FINISH, transfer, 0, 100_000)],
+        "noise": bytes(noise(32)),
+        "another protocol": head(chunks.CHUNK, transfer, 0, 8, b"pwc1") + b"12345678",
+        "an unknown kind": head(77, transfer, 0, 8) + b"12345678",
+        "a sender's own reply": head(chunks.ACK, transfer, 0, 0),
+        "an unknown transfer": head(chunks.CHUNK, transfer ^ 1, 0, 8) + b"12345678",
+        "an offset beyond the end": head(chunks.CHUNK, transfer, 1 << 40, 8) + b"12345678",
+        "an offset that wraps": head(chunks.CHUNK, transfer, 2**64 - 8, 8) + b"12345678",
+        "a tail beyond the end": head(chunks.CHUNK, transfer, 99_999, 8) + b"12345678",
+        "too long a chunk": head(chunks.CHUNK, transfer, 0, chunks.CHUNK_BYTES + 1) + b"12345678",
+        "an empty chunk": head(chunks.CHUNK, transfer, 0, 0),
+        "a finish too early": head(chunks.FINISH, transfer, 0, 100_000),
     }
+
+
+@contextlib.asynccontextmanager
+async def stranger(landing: Landing) -> AsyncIterator[socket.socket]:
+    """A connection of somebody who talks to a receiver directly."""
+    host, _, port = landing.endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        yield connection
+
+
+def chunk(transfer: int, payload: bytes, offset: int = 0) -> bytes:
+    return chunks.header(chunks.CHUNK, transfer, offset, len(payload)) + payload
 
 
 @pytest.mark.parametrize("what", list(_tcp_garbage(2)))
@@ -454,10 +464,9 @@ def test_garbage_chunks_are_counted_and_dropped(what: str) -> None:
     async def scenario() -> None:
         async with planes("tcp") as (sender, receiver):
             landing, arrival = land(receiver, 100_000)
-            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-                stranger.setsockopt(zmq.LINGER, 1000)
-                stranger.connect(landing.endpoint)
-                stranger.send_multipart(_tcp_garbage(landing.transfer)[what])
+            async with stranger(landing) as connection:
+                line = _tcp_garbage(landing.transfer)[what]
+                await asyncio.get_running_loop().sock_sendall(connection, line)
                 await until(lambda: receiver.counters()["rejected"] == 1)
             assert not arrival.done()
             assert await push(sender, landing, (0, noise(100_000))) is None
@@ -466,21 +475,174 @@ def test_garbage_chunks_are_counted_and_dropped(what: str) -> None:
     on_loop(scenario)
 
 
-def test_a_message_too_long_for_the_socket_is_cut_off() -> None:
+def test_bytes_that_are_refused_do_not_end_a_connection() -> None:
     async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with planes("tcp") as (_, receiver):
+            gone, _ = land(receiver, 100_000)
+            wanted, arrival = land(receiver, 100_000)
+            receiver.cancel(gone.transfer)
+            async with stranger(wanted) as connection:
+                for transfer in (gone.transfer, wanted.transfer):
+                    await loop.sock_sendall(connection, chunk(transfer, bytes(noise(100_000))))
+                end = chunks.header(chunks.FINISH, wanted.transfer, 0, 100_000)
+                await loop.sock_sendall(connection, end)
+                assert np.array_equal(await arrival, noise(100_000))
+                answers = b""
+                while len(answers) < 64:
+                    answers += await loop.sock_recv(connection, 100)
+            assert answers == chunks.header(chunks.REFUSE, gone.transfer) + chunks.header(
+                chunks.ACK, wanted.transfer
+            )
+
+    on_loop(scenario)
+
+
+def test_a_transfer_belongs_to_the_connection_that_began_it() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
         async with planes("tcp") as (sender, receiver):
-            landing, _ = land(receiver, 100_000)
-            with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-                stranger.setsockopt(zmq.LINGER, 0)
-                stranger.setsockopt(zmq.RECONNECT_IVL, -1)
-                ended = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                stranger.connect(landing.endpoint)
-                stranger.send(bytes(chunks.CHUNK_BYTES + 1))
-                await asyncio.get_running_loop().run_in_executor(None, ended.poll, 10_000)
-                assert ended.poll(0)
-                stranger.disable_monitor()
-                ended.close()
+            landing, arrival = land(receiver, 100_000)
+            async with stranger(landing) as connection:
+                await loop.sock_sendall(connection, chunk(landing.transfer, b"12345678"))
+                await until(lambda: receiver.landed_bytes(landing.transfer) == 8)
+                outcome = await push(sender, landing, (0, noise(100_000)))
+                assert isinstance(outcome, TransferFailed)
+            assert not arrival.done()
+
+    on_loop(scenario)
+
+
+def test_a_sender_that_dies_half_way_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with planes("tcp") as (sender, receiver):
+            landing, arrival = land(receiver, 100_000)
+            async with stranger(landing) as connection:
+                line = chunk(landing.transfer, bytes(noise(100_000)))
+                await loop.sock_sendall(connection, line[:50_000])
+                await until(lambda: receiver.landed_bytes(landing.transfer) > 0)
+            receiver.cancel(landing.transfer)
             assert (await moved(sender, receiver, noise(70_000))).size == 70_000
+            assert not arrival.done()
+            assert receiver.counters()["expected_transfers"] == 0
+            gc.collect()
+            await until(lambda: receiver.counters()["lent_segments"] == 0)
+            assert receiver.counters()["live_segments"] == 1
+
+    on_loop(scenario)
+
+
+def test_a_landing_that_is_cancelled_half_way_is_refused() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with planes("tcp") as (_, receiver):
+            landing, arrival = land(receiver, 100_000)
+            async with stranger(landing) as connection:
+                line = chunk(landing.transfer, bytes(noise(100_000)))
+                await loop.sock_sendall(connection, line[:50_000])
+                await until(lambda: receiver.landed_bytes(landing.transfer) > 0)
+                receiver.cancel(landing.transfer)
+                await loop.sock_sendall(connection, line[50_000:])
+                answer = await loop.sock_recv(connection, 100)
+            assert answer == chunks.header(chunks.REFUSE, landing.transfer)
+            assert not arrival.done()
+
+    on_loop(scenario)
+
+
+class _Silent:
+    """A receiver that takes what is sent to it and says only what it is told to."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setblocking(False)
+        host, port = self.listener.getsockname()
+        self.endpoint = f"tcp://{host}:{port}"
+
+    def landing(self, transfer: int, size_bytes: int) -> Landing:
+        return Landing(transfer, size_bytes, 0, "elsewhere", "", self.endpoint)
+
+
+async def _read(connection: socket.socket, size_bytes: int) -> bytearray:
+    received = bytearray()
+    while len(received) < size_bytes:
+        more = await asyncio.get_running_loop().sock_recv(connection, size_bytes - len(received))
+        assert more
+        received += more
+    return received
+
+
+async def _transfers_until(connection: socket.socket, last: int) -> list[int]:
+    """The transfers whose chunks come, one after the other, until one of them is finished."""
+    order: list[int] = []
+    while True:
+        head = struct.unpack("<4sIQQQ", await _read(connection, 32))
+        _, kind, transfer, _, length = head
+        if kind == chunks.FINISH and transfer == last:
+            return order
+        if kind == chunks.CHUNK:
+            order.append(transfer)
+            await _read(connection, length)
+
+
+def test_a_small_transfer_is_not_stuck_behind_large_ones() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        large = noise(16 * chunks.CHUNK_BYTES)
+        async with planes("tcp") as (sender, _):
+            receiver = _Silent()
+            with receiver.listener:
+                outcomes = [
+                    push(sender, receiver.landing(n, large.size), (0, large)) for n in (1, 2)
+                ]
+                connection, _ = await loop.sock_accept(receiver.listener)
+                with connection:
+                    await _read(connection, 32 + chunks.CHUNK_BYTES)
+                    outcomes.append(push(sender, receiver.landing(3, 100), (0, noise(100))))
+                    # What is under way in the sockets is before it, but not what is in no socket yet.
+                    order = await _transfers_until(connection, 3)
+                    assert order.count(1) + order.count(2) < 16
+                for outcome in await asyncio.gather(*outcomes):
+                    assert isinstance(outcome, TransferFailed)  # it hung up
+
+    on_loop(scenario)
+
+
+@pytest.mark.parametrize("answer", [bytes(32), chunks.header(chunks.CHUNK, 1), b""])
+def test_a_tcp_receiver_that_talks_garbage_fails_the_push(answer: bytes) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with planes("tcp") as (sender, _):
+            receiver = _Silent()
+            with receiver.listener:
+                outcome = push(sender, receiver.landing(1, 100_000), (0, noise(100_000)))
+                connection, _ = await loop.sock_accept(receiver.listener)
+                with connection:
+                    await loop.sock_sendall(connection, answer)
+                assert isinstance(await outcome, TransferFailed)
+
+    on_loop(scenario)
+
+
+def test_a_refused_transfer_is_sent_no_further() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        large = noise(16 * chunks.CHUNK_BYTES)
+        async with planes("tcp") as (sender, _):
+            receiver = _Silent()
+            with receiver.listener:
+                refused = push(sender, receiver.landing(1, large.size), (0, large))
+                connection, _ = await loop.sock_accept(receiver.listener)
+                with connection:
+                    await loop.sock_sendall(connection, chunks.header(chunks.REFUSE, 1))
+                    wanted = push(sender, receiver.landing(2, large.size), (0, large))
+                    order = await _transfers_until(connection, 2)
+                    assert order.count(1) < 16
+                    assert order.count(2) == 16
+                    await loop.sock_sendall(connection, chunks.header(chunks.ACK, 2))
+                    assert isinstance(await refused, TransferFailed)
+                    assert await wanted is None
 
     on_loop(scenario)
 

@@ -3,14 +3,14 @@
 Control messages and buffers never share a socket. A receiver reserves a buffer and gets a
 `Landing`; the landing reaches the sender in a control message; the sender pushes. Between processes
 of one machine the bytes are copied once, into pages that the receiver then aliases
-(`pw.transport.shared`); otherwise they go in credit-controlled chunks (`pw.transport.chunks`).
+(`pw.transport.shared`); otherwise they go in chunks over tcp (`pw.transport.chunks`).
 
 One thread per plane moves all bytes: it copies and sends one piece of each transfer in turn and
 looks at its sockets in between, so no transfer blocks another for longer than a piece takes. What
 is announced on the shared-memory channel arrives on the loop itself, without that thread.
 
     loop thread      land, cancel, push, deliver, done; the segment pool; the unix listener
-    bulk thread      copying; every ZeroMQ socket; the sending ends of unix connections
+    bulk thread      copying; tcp connections; the sending ends of unix connections
 
 They share three things: a deque of pushes with a socket to wake the thread, the dictionary of
 expected transfers, of which the bulk thread only reads single entries, and `call_soon_threadsafe`.
@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import select
 import socket
 import threading
 from collections import deque
@@ -34,11 +35,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
-from pw.core.errors import OutOfHostMemory, TransferFailed
+from pw.core.errors import ConnectionFailed, OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
-from pw.transport.chunks import ChunkReceiver, ChunkSender, Inflow
+from pw.transport.inflow import ChunkReceiver, Inflow
+from pw.transport.outflow import ChunkSender
 from pw.transport.pieces import Push, checked
 from pw.transport.segments import (
     Bytes,
@@ -112,25 +113,23 @@ class BulkPlane:
         self._machine = machine_identity() if _SHARED_MEMORY else ""
         self._pool = SegmentPool(pool_bytes, self._dropped)
 
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = select.poll()
         self._receiver: ChunkReceiver | None = None
         if channel != "shared":
             try:
-                self._receiver = ChunkReceiver(self._context, bind_host, self)
-            except zmq.ZMQError as error:
-                self._context.term()
+                self._receiver = ChunkReceiver(
+                    bind_host, self, self._watch, self._poller.unregister
+                )
+            except ConnectionFailed as error:
                 raise ValueError(f"cannot listen at bind_host {bind_host!r}: {error}") from error
         self._listener = Listener(loop, self) if channel != "tcp" else None
 
-        self._poller = zmq.Poller()
         self._pushes: deque[tuple[Copier | ChunkSender, Push]] = deque()
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
         self._copier = Copier(self._watch, self._poller.unregister, self._finish)
-        self._sender = ChunkSender(
-            self._context, self._watch, self._poller.unregister, self._finish
-        )
+        self._sender = ChunkSender(self._watch, self._poller.unregister, self._finish)
         self._ended: TransferFailed | None = None
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
         self._thread.start()
@@ -267,7 +266,6 @@ class BulkPlane:
         self._pool.close()
         self._waker.close()
         self._wakened.close()
-        self._context.destroy(linger=0)
 
     def _reclaim(self) -> None:
         self._pool.reclaim()
@@ -360,34 +358,31 @@ class BulkPlane:
 
     def _move(self) -> None:
         wakened = self._wakened.fileno()
-        incoming = self._receiver.socket if self._receiver else None
-        self._poller.register(wakened, zmq.POLLIN)
-        if incoming is not None:
-            self._poller.register(incoming, zmq.POLLIN)
+        self._watch(wakened, False)
+        ends = [end for end in (self._copier, self._sender, self._receiver) if end is not None]
         while not self._closed:
             while self._pushes:
                 mover, push = self._pushes.popleft()
                 mover.push(push)
             copying = self._copier.work()
             sending = self._sender.work()
-            owed = self._copier.owed or self._sender.owed
+            owed = any(end.owed for end in ends)
             timeout_ms = 0 if copying or sending else _EXPIRE_MS if owed else None
-            for ready, events in self._poller.poll(timeout_ms):
-                if ready == wakened:
+            for descriptor, events in self._poller.poll(timeout_ms):
+                if descriptor == wakened:
                     self._wakened.recv(4096)
-                elif ready is incoming and self._receiver is not None:
-                    self._receiver.receive()
-                elif isinstance(ready, int):
-                    readable = bool(events & (zmq.POLLIN | zmq.POLLERR))
-                    self._copier.ready(ready, readable, bool(events & zmq.POLLOUT))
-                else:
-                    self._sender.ready(ready, bool(events & zmq.POLLIN), bool(events & zmq.POLLOUT))
+                    continue
+                readable = bool(events & ~select.POLLOUT)  # an error is read as one
+                for end in ends:
+                    end.ready(descriptor, readable, bool(events & select.POLLOUT))
             if owed:
-                self._copier.expire()
-                self._sender.expire()
+                for end in ends:
+                    end.expire()
 
-    def _watch(self, ready: int | zmq.Socket[bytes], writable: bool) -> None:
-        self._poller.register(ready, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
+    def _watch(self, descriptor: int, writable: bool) -> None:
+        self._poller.register(
+            descriptor, select.POLLIN | select.POLLOUT if writable else select.POLLIN
+        )
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is being wakened already

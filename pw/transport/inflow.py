@@ -1,0 +1,218 @@
+"""The receiving end of transfers over tcp (see `pw.transport.chunks`), on the bulk thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+from pw.transport.chunks import (
+    ACK,
+    CHUNK,
+    CHUNK_BYTES,
+    FINISH,
+    HEADER,
+    MAGIC,
+    REFUSE,
+    Unwatch,
+    Watch,
+    header,
+    prepare,
+)
+from pw.transport.endpoints import listen, reachable_endpoint
+from pw.transport.segments import Bytes
+
+_READS_AT_ONCE = 8
+_UNREAD_REPLY_BYTES = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Inflow:
+    """A landing as the bulk thread sees it."""
+
+    transfer: int
+    target: Bytes
+    peer: object = None
+    received_bytes: int = 0
+    sealed: bool = False  # complete or given up; nothing may be written any more
+
+
+class Inflows(Protocol):
+    """What a receiver needs of the plane it belongs to; called on the bulk thread."""
+
+    def inflow(self, transfer: int) -> Inflow | None: ...
+    def inflow_complete(self, transfer: int) -> None: ...
+    def reject(self) -> None: ...
+
+
+class _Caller:
+    """One sender's connection, at the receiver."""
+
+    __slots__ = ("header", "inflow", "missing", "outbox", "reading_header", "socket", "writing")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.header = memoryview(bytearray(HEADER.size))
+        self.missing = self.header  # where the next bytes go
+        self.reading_header = True
+        self.inflow: Inflow | None = None  # whose chunk is read; None if it is thrown away
+        self.outbox = bytearray()
+        self.writing = False
+
+
+class ChunkReceiver:
+    """The receiving end of a plane's tcp connections.
+
+    Args:
+        host: the address to listen at.
+        inflows: the plane.
+        watch: (re-)registers a descriptor with the thread's poller; writable as well if asked.
+        unwatch: forgets it.
+
+    Raises:
+        ConnectionFailed: nobody can listen there.
+    """
+
+    def __init__(self, host: str, inflows: Inflows, watch: Watch, unwatch: Unwatch) -> None:
+        self._inflows = inflows
+        self._watch = watch
+        self._unwatch = unwatch
+        self._callers: dict[int, _Caller] = {}
+        self._listener = listen(f"tcp://{host}:0")
+        self._listening = True
+        self._wasted = memoryview(bytearray(CHUNK_BYTES))
+        self.endpoint = reachable_endpoint(self._listener, None)
+        watch(self._listener.fileno(), False)
+
+    @property
+    def owed(self) -> bool:
+        """Whether connections wait for a descriptor to become free."""
+        return not self._listening
+
+    def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
+        caller = self._callers.get(descriptor)
+        if caller is None:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            return
+        if writable:
+            self._flush(caller)
+        if readable and descriptor in self._callers:
+            self._receive(caller)
+
+    def expire(self) -> None:
+        """Listen again, if that was given up for want of descriptors."""
+        if not self._listening:
+            self._listening = True
+            self._watch(self._listener.fileno(), False)
+
+    def close(self) -> None:
+        for caller in list(self._callers.values()):
+            self._hang_up(caller)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:
+            self._inflows.reject()
+            self._listening = False
+            self._unwatch(self._listener.fileno())
+            return
+        prepare(connection)
+        self._callers[connection.fileno()] = _Caller(connection)
+        self._watch(connection.fileno(), False)
+
+    def _hang_up(self, caller: _Caller) -> None:
+        descriptor = caller.socket.fileno()
+        if self._callers.pop(descriptor, None) is not None:
+            self._unwatch(descriptor)
+            caller.socket.close()
+
+    def _receive(self, caller: _Caller) -> None:
+        """Take a burst of what has arrived."""
+        for _ in range(_READS_AT_ONCE):
+            inflow, wanted_bytes = caller.inflow, len(caller.missing)
+            if inflow is not None and inflow.sealed:
+                self._waste(caller, inflow.transfer, wanted_bytes)
+                inflow = None
+            try:
+                count = caller.socket.recv_into(caller.missing)
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if not count:
+                self._hang_up(caller)
+                return
+            if inflow is not None:
+                inflow.received_bytes += count
+            if count < wanted_bytes:
+                caller.missing = caller.missing[count:]
+                return
+            if not caller.reading_header:
+                caller.inflow, caller.missing, caller.reading_header = None, caller.header, True
+            elif not self._take(caller):
+                self._inflows.reject()
+                self._hang_up(caller)
+                return
+
+    def _take(self, caller: _Caller) -> bool:
+        """Do what a header says; False if it makes no sense."""
+        magic, kind, transfer, offset, length = HEADER.unpack(caller.header)
+        caller.missing = caller.header
+        if magic != MAGIC or kind not in (CHUNK, FINISH):
+            return False
+        if kind == CHUNK and not 0 < length <= CHUNK_BYTES:
+            return False
+        inflow = self._inflows.inflow(transfer)
+        if inflow is not None and (inflow.sealed or inflow.peer not in (None, caller)):
+            inflow = None
+        if kind == FINISH:
+            if inflow is None or inflow.received_bytes != length:
+                self._refuse(caller, transfer)
+                return True
+            inflow.sealed = True
+            self._reply(caller, header(ACK, transfer))
+            self._inflows.inflow_complete(transfer)
+            return True
+        if inflow is None or offset + length > inflow.target.size:
+            self._waste(caller, transfer, length)
+            return True
+        inflow.peer = caller
+        caller.inflow, caller.reading_header = inflow, False
+        caller.missing = memoryview(inflow.target.data)[offset : offset + length]
+        return True
+
+    def _waste(self, caller: _Caller, transfer: int, length: int) -> None:
+        caller.inflow, caller.reading_header = None, False
+        caller.missing = self._wasted[:length]
+        self._refuse(caller, transfer)
+
+    def _refuse(self, caller: _Caller, transfer: int) -> None:
+        self._inflows.reject()
+        self._reply(caller, header(REFUSE, transfer))
+
+    def _reply(self, caller: _Caller, line: bytes) -> None:
+        caller.outbox += line
+        if not caller.writing:
+            self._flush(caller)
+
+    def _flush(self, caller: _Caller) -> None:
+        try:
+            sent = caller.socket.send(caller.outbox) if caller.outbox else 0
+            if len(caller.outbox) - sent > _UNREAD_REPLY_BYTES:
+                raise ConnectionError("it does not read what it is told")
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            sent = len(caller.outbox)
+            with contextlib.suppress(OSError):  # the reader then sees the end, and hangs up
+                caller.socket.shutdown(socket.SHUT_RDWR)
+        del caller.outbox[:sent]
+        if caller.writing != bool(caller.outbox):
+            caller.writing = bool(caller.outbox)
+            self._watch(caller.socket.fileno(), caller.writing)
