@@ -28,6 +28,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from pw.core.errors import ConnectionFailed, OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
 from pw.transport.inflow import ChunkReceiver, Inflow
 from pw.transport.outflow import ChunkSender
-from pw.transport.pieces import Push, checked
+from pw.transport.pieces import Push, Ready, checked
 from pw.transport.segments import (
     Bytes,
     Segment,
@@ -114,12 +115,11 @@ class BulkPlane:
         self._pool = SegmentPool(pool_bytes, self._dropped)
 
         self._poller = select.poll()
+        self._watchers: dict[int, Ready] = {}
         self._receiver: ChunkReceiver | None = None
         if channel != "shared":
             try:
-                self._receiver = ChunkReceiver(
-                    bind_host, self, self._watch, self._poller.unregister
-                )
+                self._receiver = ChunkReceiver(bind_host, self, self._watch, self._unwatch)
             except ConnectionFailed as error:
                 raise ValueError(f"cannot listen at bind_host {bind_host!r}: {error}") from error
         self._listener = Listener(loop, self) if channel != "tcp" else None
@@ -128,8 +128,8 @@ class BulkPlane:
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
-        self._copier = Copier(self._watch, self._poller.unregister, self._finish)
-        self._sender = ChunkSender(self._watch, self._poller.unregister, self._finish)
+        self._copier = Copier(self._watch, self._unwatch, self._finish)
+        self._sender = ChunkSender(self._watch, self._unwatch, self._finish)
         self._ended: TransferFailed | None = None
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
         self._thread.start()
@@ -357,32 +357,39 @@ class BulkPlane:
             self._refuse_pushes(reason)
 
     def _move(self) -> None:
-        wakened = self._wakened.fileno()
-        self._watch(wakened, False)
+        self._watch(self._wakened.fileno(), self._wakened_now, False)
         ends = [end for end in (self._copier, self._sender, self._receiver) if end is not None]
+        expiry_s = 0.0
         while not self._closed:
             while self._pushes:
                 mover, push = self._pushes.popleft()
                 mover.push(push)
-            copying = self._copier.work()
-            sending = self._sender.work()
-            owed = any(end.owed for end in ends)
-            timeout_ms = 0 if copying or sending else _EXPIRE_MS if owed else None
+            timeout_ms = 0 if self._copier.work() else None
+            if timeout_ms is None and any(end.owed for end in ends):
+                timeout_ms = _EXPIRE_MS
             for descriptor, events in self._poller.poll(timeout_ms):
-                if descriptor == wakened:
-                    self._wakened.recv(4096)
-                    continue
-                readable = bool(events & ~select.POLLOUT)  # an error is read as one
-                for end in ends:
-                    end.ready(descriptor, readable, bool(events & select.POLLOUT))
-            if owed:
+                ready = self._watchers.get(descriptor)
+                if ready is not None:  # what came before it may have closed it
+                    # An error is read, like bytes.
+                    ready(descriptor, events != select.POLLOUT, bool(events & select.POLLOUT))
+            now_s = time.monotonic()
+            if now_s >= expiry_s:
+                expiry_s = now_s + _EXPIRE_MS / 1000
                 for end in ends:
                     end.expire()
 
-    def _watch(self, descriptor: int, writable: bool) -> None:
+    def _wakened_now(self, descriptor: int, readable: bool, writable: bool) -> None:
+        self._wakened.recv(4096)
+
+    def _watch(self, descriptor: int, ready: Ready, writable: bool) -> None:
+        self._watchers[descriptor] = ready
         self._poller.register(
             descriptor, select.POLLIN | select.POLLOUT if writable else select.POLLIN
         )
+
+    def _unwatch(self, descriptor: int) -> None:
+        del self._watchers[descriptor]
+        self._poller.unregister(descriptor)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is being wakened already

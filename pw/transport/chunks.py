@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
 
 CHUNK_BYTES = 4 << 20
 SILENCE_S = 20.0
@@ -39,9 +38,6 @@ _UNREACHABLE_S = 10
 HEADER = struct.Struct("<4sIQQQ")
 MAGIC = b"pwc2"
 CHUNK, FINISH, ACK, REFUSE = range(1, 5)
-
-Watch = Callable[[int, bool], None]
-Unwatch = Callable[[int], None]
 
 
 def header(kind: int, transfer: int, offset: int = 0, length: int = 0) -> bytes:

@@ -15,15 +15,15 @@ from pw.transport.chunks import (
     HEADER,
     MAGIC,
     REFUSE,
-    Unwatch,
-    Watch,
     header,
     prepare,
 )
 from pw.transport.endpoints import listen, reachable_endpoint
+from pw.transport.pieces import Unwatch, Watch
 from pw.transport.segments import Bytes
 
 _READS_AT_ONCE = 8
+_WORTH_WAKING_BYTES = 512 << 10
 _UNREAD_REPLY_BYTES = 1 << 20
 
 
@@ -49,7 +49,16 @@ class Inflows(Protocol):
 class _Caller:
     """One sender's connection, at the receiver."""
 
-    __slots__ = ("header", "inflow", "missing", "outbox", "reading_header", "socket", "writing")
+    __slots__ = (
+        "header",
+        "inflow",
+        "missing",
+        "outbox",
+        "reading_header",
+        "socket",
+        "woken_bytes",
+        "writing",
+    )
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -59,6 +68,14 @@ class _Caller:
         self.inflow: Inflow | None = None  # whose chunk is read; None if it is thrown away
         self.outbox = bytearray()
         self.writing = False
+        self.woken_bytes = 1
+
+    def wait_for_bytes(self) -> None:
+        """Be told when there are many bytes, or all that are missing, and not of each packet."""
+        wanted_bytes = min(len(self.missing), _WORTH_WAKING_BYTES)
+        if wanted_bytes != self.woken_bytes:
+            self.woken_bytes = wanted_bytes
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
 
 
 class ChunkReceiver:
@@ -67,7 +84,8 @@ class ChunkReceiver:
     Args:
         host: the address to listen at.
         inflows: the plane.
-        watch: (re-)registers a descriptor with the thread's poller; writable as well if asked.
+        watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
+            readable; or writable, if asked.
         unwatch: forgets it.
 
     Raises:
@@ -83,7 +101,7 @@ class ChunkReceiver:
         self._listening = True
         self._wasted = memoryview(bytearray(CHUNK_BYTES))
         self.endpoint = reachable_endpoint(self._listener, None)
-        watch(self._listener.fileno(), False)
+        watch(self._listener.fileno(), self.ready, False)
 
     @property
     def owed(self) -> bool:
@@ -93,19 +111,20 @@ class ChunkReceiver:
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
         caller = self._callers.get(descriptor)
         if caller is None:
-            if descriptor == self._listener.fileno():
-                self._accept()
+            self._accept()
             return
         if writable:
             self._flush(caller)
         if readable and descriptor in self._callers:
             self._receive(caller)
+            if descriptor in self._callers:
+                caller.wait_for_bytes()
 
     def expire(self) -> None:
         """Listen again, if that was given up for want of descriptors."""
         if not self._listening:
             self._listening = True
-            self._watch(self._listener.fileno(), False)
+            self._watch(self._listener.fileno(), self.ready, False)
 
     def close(self) -> None:
         for caller in list(self._callers.values()):
@@ -124,7 +143,7 @@ class ChunkReceiver:
             return
         prepare(connection)
         self._callers[connection.fileno()] = _Caller(connection)
-        self._watch(connection.fileno(), False)
+        self._watch(connection.fileno(), self.ready, False)
 
     def _hang_up(self, caller: _Caller) -> None:
         descriptor = caller.socket.fileno()
@@ -215,4 +234,4 @@ class ChunkReceiver:
         del caller.outbox[:sent]
         if caller.writing != bool(caller.outbox):
             caller.writing = bool(caller.outbox)
-            self._watch(caller.socket.fileno(), caller.writing)
+            self._watch(caller.socket.fileno(), self.ready, caller.writing)

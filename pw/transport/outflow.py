@@ -20,13 +20,11 @@ from pw.transport.chunks import (
     MAGIC,
     REFUSE,
     SILENCE_S,
-    Unwatch,
-    Watch,
     header,
     prepare,
 )
 from pw.transport.endpoints import look_up, parse
-from pw.transport.pieces import Array, Push, cut, packed
+from pw.transport.pieces import Array, Push, Unwatch, Watch, cut, packed
 
 TRANSFERS_AT_ONCE = 4
 """Long ones per receiver; others queue, because more at a time would make none of them faster."""
@@ -78,7 +76,7 @@ class _Receiver:
     turn: deque[_Outflow] = field(default_factory=deque)
     sending: _Outflow | None = None  # whose lines are being sent
     lines: list[memoryview] = field(default_factory=list)
-    blocked: bool = True
+    sending_next: bool = True  # to be told when it can take more
     inbox: bytearray = field(default_factory=bytearray)
 
 
@@ -86,7 +84,8 @@ class ChunkSender:
     """The sending ends of a plane's tcp connections.
 
     Args:
-        watch: (re-)registers a descriptor with the thread's poller; writable as well if asked.
+        watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
+            readable; or writable, if asked.
         unwatch: forgets it.
         finish: settles a push.
     """
@@ -124,24 +123,15 @@ class ChunkSender:
         peer.active[push.landing.transfer] = outflow = _Outflow(push, line)
         line.append(outflow)
         self._start_queued(peer)
-
-    def work(self) -> bool:
-        """Send a chunk to every receiver that can take one; True if there is more to do."""
-        busy = False
-        for peer in list(self._receivers.values()):
-            if not peer.blocked and (peer.lines or peer.short or peer.turn):
-                self._send_next(peer)
-                busy = busy or not peer.blocked
-        return busy
+        if not peer.sending_next:
+            peer.sending_next = True
+            self._watch(peer.socket.fileno(), self.ready, True)
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
-        peer = self._by_descriptor.get(descriptor)
-        if peer is None:
-            return
-        if writable and peer.blocked:
-            peer.blocked = False
-            self._watch(descriptor, False)
-        if readable:
+        peer = self._by_descriptor[descriptor]
+        if writable:
+            self._send_next(peer)
+        if readable and self._by_descriptor.get(descriptor) is peer:
             self._receive(peer)
 
     def expire(self) -> None:
@@ -168,7 +158,7 @@ class ChunkSender:
             raise
         peer = _Receiver(endpoint, connection, time.monotonic())
         self._receivers[endpoint] = self._by_descriptor[connection.fileno()] = peer
-        self._watch(connection.fileno(), True)  # writable when it is made, readable if it is not
+        self._watch(connection.fileno(), self.ready, True)
         return peer
 
     def _hang_up(self, peer: _Receiver, why: str) -> None:
@@ -189,32 +179,39 @@ class ChunkSender:
             peer.turn.append(outflow)
 
     def _send_next(self, peer: _Receiver) -> None:
-        if not peer.lines:
-            peer.sending = outflow = (peer.short or peer.turn).popleft()
-            try:
-                peer.lines = outflow.next_lines()
-            except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
-                peer.sending = None
-                why = f"cannot read an array to push: {error!r}"
-                self._settle(peer, outflow, TransferFailed(why))
-                return
+        """Send the rest of a chunk, or the next one, as far as the connection takes it."""
+        if not peer.lines and not self._cut_next(peer):
+            return
         try:
             sent = peer.socket.sendmsg(peer.lines)
         except BlockingIOError:
-            sent = 0
+            return
         except OSError as error:
             self._hang_up(peer, str(error))
             return
-        if sent:
-            peer.heard_s = time.monotonic()
+        peer.heard_s = time.monotonic()
         while peer.lines and sent >= len(peer.lines[0]):
             sent -= len(peer.lines.pop(0))
         if peer.lines:
             peer.lines[0] = peer.lines[0][sent:]
-            peer.blocked = True
-            self._watch(peer.socket.fileno(), True)
         elif peer.sending is not None:
             self._sent(peer, peer.sending)
+
+    def _cut_next(self, peer: _Receiver) -> bool:
+        """Prepare the lines of whose turn it is; False if there are none."""
+        if not (peer.short or peer.turn):
+            peer.sending_next = False
+            self._watch(peer.socket.fileno(), self.ready, False)
+            return False
+        outflow = (peer.short or peer.turn).popleft()
+        try:
+            peer.lines = outflow.next_lines()
+        except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
+            why = f"cannot read an array to push: {error!r}"
+            self._settle(peer, outflow, TransferFailed(why))
+            return False
+        peer.sending = outflow
+        return True
 
     def _sent(self, peer: _Receiver, outflow: _Outflow) -> None:
         peer.sending = None

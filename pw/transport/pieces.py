@@ -19,6 +19,10 @@ from pw.transport.segments import Bytes
 
 Array = npt.NDArray[np.generic]
 Done = Callable[[Exception | None], None]
+Ready = Callable[[int, bool, bool], None]
+"""Told of a descriptor that it is readable, and whether it is writable."""
+Watch = Callable[[int, Ready, bool], None]
+Unwatch = Callable[[int], None]
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

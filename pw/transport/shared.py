@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pw.core.errors import TransferFailed
-from pw.transport.pieces import Array, Push, cut, packed, place
+from pw.transport.pieces import Array, Push, Unwatch, Watch, cut, packed, place
 from pw.transport.segments import Bytes, Mapping, Segment, map_received
 
 INLINE_BYTES = 32 * 1024
@@ -282,15 +282,16 @@ class Copier:
     """The sending end, on the bulk thread.
 
     Args:
-        watch: (re-)registers a descriptor with the thread's poller; writable as well if asked.
+        watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
+            readable; or writable, if asked.
         unwatch: forgets it.
         finish: settles a push.
     """
 
     def __init__(
         self,
-        watch: Callable[[int, bool], None],
-        unwatch: Callable[[int], None],
+        watch: Watch,
+        unwatch: Unwatch,
         finish: Callable[[Push, Exception | None], None],
     ) -> None:
         self._watch = watch
@@ -352,9 +353,7 @@ class Copier:
         return bool(self._copies)
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
-        name = self._by_descriptor.get(descriptor)
-        if name is None:
-            return
+        name = self._by_descriptor[descriptor]
         peer = self._receivers[name]
         if writable:
             self._flush(name, peer)
@@ -388,7 +387,7 @@ class Copier:
             raise
         peer = self._receivers[name] = _Receiver(connection)
         self._by_descriptor[connection.fileno()] = name
-        self._watch(connection.fileno(), False)
+        self._watch(connection.fileno(), self.ready, False)
         return peer
 
     def _hang_up(self, name: str, peer: _Receiver, why: str) -> None:
@@ -453,7 +452,7 @@ class Copier:
                 peer.outbox[0] = (line[sent:], push)
                 if not peer.blocked:
                     peer.blocked = True
-                    self._watch(peer.socket.fileno(), True)
+                    self._watch(peer.socket.fileno(), self.ready, True)
                 return
             peer.heard_s = time.monotonic()
             peer.outbox.popleft()
@@ -461,7 +460,7 @@ class Copier:
                 self._finish(push, None)
         if peer.blocked:
             peer.blocked = False
-            self._watch(peer.socket.fileno(), False)
+            self._watch(peer.socket.fileno(), self.ready, False)
 
     def _receive(self, name: str, peer: _Receiver) -> None:
         try:
