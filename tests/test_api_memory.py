@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.client import runtime, threads
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import live, mesh_on, numbers, split, until_live
@@ -48,6 +49,18 @@ def test_dropped_handles_free_their_arrays(east: pw.Mesh, west: pw.Mesh) -> None
     cycle.append(cycle)
     del x, y, p, cycle
     until_live(base)
+
+
+def test_large_arrays_are_deleted_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "TICK_S", 3600.0)
+    with InProcessCluster(islands=2, devices_per_island=2):
+        here, there = split(mesh_on(0)), split(mesh_on(1))
+        x = pw.put(np.zeros(runtime.RELEASED_BYTES + 2, np.uint8), sharding=here)
+        base = live()
+        for _ in range(5):
+            pw.put(x, sharding=there).block_until_ready()
+        pw.put(x, sharding=there).block_until_ready()
+        until_live({node: count + 1 for node, count in base.items()})
 
 
 def test_caches_do_not_hold_arguments_and_results(east: pw.Mesh, west: pw.Mesh) -> None:

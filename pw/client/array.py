@@ -55,7 +55,7 @@ class Array(Operators):
     def __del__(self) -> None:
         session = getattr(self, "_runtime", None)
         if session is not None and session.alive:
-            session.release(self._id)
+            session.release(self._id, self._type.size_bytes)
 
     # --- what is known at once -----------------------------------------------------------------------
 

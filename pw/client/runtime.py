@@ -65,7 +65,9 @@ EXPLAIN_S = 10.0
 HURRIED_S = 1.5
 """How long an explanation may take that nobody has asked for."""
 RELEASES_KEPT = 64
-"""Handles that may have died before their arrays are deleted without waiting for the next tick."""
+RELEASED_BYTES = 16 << 20
+"""Handles that may have died, and the size of their arrays, before those are deleted without waiting for the
+next tick: hosts had better use warm pages again than take fresh ones."""
 
 
 class SliceHandle:
@@ -115,6 +117,7 @@ class Runtime:
         self._serials = itertools.count(1)
         self._credits = threading.Semaphore(0)
         self._released: deque[int] = deque()
+        self._released_bytes = 0  # about: several threads may change it at once
         self._specs: dict[int, ArraySpec] = {}
         self._outputs: dict[int, tuple[ArraySpec, ...]] = {}
         self._sent: set[bytes] = set()
@@ -259,6 +262,7 @@ class Runtime:
         if not self._credits.acquire(blocking=False):
             self.check_alive()
             self._credits.acquire()
+        self._make_room()
         specs = self._outputs[program]
         with self._lock:
             self.check_alive()
@@ -266,8 +270,6 @@ class Runtime:
             for array, spec in zip(made, specs, strict=True):
                 self._specs[array] = spec
             self._thread.post(Tell(Run(self._id(), program, tuple(args), tuple(made))))
-        if len(self._released) > RELEASES_KEPT:
-            self._flush_released()
         return made
 
     # --- arrays --------------------------------------------------------------------------------------
@@ -279,6 +281,7 @@ class Runtime:
         are lost: `keep` exempts it from the budget for that.
         """
         self.check_alive()
+        self._make_room()
         if _mutable(value):
             value = value.copy()
         array = self._id()
@@ -299,9 +302,10 @@ class Runtime:
         self._post(Await(known, future))
         return future
 
-    def release(self, array: int) -> None:
+    def release(self, array: int, size_bytes: int) -> None:
         """The last handle of an array died; callable from `__del__`, even in the garbage collector."""
         self._released.append(array)
+        self._released_bytes += size_bytes
 
     def delete(self, arrays: Sequence[int]) -> None:
         """Drop arrays now, in order with the runs that use them."""
@@ -313,8 +317,13 @@ class Runtime:
             with contextlib.suppress(Disconnected):
                 self._post(Forget(tuple(arrays)))
 
+    def _make_room(self) -> None:
+        if len(self._released) > RELEASES_KEPT or self._released_bytes > RELEASED_BYTES:
+            self._flush_released()
+
     def _flush_released(self) -> None:
         arrays = []
+        self._released_bytes = 0
         while self._released:
             try:
                 arrays.append(self._released.popleft())

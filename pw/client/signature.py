@@ -7,6 +7,7 @@ own configuration belongs to the key as well: it decides the dtypes and the prog
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -49,13 +50,22 @@ class ArrayType:
     unsigned integers there, its extra dimensions not split.
     """
 
-    __slots__ = ("__weakref__", "aval", "key_impl", "numpy_dtype", "sharding", "spec")
+    __slots__ = (
+        "__weakref__",
+        "aval",
+        "key_impl",
+        "numpy_dtype",
+        "sharding",
+        "size_bytes",
+        "spec",
+    )
 
     aval: Any
     sharding: NamedSharding
     spec: ArraySpec
     key_impl: str | None
     numpy_dtype: np.dtype[Any]
+    size_bytes: int
 
     @staticmethod
     def of(aval: Any, sharding: NamedSharding) -> ArrayType:
@@ -93,6 +103,7 @@ def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
         shape, name = tuple(data.shape), str(data.dtype.name)
     made.spec = ArraySpec(shape, name, sharding.core, sharding.placement)
     made.numpy_dtype = dtype_of(name)
+    made.size_bytes = math.prod(shape) * made.numpy_dtype.itemsize
     return made
 
 
