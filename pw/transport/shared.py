@@ -276,6 +276,7 @@ class _Copy:
     receiver: _Receiver
     target: _Target
     pieces: Iterator[tuple[int, Array]]
+    missing_bytes: int
 
 
 class Copier:
@@ -342,14 +343,16 @@ class Copier:
             piece = next(copy.pieces, None)
             if piece is not None:
                 place(copy.target.bytes, *piece)
-                self._copies.append(copy)
-                return True
+                copy.missing_bytes -= piece[1].nbytes
         except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
             why = f"cannot read an array to push: {error!r}"
             self._finish(copy.push, TransferFailed(why))
             return bool(self._copies)
-        line = record(FINISH, landing.transfer, landing.segment)
-        self._send(landing.socket, copy.receiver, line, copy.push)
+        if copy.missing_bytes:
+            self._copies.append(copy)
+        else:
+            line = record(FINISH, landing.transfer, landing.segment)
+            self._send(landing.socket, copy.receiver, line, copy.push)
         return bool(self._copies)
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
@@ -410,7 +413,9 @@ class Copier:
         if push.landing.size_bytes > target.bytes.size:
             self._finish(push, TransferFailed("the landing is larger than its segment"))
             return
-        self._copies.append(_Copy(push, peer, target, cut(push.parts, PIECE_BYTES)))
+        self._copies.append(
+            _Copy(push, peer, target, cut(push.parts, PIECE_BYTES), push.size_bytes)
+        )
 
     def _send_inline(self, name: str, peer: _Receiver, push: Push) -> None:
         size_bytes = push.landing.size_bytes
