@@ -374,6 +374,7 @@ def _unix_garbage(transfer: int, segment: int) -> dict[str, bytes]:
         "an unknown record": shared.record(99, 1),
         "a record for senders": shared.record(shared.SEGMENT, 1, 1 << 20),
         "too long an inline transfer": shared.record(shared.INLINE, 1, 1 << 40),
+        "pages without a descriptor": shared.record(shared.SHARE, transfer, 1 << 20),
         "inline bytes for a segment": shared.record(shared.INLINE, transfer, 8) + b"12345678",
         "finishing what it never mapped": shared.record(shared.FINISH, transfer, segment),
     }
@@ -672,6 +673,110 @@ def test_a_segment_is_reused_only_when_nobody_aliases_it() -> None:
             both = [await moved(sender, receiver, values) for _ in range(2)]
             assert address in {buffer.ctypes.data for buffer in both}
             assert receiver.counters()["live_segments"] == 2
+
+    on_loop(scenario)
+
+
+@contextlib.asynccontextmanager
+async def three_planes() -> AsyncIterator[tuple[BulkPlane, BulkPlane, BulkPlane]]:
+    async with planes("shared") as (first, second), planes("shared") as (third, _):
+        yield first, second, third
+
+
+LARGE = shared.SHARE_BYTES
+
+
+async def no_lent_segments(plane: BulkPlane) -> None:
+    gc.collect()
+    await until(lambda: plane.counters()["lent_segments"] == 0)
+
+
+def test_what_lies_in_a_segment_is_shared_and_not_copied() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            source = noise(LARGE)
+            landed = await moved(first, second, source)
+            array = jax.device_put(landed, jax.devices("cpu")[0])
+            shared_array = await moved(second, third, np.asarray(array))
+            assert second.counters()["shared_bytes"] == LARGE
+            assert np.array_equal(shared_array, source)
+            assert shared_array.ctypes.data % 64 == 0
+            assert not shared_array.flags.writeable
+            del landed, array
+            # Nobody here reads it any more, but somebody there does.
+            other = await moved(first, second, noise(LARGE, 1))
+            assert np.array_equal(shared_array, source)
+            assert second.counters()["live_segments"] == 2
+            del shared_array, other
+            await no_lent_segments(third)
+            await until(lambda: second.counters()["pooled_bytes"] == 2 * LARGE)
+            assert second.counters()["live_segments"] == 2
+
+    on_loop(scenario)
+
+
+def test_shared_pages_outlive_the_plane_that_shared_them() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            source = noise(LARGE)
+            landed = await moved(first, second, source)
+            shared_array = await moved(second, third, landed)
+            second.close()
+            del landed
+            gc.collect()
+            assert np.array_equal(shared_array, source)
+
+    on_loop(scenario)
+
+
+def test_pages_that_never_come_back_are_not_used_again() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            source = noise(LARGE)
+            landed = await moved(first, second, source)
+            shared_array = await moved(second, third, landed)
+            third.close()
+            del landed
+            gc.collect()
+            await until(lambda: second.counters()["live_segments"] == 0)
+            await moved(first, second, noise(LARGE, 1))
+            assert np.array_equal(shared_array, source)
+
+    on_loop(scenario)
+
+
+def test_shared_pages_for_a_cancelled_landing_come_back() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            landed = await moved(first, second, noise(LARGE))
+            landing, arrival = land(third, LARGE)
+            third.cancel(landing.transfer)
+            assert await push(second, landing, (0, landed)) is None
+            await until(lambda: third.counters()["late_transfers"] == 1)
+            del landed
+            gc.collect()
+            await until(lambda: second.counters()["pooled_bytes"] == LARGE)
+            assert not arrival.done()
+
+    on_loop(scenario)
+
+
+def test_one_segment_is_shared_with_many() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            source = noise(LARGE)
+            landed = await moved(first, second, source)
+            arrays = [await moved(second, third, landed) for _ in range(5)]
+            assert all(np.array_equal(array, source) for array in arrays)
+            await moved(second, third, landed[: LARGE // 2])  # a part of it is copied
+            assert second.counters()["shared_bytes"] == 5 * LARGE
+            del landed
+            while arrays:
+                gc.collect()
+                assert second.counters()["pooled_bytes"] == 0
+                arrays.pop()
+            await no_lent_segments(third)
+            await until(lambda: second.counters()["pooled_bytes"] == LARGE)
 
     on_loop(scenario)
 

@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,12 +45,13 @@ from pw.transport.outflow import ChunkSender
 from pw.transport.pieces import Push, Ready, checked
 from pw.transport.segments import (
     Bytes,
+    Mapping,
     Segment,
     SegmentPool,
     aligned_buffer,
     machine_identity,
 )
-from pw.transport.shared import INLINE_BYTES, Copier, Listener
+from pw.transport.shared import INLINE_BYTES, SHARE_BYTES, Copier, Listener, Malformed
 
 CHANNELS = ("auto", "shared", "tcp")
 _SHARED_MEMORY = hasattr(os, "memfd_create")
@@ -104,6 +106,7 @@ class BulkPlane:
             channel = "tcp"
         self.sent_bytes = 0
         self.received_bytes = 0
+        self._shared_bytes = 0
         self._loop = loop
         self._channel = channel
         self._expected: dict[int, _Expected] = {}
@@ -128,7 +131,7 @@ class BulkPlane:
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
-        self._copier = Copier(self._watch, self._unwatch, self._finish)
+        self._copier = Copier(self._watch, self._unwatch, self._finish, self._unshare)
         self._sender = ChunkSender(self._watch, self._unwatch, self._finish)
         self._ended: TransferFailed | None = None
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
@@ -214,6 +217,7 @@ class BulkPlane:
             push = checked(landing, parts, done)
             if self._channel != "tcp" and landing.socket and landing.machine == self._machine:
                 mover = self._copier
+                push.shared = self._shareable(push)
             elif self._channel != "shared" and landing.endpoint:
                 mover = self._sender
             else:
@@ -230,6 +234,15 @@ class BulkPlane:
         else:
             self._wake()
 
+    def _shareable(self, push: Push) -> Segment | None:
+        """The segment in which all that is pushed lies already, if it is worth sharing."""
+        if push.size_bytes < SHARE_BYTES or push.size_bytes != push.landing.size_bytes:
+            return None
+        (_, array), *others = push.parts
+        if others or not array.flags.c_contiguous:
+            return None
+        return self._pool.share(array)
+
     # Housekeeping
 
     def counters(self) -> dict[str, int]:
@@ -238,6 +251,7 @@ class BulkPlane:
         return {
             "sent_bytes": self.sent_bytes,
             "received_bytes": self.received_bytes,
+            "shared_bytes": self._shared_bytes,  # of those that were sent, not copied
             "live_segments": self._pool.live_segments,
             "lent_segments": self._pool.lent_segments,
             "pooled_bytes": self._pool.pooled_bytes,
@@ -309,6 +323,23 @@ class BulkPlane:
         np.copyto(expected.inflow.target, payload)
         self._deliver(transfer)
 
+    def arrived_shared(
+        self, transfer: int, mapping: Mapping, give_back: Callable[[], None]
+    ) -> None:
+        """Its bytes lie in pages of the sender, which waits for them to be given back."""
+        expected = self._expected.get(transfer)
+        if expected is None:
+            self._late += 1
+            give_back()
+            return
+        if expected.segment is None or expected.inflow.target.size > mapping.capacity_bytes:
+            raise Malformed("it shared other pages than those of this transfer")
+        self._pool.restore(expected.segment)
+        expected.segment, size_bytes = None, expected.inflow.target.size
+        expected.inflow.target = self._pool.borrow(mapping, size_bytes, give_back)
+        self._reclaim_later()
+        self._deliver(transfer)
+
     def reject(self) -> None:
         self._rejected += 1
 
@@ -364,6 +395,7 @@ class BulkPlane:
             while self._pushes:
                 mover, push = self._pushes.popleft()
                 mover.push(push)
+                del push  # an idle thread must not keep the last arrays alive
             timeout_ms = 0 if self._copier.work() else None
             if timeout_ms is None and any(end.owed for end in ends):
                 timeout_ms = _EXPIRE_MS
@@ -400,9 +432,16 @@ class BulkPlane:
             _, push = self._pushes.popleft()
             self._finish(push, reason)
 
+    def _unshare(self, segment: Segment, safe: bool) -> None:
+        self._on_loop(partial(self._pool.unshare, segment, safe=safe))
+
     def _finish(self, push: Push, error: Exception | None) -> None:
         if error is None:
             self.sent_bytes += push.size_bytes
+            if push.shared is not None:
+                self._shared_bytes += push.size_bytes
+        elif push.shared is not None:
+            self._unshare(push.shared, False)
         self._on_loop(push.done, error)
 
     def _on_loop(self, callback: Callable[..., object], *args: object) -> None:

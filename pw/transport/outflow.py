@@ -24,7 +24,8 @@ from pw.transport.chunks import (
     prepare,
 )
 from pw.transport.endpoints import look_up, parse
-from pw.transport.pieces import Array, Push, Unwatch, Watch, cut, packed
+from pw.transport.pieces import Push, Unwatch, Watch, cut, packed
+from pw.transport.segments import Array
 
 TRANSFERS_AT_ONCE = 4
 """Long ones per receiver; others queue, because more at a time would make none of them faster."""

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pw.core.landing import Landing
-from pw.transport.segments import Bytes
+from pw.transport.segments import Array, Bytes, Segment
 
-Array = npt.NDArray[np.generic]
 Done = Callable[[Exception | None], None]
 Ready = Callable[[int, bool, bool], None]
 """Told of a descriptor that it is readable, and whether it is writable."""
@@ -35,6 +33,8 @@ class Push:
     parts: Sequence[tuple[int, Array]]
     size_bytes: int
     done: Done
+    shared: Segment | None = None
+    """Where all of it lies already, for a receiver that can read it there."""
 
 
 def checked(landing: Landing, parts: Sequence[tuple[int, Array]], done: Done) -> Push:

@@ -9,18 +9,24 @@ A segment is in one of three states:
 
     idle     in the pool, warm, owned by nobody
     leased   promised to one transfer; a sender may be writing
-    lent     delivered; an array (or anything that aliases one, such as a JAX array) reads it
+    lent     delivered; an array (or anything that aliases one, such as a JAX array) reads it,
+             here or in the processes that it is shared with
 
-    idle -lease-> leased -lend-> lent -the last alias dies-> idle
-                  leased -retire-> gone         idle -too much is idle-> gone
+    idle -lease-> leased -lend-> lent -the last alias dies, all shares come back-> idle
+                  leased -restore-> idle        leased -retire-> gone
+                  idle -too much is idle-> gone
 
-Two rules keep somebody's bytes from changing under them:
+Three rules keep somebody's bytes from changing under them:
 
 1. A lease that is given up is *retired*, never made idle: a sender that has the pages mapped may
    still be copying, and nobody can tell it to stop. Its pages live until that sender lets go.
 2. Each segment ends in one page that holds the number of the transfer it is leased to, or 0. A
    sender looks at it before every piece it copies, so a landing that was cancelled, or is replayed
    after its segment went to somebody else, is noticed before anything is written.
+
+3. Nobody writes to a lent segment: JAX takes what it aliases for immutable, even when it is donated. So
+   its pages may be shared with other processes, but one that is gone without having given its share
+   back may still have readers, so that segment is never used again.
 
 The end of a lent segment is noticed by a weak reference to the *exporter* at the bottom of the
 array's chain of bases, because numpy shortens that chain and an intermediate array may die long
@@ -36,11 +42,13 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+Array = npt.NDArray[np.generic]
 Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -90,7 +98,7 @@ class _Exporter:
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self.__array_interface__: dict[str, Any] = {
-            "data": (mapping.address, False),
+            "data": (mapping.address, not mapping.writable),
             "shape": (mapping.size_bytes,),
             "typestr": "|u1",
             "version": 3,
@@ -100,14 +108,15 @@ class _Exporter:
 class Mapping:
     """The pages of a segment in this process; unmapped when the last array over them is gone."""
 
-    def __init__(self, descriptor: int, capacity_bytes: int) -> None:
+    def __init__(self, descriptor: int, capacity_bytes: int, *, writable: bool = True) -> None:
         self.address = 0
+        self.writable = writable
         self.size_bytes = capacity_bytes + PAGE_BYTES
         self.capacity_bytes = capacity_bytes
         address = _libc.mmap(
             None,
             self.size_bytes,
-            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
             mmap.MAP_SHARED,
             descriptor,
             0,
@@ -135,7 +144,7 @@ class Mapping:
             munmap(self.address, self.size_bytes)
 
 
-def map_received(descriptor: int, capacity_bytes: int) -> Mapping:
+def map_received(descriptor: int, capacity_bytes: int, *, writable: bool = True) -> Mapping:
     """Map a descriptor that a peer sent, after making sure that it cannot shrink under us.
 
     Raises:
@@ -148,16 +157,27 @@ def map_received(descriptor: int, capacity_bytes: int) -> Mapping:
         raise ValueError(f"a segment of {capacity_bytes} bytes came as {actual_bytes} bytes")
     if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEAL_SHRINK:
         raise ValueError("the segment is not sealed against shrinking")
-    return Mapping(descriptor, capacity_bytes)
+    return Mapping(descriptor, capacity_bytes, writable=writable)
 
 
 class Segment:
     """One memfd and this process's mapping of it."""
 
-    __slots__ = ("bytes", "capacity_bytes", "descriptor", "mapping", "number", "word")
+    __slots__ = (
+        "bytes",
+        "capacity_bytes",
+        "descriptor",
+        "mapping",
+        "number",
+        "shares",
+        "unsafe",
+        "word",
+    )
 
     def __init__(self, number: int, capacity_bytes: int) -> None:
         self.number = number
+        self.shares = 0  # transfers that other processes read it for
+        self.unsafe = False  # somebody may read it of whom nothing will be heard
         self.capacity_bytes = capacity_bytes
         self.descriptor = os.memfd_create("pw-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -171,10 +191,10 @@ class Segment:
 
 
 class _Alias(weakref.ref[_Exporter]):
-    """Tells, by being called back, which segment nobody aliases any more."""
+    """Tells, by being called back, which pages nobody aliases any more."""
 
-    __slots__ = ("segment",)
-    segment: Segment
+    __slots__ = ("unaliased",)
+    unaliased: Callable[[], None]
 
 
 def size_class(size_bytes: int) -> int:
@@ -197,6 +217,7 @@ class SegmentPool:
         self._segments: dict[int, Segment] = {}
         self._idle: dict[int, deque[Segment]] = {}
         self._order: dict[int, Segment] = {}  # idle segments, the longest idle first
+        self._lent: dict[int, Segment] = {}  # by the address at which it begins
         self._aliases: set[_Alias] = set()
         self._unaliased: deque[weakref.ref[_Exporter]] = deque()
         self._last_number = 0
@@ -235,11 +256,50 @@ class SegmentPool:
     def lend(self, segment: Segment, size_bytes: int) -> Bytes:
         """Turn a completed lease into an array; the segment is idle again when its aliases die."""
         segment.word[0] = 0
-        exporter, everything = segment.mapping.export()
+        self._lent[segment.mapping.address] = segment
+        return self.borrow(segment.mapping, size_bytes, partial(self._unlent, segment))
+
+    def borrow(self, mapping: Mapping, size_bytes: int, unaliased: Callable[[], None]) -> Bytes:
+        """An array over a mapping; `unaliased` is called by `reclaim` when its aliases are dead."""
+        exporter, everything = mapping.export()
         alias = _Alias(exporter, self._unaliased.append)
-        alias.segment = segment
+        alias.unaliased = unaliased
         self._aliases.add(alias)
         return everything[:size_bytes]
+
+    def restore(self, segment: Segment) -> None:
+        """Take back a lease that nobody has written to, nor will."""
+        segment.word[0] = 0
+        self._rest(segment)
+
+    def share(self, array: Array) -> Segment | None:
+        """The lent segment that begins where an array does; it is lent until `unshare` at least."""
+        segment = self._lent.get(array.__array_interface__["data"][0])
+        if segment is not None:
+            segment.shares += 1
+        return segment
+
+    def unshare(self, segment: Segment, *, safe: bool) -> None:
+        """A share has come back, or (not `safe`) will never do so while somebody may read it."""
+        segment.shares -= 1
+        segment.unsafe = segment.unsafe or not safe
+        if segment.mapping.address not in self._lent and segment.number in self._segments:
+            self._rest(segment)
+            self.reclaim()
+
+    def _unlent(self, segment: Segment) -> None:
+        del self._lent[segment.mapping.address]
+        self._rest(segment)
+
+    def _rest(self, segment: Segment) -> None:
+        if segment.shares:
+            return
+        if segment.unsafe:
+            self.retire(segment)
+            return
+        self._idle.setdefault(segment.capacity_bytes, deque()).append(segment)
+        self._order[segment.number] = segment
+        self.pooled_bytes += segment.capacity_bytes
 
     def retire(self, segment: Segment) -> None:
         """Let go of a segment that somebody may still be writing to; it is never used again."""
@@ -254,10 +314,7 @@ class SegmentPool:
             alias = self._unaliased.popleft()
             assert isinstance(alias, _Alias)
             self._aliases.discard(alias)
-            segment = alias.segment
-            self._idle.setdefault(segment.capacity_bytes, deque()).append(segment)
-            self._order[segment.number] = segment
-            self.pooled_bytes += segment.capacity_bytes
+            alias.unaliased()
         while self.pooled_bytes > self._keep_bytes:
             number = next(iter(self._order))
             segment = self._order.pop(number)
@@ -273,5 +330,6 @@ class SegmentPool:
         self._segments.clear()
         self._idle.clear()
         self._order.clear()
+        self._lent.clear()
         self._aliases.clear()
         self.pooled_bytes = 0

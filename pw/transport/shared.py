@@ -10,7 +10,11 @@ A sender's bulk thread connects to it once and then, for each transfer,
       | FINISH transfer         ------------------->  |     delivers
 
 Small transfers skip the segment: INLINE carries their bytes on the socket. DROP tells senders to
-unmap a segment that the receiver let go of.
+unmap a segment that the receiver let go of. What lies in a segment of the sender already, because it
+was itself a transfer, is not copied at all:
+
+      | SHARE transfer, descriptor  -------------->  |     delivers an array over the sender's pages
+      |  <------------------------  RETURN transfer  |     nobody aliases it any more
 
 All records have one fixed size. Anything else on the socket, a record that breaks the protocol,
 or a peer that runs as another user, closes that connection and nothing more.
@@ -27,14 +31,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pw.core.errors import TransferFailed
-from pw.transport.pieces import Array, Push, Unwatch, Watch, cut, packed, place
-from pw.transport.segments import Bytes, Mapping, Segment, map_received
+from pw.transport.pieces import Push, Unwatch, Watch, cut, packed, place
+from pw.transport.segments import Array, Bytes, Mapping, Segment, map_received
 
 INLINE_BYTES = 32 * 1024
 """Up to this size the bytes travel on the socket: mapping a segment would cost more."""
@@ -42,12 +47,14 @@ PIECE_BYTES = 16 << 20
 """Copied between two looks at the sockets: about a millisecond."""
 SILENCE_S = 30.0
 """A receiver that owes an answer for so long is taken for dead."""
+SHARE_BYTES = 2 << 20
+"""From this size on, a copy costs more than mapping the pages once more."""
 WANTS_AT_ONCE = 64
 _BURST_BYTES = 256 * 1024
 
 _RECORD = struct.Struct("<4sIQQ")
 _MAGIC = b"pwb1"
-WANT, FINISH, INLINE, SEGMENT, MISSING, DROP = range(1, 7)
+WANT, FINISH, INLINE, SEGMENT, MISSING, DROP, SHARE, RETURN = range(1, 9)
 _DESCRIPTORS_AT_ONCE = 16
 
 
@@ -73,6 +80,13 @@ def parse(buffer: bytearray) -> Iterator[tuple[int, int, int]]:
         yield kind, first, second
 
 
+def _receive(connection: socket.socket, limit_bytes: int) -> tuple[bytes, list[int]]:
+    received, descriptors, _, _ = socket.recv_fds(connection, limit_bytes, _DESCRIPTORS_AT_ONCE)
+    for descriptor in descriptors:  # Python 3.11 drops the flag that would ask for it
+        os.set_inheritable(descriptor, False)
+    return received, descriptors
+
+
 def _peer_user(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, user, _ = struct.unpack("iII", credentials)
@@ -86,6 +100,9 @@ class Arrivals(Protocol):
     def arrived(self, transfer: int, segment: int) -> bool: ...
     def inline_size(self, transfer: int) -> int | None: ...
     def arrived_inline(self, transfer: int, payload: Bytes) -> None: ...
+    def arrived_shared(
+        self, transfer: int, mapping: Mapping, give_back: Callable[[], None]
+    ) -> None: ...
     def reject(self) -> None: ...
 
 
@@ -95,6 +112,7 @@ class _Caller:
 
     socket: socket.socket
     inbox: bytearray = field(default_factory=bytearray)
+    descriptors: deque[int] = field(default_factory=deque)
     outbox: deque[tuple[int, int]] = field(default_factory=deque)
     writing: bool = False
     mapped: set[int] = field(default_factory=set)
@@ -150,10 +168,13 @@ class Listener:
                 self._loop.remove_reader(caller.socket.fileno())
                 self._loop.remove_writer(caller.socket.fileno())
             caller.socket.close()
+            for descriptor in caller.descriptors:
+                os.close(descriptor)
 
     def _readable(self, caller: _Caller) -> None:
         try:
-            received = caller.socket.recv(_BURST_BYTES)
+            received, descriptors = _receive(caller.socket, _BURST_BYTES)
+            caller.descriptors.extend(descriptors)
         except BlockingIOError:
             return
         except OSError:
@@ -178,6 +199,8 @@ class Listener:
                         raise Malformed("it finished a transfer in a segment it never mapped")
                     if not self._arrivals.arrived(first, second):
                         raise Malformed("it finished a transfer in another one's segment")
+                elif kind == SHARE:
+                    self._take_shared(caller, first, second)
                 elif kind == INLINE:
                     if second > INLINE_BYTES:
                         raise Malformed("an inline transfer is too long")
@@ -187,6 +210,22 @@ class Listener:
                     raise Malformed(f"record {kind} is not for a receiver")
             else:
                 return
+
+    def _take_shared(self, caller: _Caller, transfer: int, capacity_bytes: int) -> None:
+        if not caller.descriptors:
+            raise Malformed("shared pages came without their descriptor")
+        descriptor = caller.descriptors.popleft()
+        try:
+            mapping = map_received(descriptor, capacity_bytes, writable=False)
+        except (ValueError, OSError) as error:
+            raise Malformed(f"shared pages cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+        self._arrivals.arrived_shared(transfer, mapping, partial(self._give_back, caller, transfer))
+
+    def _give_back(self, caller: _Caller, transfer: int) -> None:
+        if caller in self._callers:
+            self._send(caller, RETURN, transfer)
 
     def _take_payload(self, caller: _Caller) -> bool:
         """False while the payload of an inline transfer is still under way."""
@@ -236,7 +275,7 @@ class Listener:
             sent = socket.send_fds(caller.socket, [line], [segment.descriptor])
             caller.mapped.add(number)
         else:
-            line = record(DROP if kind == DROP else MISSING, number)
+            line = record(MISSING if kind == SEGMENT else kind, number)
             sent = caller.socket.send(line)
         if sent != len(line):
             # A unix socket takes so small a record whole or not at all.
@@ -262,6 +301,7 @@ class _Receiver:
     outbox: deque[tuple[memoryview, Push | None]] = field(default_factory=deque)
     blocked: bool = False
     targets: dict[int, _Target] = field(default_factory=dict)
+    shares: dict[int, Segment] = field(default_factory=dict)
     waiting: dict[int, list[Push]] = field(default_factory=dict)
     unasked: deque[int] = field(default_factory=deque)
     asked: int = 0
@@ -287,6 +327,7 @@ class Copier:
             readable; or writable, if asked.
         unwatch: forgets it.
         finish: settles a push.
+        unshare: takes back a shared segment, which may be used again or not.
     """
 
     def __init__(
@@ -294,10 +335,12 @@ class Copier:
         watch: Watch,
         unwatch: Unwatch,
         finish: Callable[[Push, Exception | None], None],
+        unshare: Callable[[Segment, bool], None],
     ) -> None:
         self._watch = watch
         self._unwatch = unwatch
         self._finish = finish
+        self._unshare = unshare
         self._receivers: dict[str, _Receiver] = {}
         self._by_descriptor: dict[int, str] = {}
         self._copies: deque[_Copy] = deque()
@@ -315,7 +358,10 @@ class Copier:
             self._finish(push, TransferFailed(f"no receiver listens at {name!r}: {error}"))
             return
         number = push.landing.segment
-        if number == 0:
+        if push.shared is not None:
+            line = record(SHARE, push.landing.transfer, push.shared.capacity_bytes)
+            self._send(name, peer, line, push)
+        elif number == 0:
             self._send_inline(name, peer, push)
         elif number in peer.targets:
             self._begin(peer, push, peer.targets[number])
@@ -408,6 +454,8 @@ class Copier:
         self._copies = deque(copy for copy in self._copies if copy.receiver is not peer)
         for push in lost:
             self._finish(push, TransferFailed(f"lost the receiver at {name!r}: {why}"))
+        for segment in peer.shares.values():
+            self._unshare(segment, False)
 
     def _begin(self, peer: _Receiver, push: Push, target: _Target) -> None:
         if push.landing.size_bytes > target.bytes.size:
@@ -447,7 +495,11 @@ class Copier:
         while peer.outbox:
             line, push = peer.outbox[0]
             try:
-                sent = peer.socket.send(line)
+                if push is not None and push.shared is not None:
+                    # So small a record goes whole or not at all.
+                    sent = socket.send_fds(peer.socket, [line], [push.shared.descriptor])
+                else:
+                    sent = peer.socket.send(line)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -462,6 +514,8 @@ class Copier:
             peer.heard_s = time.monotonic()
             peer.outbox.popleft()
             if push is not None:
+                if push.shared is not None:
+                    peer.shares[push.landing.transfer] = push.shared
                 self._finish(push, None)
         if peer.blocked:
             peer.blocked = False
@@ -469,14 +523,12 @@ class Copier:
 
     def _receive(self, name: str, peer: _Receiver) -> None:
         try:
-            received, descriptors, _, _ = socket.recv_fds(peer.socket, 4096, _DESCRIPTORS_AT_ONCE)
+            received, descriptors = _receive(peer.socket, 4096)
         except BlockingIOError:
             return
         except OSError as error:
             self._hang_up(name, peer, str(error))
             return
-        for descriptor in descriptors:  # Python 3.11 drops the flag that would ask for it
-            os.set_inheritable(descriptor, False)
         peer.descriptors.extend(descriptors)
         if not received:
             self._hang_up(name, peer, "it closed the connection")
@@ -494,6 +546,9 @@ class Copier:
     def _heard(self, peer: _Receiver, kind: int, number: int, capacity_bytes: int) -> None:
         if kind == DROP:
             peer.targets.pop(number, None)
+            return
+        if kind == RETURN and number in peer.shares:
+            self._unshare(peer.shares.pop(number), True)
             return
         if kind not in (SEGMENT, MISSING) or number not in peer.waiting:
             raise Malformed(f"record {kind} about segment {number} was not asked for")
