@@ -33,7 +33,7 @@ SUITE = {
     "transfer": 300,
     "train": 420,
     "pipeline-train": 300,
-    "scale": 180,
+    "scale": 300,
 }
 BY_NAME_ONLY = {"gpu": 1200}
 LIMITS_S = SUITE | BY_NAME_ONLY

@@ -16,41 +16,22 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
-import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+if (
+    __name__ == "__main__"
+):  # the folder of a script comes first, where `concurrent` is not Python's own
+    sys.path.remove(str(ROOT / "bench"))
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-
-
-_METADATA = tempfile.TemporaryDirectory(prefix="pw-metadata-")
-
-
-def _make_importable() -> None:
-    """Have child processes find this checkout, and the version of a `pw` that was never installed."""
-    paths = [str(ROOT)]
-    try:
-        metadata.version("pw")
-    except metadata.PackageNotFoundError:
-        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-        directory = Path(_METADATA.name) / f"pw-{version}.dist-info"
-        directory.mkdir()
-        text = f"Metadata-Version: 2.1\nName: pw\nVersion: {version}\n"
-        (directory / "METADATA").write_text(text)
-        paths.append(_METADATA.name)
-        sys.path.append(_METADATA.name)
-    given = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([given] if given else [])])
-
-
-_make_importable()
+# Child processes are to find this checkout.
+_given = os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([_given] if _given else [])])
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -67,7 +48,7 @@ from bench.training import TASKS, Trainer, farthest  # noqa: E402
 
 WHAT = "training and dispatch on a GPU, alone and shared by two workers"
 CHAIN = 128
-BOUND = 0.98
+BOUND = 0.99
 TOLERANCE = 1e-2
 """How far losses may be apart, relatively: bfloat16, and sums whose order is the GPU's choice."""
 READING_S = 2.0

@@ -62,7 +62,10 @@ if TYPE_CHECKING:
     from pw.client.runtime import connect, disconnect, stats, why
     from pw.client.transfer import block_until_ready, get, put, ready
 
-__version__ = metadata.version("pw")
+try:
+    __version__ = metadata.version("pw")
+except metadata.PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0+checkout"
 
 _LAZY = {
     "connect": "pw.client.runtime",

@@ -165,3 +165,13 @@ def test_one_of_them_runs(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "latency.json").read_text())
     assert written["rows"]
     assert not written["bars"]  # a quick run judges nothing
+
+
+@pytest.mark.processes
+def test_the_one_for_gpus_runs_as_a_script_and_says_when_there_is_none(tmp_path: Path) -> None:
+    """Its folder has a module `concurrent`, which must not stand in for Python's own."""
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--out", str(tmp_path)]
+    cpu_only = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=cpu_only)
+    assert done.returncode == 0, done.stderr
+    assert "skipped: JAX finds no GPU here" in done.stdout
