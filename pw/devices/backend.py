@@ -145,6 +145,8 @@ class Watch:
 
     values: tuple[Value, ...]
     done: Done
+    hurried: bool = True
+    """Otherwise `done` may wait a little for others, if all went well."""
 
 
 @dataclass(slots=True)

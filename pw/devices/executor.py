@@ -572,7 +572,7 @@ class HostExecutor(HostMember):
             self._report(Finished(head.launch.sequence, int(busy_s * 1e6), lost))
 
         self._reported += 1
-        self._ops.append(ops.Watch(values, done))
+        self._ops.append(ops.Watch(values, done, hurried=self._reported <= PROGRESS_SHARE))
 
     def _flush(self) -> None:
         if self._queue:

@@ -517,9 +517,11 @@ class JaxBackend:
                 return
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
-            self._executing.put((Watch(tuple(heirs), op.done),))
-        else:
+            self._executing.put((Watch(tuple(heirs), op.done, op.hurried),))
+        elif op.hurried:
             self._completions.post(op.done, None)
+        else:
+            self._completions.post_unhurried(op.done, None)
 
     def _answer_read(self, op: Read) -> None:
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._settled(op.value)

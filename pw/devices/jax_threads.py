@@ -25,6 +25,9 @@ from pw.core.messages import ThreadReport
 
 Item = TypeVar("Item")
 
+DOZE_S = 0.001
+"""How long something may wait for the loop that nobody waits for."""
+
 STACK_FRAMES = 12
 """Calls shown of a thread that is asked where it is."""
 
@@ -36,6 +39,9 @@ class Completions:
         self._loop = loop
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
+        self._unhurried = False
+        self._dozing = False
+        """The loop looks by itself before long."""
         self._closed = False
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
@@ -47,6 +53,22 @@ class Completions:
         if self._closed:
             return
         self._calls.append((function, args))
+        self._wake()
+
+    def post_unhurried(self, function: Callable[..., None], *args: Any) -> None:
+        """The same, but it may wait for `DOZE_S`, so that many of them wake the loop once.
+
+        The first one wakes the loop, which looks again when it has dozed, for as long as it finds something.
+        What was said of `_woken` is true of `_dozing`: it is cleared before the deque is looked at.
+        """
+        if self._closed:
+            return
+        self._calls.append((function, args))
+        self._unhurried = True
+        if not self._dozing:
+            self._wake()
+
+    def _wake(self) -> None:
         if not self._woken:
             self._woken = True
             try:
@@ -65,8 +87,16 @@ class Completions:
         self._closed = True
         self._calls.clear()
 
+    def _look_again(self) -> None:
+        self._dozing = False
+        if self._calls and not self._closed:
+            self._drain()
+
     def _drain(self) -> None:
         self._woken = False
+        if self._unhurried and not self._dozing:
+            self._unhurried, self._dozing = False, True
+            self._loop.call_later(DOZE_S, self._look_again)
         try:
             for _ in range(len(self._calls)):
                 if not self._calls:

@@ -1,0 +1,85 @@
+"""The threads of the JAX backend: what they say reaches the loop, in order, with few wakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pw.devices import jax_threads
+from pw.devices.jax_threads import Completions
+
+BOUND_S = 30.0
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Counts how often other threads have woken it."""
+
+    wakes = 0
+
+    def call_soon_threadsafe(self, *args: Any, **how: Any) -> asyncio.Handle:
+        self.wakes += 1
+        return super().call_soon_threadsafe(*args, **how)
+
+    def until(self, reached: list[Any], count: int) -> None:
+        async def wait() -> None:
+            while len(reached) < count:
+                await asyncio.sleep(0)
+
+        self.run_until_complete(asyncio.wait_for(wait(), BOUND_S))
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+def test_what_is_not_urgent_wakes_a_loop_that_dozes_no_more(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_threads, "DOZE_S", 0.05)
+    completions, seen = Completions(loop), list[int]()
+    completions.post_unhurried(seen.append, 0)
+    loop.until(seen, 1)
+    assert loop.wakes == 1
+    for number in range(1, 10):
+        completions.post_unhurried(seen.append, number)
+    assert loop.wakes == 1
+    loop.until(seen, 10)
+    assert seen == list(range(10))
+    assert loop.wakes == 1
+
+
+def test_what_is_urgent_takes_what_is_not_along(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_threads, "DOZE_S", 1000.0)
+    completions, seen = Completions(loop), list[int]()
+    completions.post_unhurried(seen.append, 0)
+    loop.until(seen, 1)
+    completions.post_unhurried(seen.append, 1)
+    completions.post_unhurried(seen.append, 2)
+    completions.post(seen.append, 3)
+    loop.until(seen, 4)
+    assert seen == [0, 1, 2, 3]
+    assert loop.wakes == 2
+
+
+def test_a_loop_that_has_dozed_for_nothing_is_woken_again(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_threads, "DOZE_S", 0.0)
+    completions, seen = Completions(loop), list[int]()
+    for number in range(3):
+        completions.post_unhurried(seen.append, number)
+        loop.until(seen, number + 1)
+        loop.run_until_complete(asyncio.sleep(0.001))
+    assert loop.wakes == 3
+    completions.post_unhurried(seen.append, 3)
+    completions.close()
+    loop.run_until_complete(asyncio.sleep(0.001))
+    assert seen == [0, 1, 2]
