@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pw.devices import jax_threads
-from pw.devices.jax_threads import Completions
+from pw.devices.jax_threads import Completions, QueueThread, join_all
 
 BOUND_S = 30.0
 
@@ -83,3 +83,20 @@ def test_a_loop_that_has_dozed_for_nothing_is_woken_again(
     completions.close()
     loop.run_until_complete(asyncio.sleep(0.001))
     assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("nap_s", [0.0, 0.01])
+def test_a_thread_handles_all_in_order_and_goes_on_after_an_error(nap_s: float) -> None:
+    seen, errors = list[int](), list[BaseException]()
+
+    def handle(number: int) -> None:
+        if number == 3:
+            raise ValueError(number)
+        seen.append(number)
+
+    thread = QueueThread("test", handle, errors.append, nap_s)
+    for number in range(5):
+        thread.put(number)
+    assert join_all([thread], BOUND_S)
+    assert seen == [0, 1, 2, 4]
+    assert [str(error) for error in errors] == ["3"]

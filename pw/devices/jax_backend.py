@@ -67,6 +67,9 @@ _INLINE_BYTES = 64 * 1024
 
 _CLOSE_TIMEOUT_S = 5.0
 
+_GUARD_NAP_S = 0.001
+"""How much later it may be known that a computation has failed whose results nobody watches."""
+
 _COLLECTIVES = ("Gloo", "NCCL")
 """Who speaks in the error of a computation whose peers have died under it."""
 
@@ -128,7 +131,7 @@ class JaxBackend:
             "pw-python", self._call_python, fail
         )
         self._guarding: QueueThread[tuple[Value, Callable[[ErrorReport], None]]] = QueueThread(
-            "pw-guard", self._guard, fail
+            "pw-guard", self._guard, fail, _GUARD_NAP_S
         )
         self._compiling: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), fail

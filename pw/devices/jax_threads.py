@@ -115,15 +115,27 @@ class QueueThread(Generic[Item]):
 
     It runs with 64-bit types enabled, whatever the process default: what a client has traced is
     not for a worker to narrow.
+
+    Args:
+        name: of the thread.
+        handle: called with each item.
+        failed: called with what `handle` raises.
+        nap_s: how long it may sleep when it has nothing to do, before it lets itself be woken: who puts
+            something for each of a thousand computations a second then wakes it a few times.
     """
 
     def __init__(
-        self, name: str, handle: Callable[[Item], None], failed: Callable[[BaseException], None]
+        self,
+        name: str,
+        handle: Callable[[Item], None],
+        failed: Callable[[BaseException], None],
+        nap_s: float = 0.0,
     ) -> None:
         self._queue: SimpleQueue[Item | None] = SimpleQueue()
         self.put: Callable[[Item], None] = self._queue.put
         self._handle = handle
         self._failed = failed
+        self._nap_s = nap_s
         self._busy_since_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -163,6 +175,8 @@ class QueueThread(Generic[Item]):
                     self._failed(error)
                 self._busy_since_s = 0.0
                 del item  # an idle thread must not keep the last buffers alive
+                if self._nap_s and self._queue.empty():
+                    time.sleep(self._nap_s)
 
 
 def join_all(threads: list[QueueThread[Any]], timeout_s: float) -> bool:
