@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pw
@@ -63,20 +64,29 @@ def calls(function: Callable[[Any], Any], start: Any) -> Callable[[int], object]
 
 
 def move(address: str, size_bytes: str) -> Cases:
-    """One array after the other; the next is asked for as soon as the last is there."""
+    """One array after the other; the next is asked for as soon as the last is there.
+
+    What a computation has made lies in memory of its host alone, and somebody has to copy it. What was put
+    there lies in pages that other processes can read too.
+    """
     pw.connect(address)
     meshes = [
         pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1, island=island).devices, ("data",))
         for island in ("island-0", "island-1")
     ]
     here, there = (pw.NamedSharding(mesh, pw.PartitionSpec()) for mesh in meshes)
-    array = pw.put(np.ones(int(size_bytes), np.uint8), sharding=here)
+    ones = jnp.ones(int(size_bytes), jnp.uint8)
+    put = pw.put(np.asarray(ones), sharding=here)
+    computed = pw.jit(lambda x: x * 2, mesh=meshes[0])(put)
 
-    def moves(count: int) -> None:
-        for _ in range(count):
-            pw.put(array, sharding=there).block_until_ready()
+    def moves(array: Any) -> Callable[[int], object]:
+        def case(count: int) -> None:
+            for _ in range(count):
+                pw.put(array, sharding=there).block_until_ready()
 
-    return {"move": moves}
+        return case
+
+    return {"move computed": moves(computed), "move again": moves(put)}
 
 
 def compute(address: str, *steps: str) -> Cases:
