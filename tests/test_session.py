@@ -151,6 +151,10 @@ class Bench:
         self.note(Put(array, spec, value(spec), keep))
         return value(spec)
 
+    def attempt(self, host: str) -> int:
+        """Which attempt at an upload the host has heard of last."""
+        return int(self.asked(host, Upload)[-1].attempt)
+
     def take(self, host: str, array: int = X) -> np.ndarray[Any, Any]:
         """A host lets the client push its shard of a large upload, and returns what has come."""
         upload = self.asked(host, Upload)[-1]
@@ -158,7 +162,7 @@ class Bench:
         came: list[Any] = []
         shard_bytes = upload.spec.shard_bytes
         landing = self.bulk[host].land(shard_bytes, came.append)
-        self.tell(UploadLanding(array, landing), sender=store_of(host))
+        self.tell(UploadLanding(array, landing, upload.attempt), sender=store_of(host))
         (buffer,) = came
         return buffer[:shard_bytes].view(np.int64)
 
@@ -459,23 +463,45 @@ def test_a_push_that_fails_is_told_and_the_input_kept() -> None:
     bench.put(split(SLICE, 1, LARGE))
     landing = bench.bulk["a"].land(LARGE * 8, lambda buffer: None)
     host = bench.world.actors.pop("a")  # for the bulk plane it is gone
-    bench.tell(UploadLanding(X, landing), sender=store_of("a"))
+    bench.tell(UploadLanding(X, landing, bench.attempt("a")), sender=store_of("a"))
     bench.world.actors["a"] = host
     bench.world.settle()
     (aborted,) = bench.asked("a", UploadAborted)
-    assert (aborted.array, aborted.error.kind) == (X, "TransferFailed")
+    assert (aborted.array, aborted.transfer) == (X, landing.transfer)
+    assert aborted.error.kind == "TransferFailed"
     bench.tell(UploadAgain(X, X))
     bench.take("a")
+
+
+def test_a_landing_for_an_old_attempt_is_not_taken_for_that_of_the_new_one() -> None:
+    """Or the value would be gone with the first push, before the host asks where the second one is."""
+    bench = Bench()
+    bench.put(split(SLICE, 1, LARGE), keep=True)
+    bench.take("a")
+    landings = []
+    for _ in range(2):
+        bench.tell(UploadAgain(X, Y))
+        landing = bench.bulk["a"].land(LARGE * 8, lambda buffer: None)
+        landings.append(UploadLanding(Y, landing, bench.attempt("a")))
+    bench.tell(landings[0], sender=store_of("a"))
+    (aborted,) = bench.asked("a", UploadAborted)
+    assert aborted.transfer == landings[0].landing.transfer
+    assert aborted.error.kind == "TransferFailed", (
+        "so that it is asked for again if it is still waited for"
+    )
+    bench.tell(landings[1], sender=store_of("a"))
+    assert not bench.asked("a", UploadAborted)
 
 
 def test_the_end_of_an_old_attempt_says_nothing_about_the_new_one() -> None:
     bench = Bench(keep_bytes=0)
     bench.put(split(SLICE, 1, LARGE))
     landing = bench.bulk["a"].land(LARGE * 8, lambda buffer: None)
-    bench.session.receive(store_of("a"), UploadLanding(X, landing))
+    first = UploadLanding(X, landing, bench.attempt("a"))
+    bench.session.receive(store_of("a"), first)
     bench.session.receive(CONTROL, UploadAgain(X, X))  # before the push has ended
     bench.world.settle()
-    assert [type(m) for m in bench.hosts["a"].received] == [Identify, Upload, Upload]
+    assert [type(m) for m in bench.hosts["a"].received] == [Upload]
     assert bench.session._uploads._inputs, "the first push was not of the second attempt"
     bench.take("a")
     assert not bench.session._uploads._inputs
@@ -544,7 +570,7 @@ def fields(message: Any) -> list[Any]:
 
 def test_a_host_that_wants_what_is_gone_is_told(bench: Bench) -> None:
     landing = bench.bulk["a"].land(8, lambda buffer: None)
-    bench.tell(UploadLanding(99, landing), sender=store_of("a"))
+    bench.tell(UploadLanding(99, landing, 1), sender=store_of("a"))
     assert [type(m) for m in bench.asked("a")] == [Identify, UploadAborted]
 
 

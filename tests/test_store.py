@@ -85,6 +85,13 @@ class Bench:
     ) -> None:
         self.say(Upload(array, SPEC, HERE, data, *place), node)
 
+    def landing(self) -> int:
+        """Have bytes asked for that come over the bulk plane; the transfer that waits for them."""
+        self.upload(None)
+        told = self.answers()[-1]
+        assert isinstance(told, UploadLanding)
+        return told.landing.transfer
+
     def answers(self, node: str = "c") -> list[Any]:
         self.world.settle()
         return self.world.to(session_of(node))
@@ -316,8 +323,10 @@ def test_an_upload_to_an_earlier_incarnation_leaves_nothing_in_this_one(place: A
 def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
     bench = Bench()
     bench.say(Wait(1, (ARRAY,)))
-    bench.upload(None)
-    bench.say(UploadAborted(ARRAY, ErrorReport("ArrayLost", "the value is gone")))
+    transfer = bench.landing()
+    bench.say(UploadAborted(ARRAY, transfer + 1, ErrorReport("ArrayLost", "of another attempt")))
+    assert not bench.uploaded()
+    bench.say(UploadAborted(ARRAY, transfer, ErrorReport("ArrayLost", "the value is gone")))
     (error,) = bench.uploaded()
     assert error is not None
     assert error.kind == "ArrayLost"
@@ -327,8 +336,8 @@ def test_an_upload_that_its_client_gives_up_fails_the_array() -> None:
 def test_who_asks_for_what_was_lost_waits_and_the_controller_is_told_once() -> None:
     bench = Bench()
     bench.say(Wait(1, (ARRAY,)))
-    bench.upload(None)
-    bench.say(UploadAborted(ARRAY, ErrorReport("TransferFailed", "lost the receiver")))
+    lost = ErrorReport("TransferFailed", "lost the receiver")
+    bench.say(UploadAborted(ARRAY, bench.landing(), lost))
     bench.say(Wait(2, (ARRAY,)))
     assert not bench.failed()
     assert [m for m in bench.world.to(CONTROL) if isinstance(m, ArraysLost)] == [

@@ -24,7 +24,7 @@ import numpy as np
 from pw.client.hosts import Devices, Hosts
 from pw.client.notes import Put
 from pw.core.actor import Env
-from pw.core.errors import ArrayLost, ErrorReport
+from pw.core.errors import ArrayLost, ErrorReport, TransferFailed
 from pw.core.ids import CONTROL
 from pw.core.landing import Bulk
 from pw.core.messages import (
@@ -72,6 +72,7 @@ class Uploads:
         """Inputs under the budget and their sizes, the first to go first."""
         self._kept_bytes = 0
         self.keep_bytes = KEEP_BYTES
+        self._attempts = 0
 
     def put(self, note: Put) -> None:
         """Announce an array and send its value, unless there is nowhere to send it to."""
@@ -129,7 +130,8 @@ class Uploads:
         upload = self._inputs[array]
         spec, devices = upload.spec, self._hosts.devices(upload.spec)
         binding = self._hosts.binding(spec)
-        upload.attempt += 1
+        self._attempts += 1
+        upload.attempt = self._attempts
         upload.interrupted = binding is None and not upload.forgotten
         upload.missing.clear()
         if binding is None or devices is None:
@@ -142,7 +144,8 @@ class Uploads:
                 data = pack([upload.value[box_slices(box)] for box, _ in boxes])
             else:
                 upload.missing.add(host)
-            message = Upload(array, spec, devices, data, binding.island, binding.epoch)
+            place = binding.island, binding.epoch
+            message = Upload(array, spec, devices, data, *place, upload.attempt)
             self._hosts.send(host, message)
         self._settle(array, upload)
 
@@ -151,7 +154,12 @@ class Uploads:
         upload = self._inputs.get(message.array)
         if upload is None:
             words = "the client does not have the value of this array any more"
-            self._abort(host, message.array, ErrorReport.of(ArrayLost(words)))
+            self._abort(host, message, ArrayLost(words))
+            return
+        if message.attempt != upload.attempt:
+            self._abort(
+                host, message, TransferFailed("the array is sent once more, from the start")
+            )
             return
         devices = self._hosts.devices(upload.spec)
         if devices is not None:
@@ -174,13 +182,14 @@ class Uploads:
             upload.missing.discard(host)
             if error is not None:
                 upload.interrupted = not upload.forgotten
-                self._abort(host, message.array, ErrorReport.of(error))
+                self._abort(host, message, error)
             self._settle(message.array, upload)
 
         self._bulk.push(message.landing, parts, pushed)
 
-    def _abort(self, host: str, array: int, error: ErrorReport) -> None:
-        self._hosts.send(host, UploadAborted(array, error))
+    def _abort(self, host: str, asked: UploadLanding, error: Exception) -> None:
+        report = ErrorReport.of(error)
+        self._hosts.send(host, UploadAborted(asked.array, asked.landing.transfer, report))
 
     # --- keeping -------------------------------------------------------------------------------------
 

@@ -422,7 +422,7 @@ class ObjectStore(Actor):
                 self._fail_array(array, value, ErrorReport.of(refused, self.env.address.node))
                 return
             self._landings[array] = landing.transfer
-            self.env.send(sender, UploadLanding(array, landing))
+            self.env.send(sender, UploadLanding(array, landing, message.attempt))
         elif len(message.data) != total:
             error = ArgumentError(f"an upload of {total} bytes came with {len(message.data)}")
             self._fail_array(array, value, ErrorReport.of(error, self.env.address.node))
@@ -457,7 +457,9 @@ class ObjectStore(Actor):
 
     @handles(UploadAborted)
     def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
-        if not self._allowed(sender, message.array) or message.array not in self._landings:
+        if not self._allowed(sender, message.array):
+            return
+        if self._landings.get(message.array) != message.transfer:
             return
         value = self._entries[message.array].value
         self._abandon(message.array)

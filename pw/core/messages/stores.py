@@ -20,6 +20,8 @@ class Upload(Base, frozen=True, tag=93):
     island: str
     epoch: int
     """Where `devices` are: in another epoch your shards may be another host's, and I send to that one."""
+    attempt: int = 0
+    """Of all that this client sends no two have the same."""
 
 
 class UploadLanding(Base, frozen=True, tag=94):
@@ -27,6 +29,8 @@ class UploadLanding(Base, frozen=True, tag=94):
 
     array: int
     landing: Landing
+    attempt: int
+    """That of the upload."""
 
 
 class Uploaded(Base, frozen=True, tag=95):
@@ -80,6 +84,8 @@ class UploadAborted(Base, frozen=True, tag=102):
     """ClientSession to ObjectStore: the bytes of this upload will not come."""
 
     array: int
+    transfer: int
+    """Of the landing: another one's bytes may be on their way."""
     error: ErrorReport
 
 
