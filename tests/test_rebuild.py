@@ -23,6 +23,7 @@ from pw.core.messages import (
     LeaveIsland,
     PeerLost,
     SegmentDone,
+    SliceBound,
     Upload,
     UploadAgain,
 )
@@ -236,6 +237,35 @@ def test_copies_that_all_hosts_take_away_and_bring_back_are_kept() -> None:
     cluster.hosts["a1"].die()
     world.settle()
     np.testing.assert_array_equal(client.value(state), cluster.x + 1)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_hosts_that_have_the_last_copies_are_waited_for(returns: bool) -> None:
+    """Spares have taken their places by then, but nobody else has what they had."""
+    cluster = Cluster(spares=3)
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    (state,) = client.run(step, client.upload(cluster.x, cluster.a))
+    asked = client.checkpoint(state)
+    world.settle()
+    world.wait(KEEP_S)
+    assert client.answered(asked) == Answered(asked, None)
+    keepers = [host for host in cluster.hosts.values() if host.current.census()["replica_arrays"]]
+    for host in keepers:
+        world.kill(host.name)
+    world.settle()
+    world.wait(6)
+    assert len(client.of(SliceBound)) > 2, "spares have taken their places"
+    assert not client.failed
+    if returns:
+        for host in keepers:
+            host.start()
+        world.settle()
+        world.wait(1)
+        np.testing.assert_array_equal(client.value(state), cluster.x + 1)
+        return
+    world.wait(60)
+    assert "no copies of it" in client.value(state).message
 
 
 @pytest.mark.parametrize("victim", ["a0", "a1", "b0", "s0"])

@@ -175,6 +175,8 @@ class Rebuilder:
         self._offers = Ticker(env, OFFER_S, OfferAgain())
         self._looks = Ticker(env, LOOK_S, LookForCopies())
         self._hosts: tuple[str, ...] = ()
+        self._expected_until_s = 0.0
+        """Until then a host may be back that had copies."""
         self.draining: set[str] = set()
         """Hosts that shall not keep anything."""
         self._offered: set[tuple[int, Box, str]] = set()
@@ -221,6 +223,7 @@ class Rebuilder:
         self._offered.clear()
         for number, holdings in list(self._unclaimed.items()):
             self._unclaimed[number] = [entry for entry in holdings if entry[0] != node]
+        self._expect((node,))
         for array in [array for array, copies in self._copies.items() if node in copies]:
             del self._copies[array][node]
             client = self._ledger.clients.get(client_of(array))
@@ -233,6 +236,12 @@ class Rebuilder:
                 del self._copies[array]
         for copying in list(self._checkpoints):
             self._copy_without(copying, (node,))
+
+    def _expect(self, gone: Iterable[str]) -> None:
+        """Copies outlive the process of a host: it is waited for as an island is."""
+        nodes = set(gone)
+        if any(not nodes.isdisjoint(copies) for copies in self._copies.values()):
+            self._expected_until_s = self._env.now_s() + self._recovery_s
 
     def _copy_without(self, copying: _Copying, gone: Iterable[str]) -> None:
         """A checkpoint is not to wait for what these hosts were to give or to keep."""
@@ -338,7 +347,7 @@ class Rebuilder:
             return
         if client.lost:
             plan = self._plan(client)
-            if plan.lost and self._env.now_s() < client.patient_until_s:
+            if self._waits_for_copies(client, plan):
                 self._looks.start()
                 return
             if self._waits_for_programs(client, plan):
@@ -354,8 +363,16 @@ class Rebuilder:
         """See whether those who have come back can go on, or have to do without."""
         self._looks.ticked(more=False)
         for client in list(self._ledger.clients.values()):
-            if client.lost and client.patient_until_s:
+            if client.lost:
                 self.proceed(client)
+
+    def _waits_for_copies(self, client: Client, plan: RecoveryPlan) -> bool:
+        """Whether hosts may come that have what cannot be had back without them."""
+        now_s, origins = self._env.now_s(), client.lineage.origins
+        lasting = any(array in origins and origins[array].lasting for array in plan.lost)
+        return bool(plan.lost) and (
+            now_s < client.patient_until_s or (lasting and now_s < self._expected_until_s)
+        )
 
     def _plan(self, client: Client) -> RecoveryPlan:
         def exists(array: int) -> bool:
@@ -371,9 +388,13 @@ class Rebuilder:
             held = client.arrays.get(array) or client.lineage.origins.get(array)
             return None if held is None else held.error
 
-        return plan_recovery(
-            client.lineage, wanted, exists, self._copies, client.lost, bound, failed
-        )
+        hosts = set(self._hosts)  # others may have been lost, and nobody would ask them
+        copies = {
+            array: {host: boxes for host, boxes in copies.items() if host in hosts}
+            for array, copies in self._copies.items()
+            if client_of(array) == client.number
+        }
+        return plan_recovery(client.lineage, wanted, exists, copies, client.lost, bound, failed)
 
     def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
         """Have the hosts compile what is to be run again; true while they are at it."""
@@ -576,6 +597,7 @@ class Rebuilder:
         """These hosts can keep copies."""
         before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
         gone = [host for host in before if host not in self._hosts]
+        self._expect(gone)
         for copying in list(self._checkpoints):
             self._copy_without(copying, gone)
         for client in self._ledger.clients.values():
