@@ -251,6 +251,8 @@ def test_what_a_checkpoint_has_a_part_in_is_lost_only_with_machines() -> None:
     ledger.note("crash", "host")
     assert "could be made again" in str(oracle.check_error(1, HostLost("gone")))
     ledger.note("machine crash", "host")
+    assert "could be made again" in str(oracle.check_error(1, HostLost("gone")))
+    ledger.note("machine crash", "host")
     assert oracle.check_error(1, HostLost("gone")) is None
     assert "could be made again" in str(oracle.check_error(2, HostLost("gone")))
 

@@ -5,7 +5,7 @@ always fails) or if a fault excuses it: one that was injected, and that touched 
 or a host of an island that the array, or anything it was made from, has been on. And no fault of a host
 excuses the loss of what can be made again: an array of a client that keeps all its inputs, in whose making
 nothing was donated. Where a checkpoint has a part in it, how that array was made is forgotten, and its copies
-are all there is: they outlive every process, but not the machines.
+are all there is: they outlive every process, and all machines but the last that has them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from pw.core.errors import Error
 from pw.core.ids import arrays_in
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
+from pw.sched.rebuild import COPIES
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.programs import Draft
@@ -151,7 +152,7 @@ class Oracle:
             return said
         lasts = truth.durable and not self._ledger.injected["drain"]  # it has a place
         if not self._copied.isdisjoint(truth.made_of):
-            lasts = lasts and not self._ledger.injected["machine crash"]
+            lasts = lasts and self._ledger.injected["machine crash"] < COPIES
         if held and lasts and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
