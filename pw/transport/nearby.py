@@ -49,7 +49,7 @@ def dial(place: Place) -> socket.socket | None:
     try:
         dialled.setblocking(False)
         dialled.connect(_name(place))
-        if _user_of(dialled) in (0, os.getuid()):
+        if _user_of(dialled) in (0, os.geteuid()):
             return dialled
     except OSError:
         pass
