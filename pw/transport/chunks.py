@@ -30,10 +30,8 @@ import socket
 import struct
 
 CHUNK_BYTES = 4 << 20
-SILENCE_S = 20.0
-"""A receiver that owes an answer for so long is taken for dead."""
-_UNREACHABLE_S = 10
-"""A machine that acknowledges nothing for so long is taken for dead by the kernel."""
+SILENCE_S = 20
+"""Whoever owes an answer for so long is taken for dead: a receiver by its sender, a machine by the kernel."""
 
 HEADER = struct.Struct("<4sIQQQ")
 MAGIC = b"pwc2"
@@ -51,10 +49,10 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", _UNREACHABLE_S // 2),
+        ("TCP_KEEPIDLE", SILENCE_S // 2),
         ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", _UNREACHABLE_S // 2),
-        ("TCP_USER_TIMEOUT", _UNREACHABLE_S * 1000),
+        ("TCP_KEEPCNT", SILENCE_S // 2),
+        ("TCP_USER_TIMEOUT", SILENCE_S * 1000),
     ):
         if hasattr(socket, name):  # not everywhere
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

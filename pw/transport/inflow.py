@@ -141,7 +141,11 @@ class ChunkReceiver:
             self._listening = False
             self._unwatch(self._listener.fileno())
             return
-        prepare(connection)
+        try:
+            prepare(connection)
+        except OSError:  # gone already
+            connection.close()
+            return
         self._callers[connection.fileno()] = _Caller(connection)
         self._watch(connection.fileno(), self.ready, False)
 

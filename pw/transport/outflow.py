@@ -140,7 +140,7 @@ class ChunkSender:
         now_s = time.monotonic()
         for peer in list(self._receivers.values()):
             if peer.active and now_s - peer.heard_s > SILENCE_S:
-                self._hang_up(peer, f"it was silent for {SILENCE_S:.0f} s")
+                self._hang_up(peer, f"it was silent for {SILENCE_S} s")
 
     def close(self) -> None:
         for peer in list(self._receivers.values()):

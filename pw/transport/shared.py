@@ -11,7 +11,8 @@ A sender's bulk thread connects to it once and then, for each transfer,
 
 Small transfers skip the segment: INLINE carries their bytes on the socket. DROP tells senders to
 unmap a segment that the receiver let go of. What lies in a segment of the sender already, because it
-was itself a transfer, is not copied at all:
+was itself a transfer, is not copied at all. A landing goes to one sender, who either copies or shares,
+so that its own segment was not touched then:
 
       | SHARE transfer, descriptor  -------------->  |     delivers an array over the sender's pages
       |  <------------------------  RETURN transfer  |     nobody aliases it any more
