@@ -63,6 +63,25 @@ def test_large_arrays_are_deleted_by_the_next_run(monkeypatch: pytest.MonkeyPatc
         until_live({node: count + 1 for node, count in base.items()})
 
 
+def test_pages_that_two_hosts_share_are_written_by_neither() -> None:
+    with InProcessCluster(islands=2, devices_per_island=1):
+        here, there = mesh_on(0, devices=1), mesh_on(1, devices=1)
+        values = numbers(1 << 20)
+        x = pw.put(values, sharding=split(here))
+        y = pw.put(x, sharding=split(there))
+        fetched = np.asarray(y)
+        assert pw.stats()["host-0"]["bulk_shared_bytes"] == values.nbytes
+        doubled = pw.jit(lambda v: v * 2, mesh=here, donate_argnums=0)(x)
+        assert np.array_equal(np.asarray(doubled), values * 2)
+        tripled = pw.jit(lambda v: v * 3, mesh=there, donate_argnums=0)(y)
+        assert np.array_equal(np.asarray(tripled), values * 3)
+        assert np.array_equal(fetched, values)
+        for start in range(5):  # pages that nobody reads any more are written to again
+            z = pw.put(pw.put(values + start, sharding=split(here)), sharding=split(there))
+            assert np.array_equal(np.asarray(z), values + start)
+        assert np.array_equal(fetched, values)
+
+
 def test_caches_do_not_hold_arguments_and_results(east: pw.Mesh, west: pw.Mesh) -> None:
     f = pw.jit(lambda v, k: v + k, mesh=east, donate_argnums=0)
     g = pw.program(lambda v: f(pw.put(v, sharding=split(west)), 1))
