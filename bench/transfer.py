@@ -45,7 +45,7 @@ from pw.transport.bulk import BulkPlane
 MIB = 1 << 20
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 * MIB, 64 * MIB, 256 * MIB)
 BAR_BYTES = 64 * MIB
-MOVES = 4
+MOVES = 8
 """Arrays that a reading is taken over."""
 
 
@@ -244,7 +244,10 @@ def _tell_arrays(result: Result, size: int, rounds: int, calls: int) -> None:
             movers[cluster.address] = mover
             add(f"pw.put, {channel}", mover, again=channel == "shared")
         try:
-            ray = stack.enter_context(Peer("Ray", "bench.baselines.ray_store", [[str(size)]]))
+            store = Peer(
+                "Ray", "bench.baselines.ray_store", [[str(size)]], ready_s=120, freeze=True
+            )
+            ray = stack.enter_context(store)
             add("Ray's store", ray)
         except GaveUp as error:
             result.notes.append(f"without Ray's store: {error}")
