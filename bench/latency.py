@@ -1,10 +1,10 @@
 """How long a user waits for the smallest thing there is: from a call to its result, of a computation that does
 nothing. The paper has no such table; it is what the blocking calls of its Figure 5 are made of.
 
-A call travels client → controller → host → client: three hops on a cluster, and two where the controller lives
-in the client's process. The yardstick is a bare zmq round trip between two processes on this machine, measured in
-the same rounds, for each hop: a message there, and whatever must be woken before the next can leave. What the
-messages alone could do, half a round trip for each hop, is told beside it.
+A call travels client → controller → host → client: three hops on a cluster, and two where the controller
+lives in the client's process. The yardstick is a bare zmq round trip between two processes on this machine,
+measured in the same rounds, for each hop: a message there, and whatever must be woken before the next can
+leave. What the messages alone could do, half a round trip for each hop, is told beside it.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class LocalRuntime:
         self.waits += 1
         return _done(None)
 
-    def release(self, array: int) -> None:
+    def release(self, array: int, size_bytes: int) -> None:
         self.released.append(array)
 
     def delete(self, arrays: Sequence[int]) -> None:

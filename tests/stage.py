@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 import pw
 from pw.devices.backend import Call
@@ -69,3 +73,27 @@ def until_live(expected: dict[str, int]) -> None:
 def numbers(size: int, start: int = 0) -> Any:
     """`size` float32 numbers that float32 holds exactly."""
     return np.arange(start, start + size, dtype=np.float32)
+
+
+@contextlib.contextmanager
+def interrupted_in_its_wait() -> Iterator[None]:
+    """Expect the Ctrl-C that comes, as from a terminal, as soon as the main thread waits in the block."""
+    main = threading.main_thread().ident
+    assert main is not None
+    over = threading.Event()
+
+    def interrupt() -> None:
+        while not over.wait(0.01):
+            calls = traceback.extract_stack(sys._current_frames()[main])
+            if any(call.filename.endswith("futures/_base.py") for call in calls):
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        over.set()
+        thread.join()

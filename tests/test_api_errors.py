@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client import runtime as runtime_module
 from pw.testing import InProcessCluster
-from tests.stage import held, mesh_on, numbers, split
+from tests.stage import held, interrupted_in_its_wait, mesh_on, numbers, split
 
 TOO_LARGE = 1 << 44
 """Elements of an array that no host has memory for."""
@@ -269,13 +268,8 @@ def test_ctrl_c_while_waiting(how: str, cluster: InProcessCluster, east: pw.Mesh
     f(numbers(4)).block_until_ready()
     with held(cluster):
         x = f(numbers(4))
-        main = threading.main_thread().ident
-        assert main is not None
-        interrupt = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted_in_its_wait():
             wait[how](x)
-        interrupt.join()
         assert not x.is_ready()
         y = f(x)  # the session is usable
     np.testing.assert_array_equal(x, numbers(4) + 1)

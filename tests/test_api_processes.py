@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from tests.stage import live, mesh_on, numbers, split, until_live
+from tests.stage import interrupted_in_its_wait, live, mesh_on, numbers, split, until_live
 from tests.test_api_dtypes import NARROW, WIDE, bits, sample
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -126,15 +124,8 @@ def test_ctrl_c_ends_the_wait_and_nothing_else(east: pw.Mesh, west: pw.Mesh) -> 
     long = pw.jit(lambda x: jax.lax.fori_loop(0, count, lambda i, v: v * 3, x), mesh=east)
     x = long(np.uint32(1))
     assert not x.is_ready()
-    main = threading.main_thread().ident
-    assert main is not None
-    interrupt = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
-    interrupt.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            np.asarray(x)
-    finally:
-        interrupt.cancel()
+    with interrupted_in_its_wait():
+        np.asarray(x)
     assert not x.is_ready()
     assert float(pw.jit(lambda v: v + 1, mesh=west)(1.0)) == 2
     assert int(x) == pow(3, count, 1 << 32)
