@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -233,6 +234,28 @@ async def test_a_chain_is_submitted_at_once(host: Host) -> None:
     host.backend.submit([Execute(b"k", (values[i],), (values[i + 1],)) for i in range(128)])
     assert await host.read(values[-1], spec) == 128
     assert host.backend.counters()["computations"] == 128
+
+
+@on_host
+async def test_what_a_chain_has_read_is_freed_before_its_end(host: Host) -> None:
+    """And not with the batch: a plan counts on it, and memory may be short."""
+    spec = spec_of()
+    await host.install(b"k", export(lambda x: (x + 1,), [spec], [spec]))
+    first, last = host.build(spec, np.zeros(8)), Value()
+    future, done = host.answer()
+    chain: list[Op] = []
+    values = [first, *(Value() for _ in range(3)), last]
+    for taken, made in itertools.pairwise(values):
+        chain.append(Execute(b"k", (taken,), (made,)))
+    between = [weakref.ref(value) for value in values[1:-1]]
+    left: list[int] = []
+    chain.append(Call(lambda: left.append(sum(ref() is not None for ref in between))))
+    chain.append(Watch((last,), done))
+    del values, taken, made
+    host.backend.submit(chain)
+    del chain
+    assert await asyncio.wait_for(future, BOUND_S) is None
+    assert left == [0]
 
 
 @on_host

@@ -24,6 +24,7 @@ import math
 import threading
 import warnings
 from asyncio import AbstractEventLoop
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,7 @@ class JaxBackend:
         self._compiling: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), fail
         )
-        self._executing: QueueThread[Sequence[Op]] = QueueThread("pw-execute", self._run, fail)
+        self._executing: QueueThread[deque[Op]] = QueueThread("pw-execute", self._run, fail)
 
     def install(
         self,
@@ -163,7 +164,7 @@ class JaxBackend:
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Hand `ops` to the execute thread."""
-        self._executing.put(ops)
+        self._executing.put(deque(ops))
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
@@ -283,16 +284,15 @@ class JaxBackend:
             else:
                 self._executables[key] = executable
 
-        self._executing.put((Call(change),))
+        self._executing.put(deque([Call(change)]))
 
     # On the execute thread.
 
-    def _run(self, ops: Sequence[Op]) -> None:
+    def _run(self, ops: deque[Op]) -> None:
         handlers = self._handlers
-        for op in ops:
-            if self._closed:
-                return
-            self._doing = op
+        while ops and not self._closed:
+            # Taken out, so that what it has read can be freed while others of the batch run.
+            self._doing = op = ops.popleft()
             try:
                 handlers[type(op)](op)
             except Exception as error:  # noqa: BLE001 - the thread lives on
@@ -520,7 +520,7 @@ class JaxBackend:
                 return
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
-            self._executing.put((Watch(tuple(heirs), op.done, op.hurried),))
+            self._executing.put(deque([Watch(tuple(heirs), op.done, op.hurried)]))
         elif op.hurried:
             self._completions.post(op.done, None)
         else:

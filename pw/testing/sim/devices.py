@@ -261,6 +261,7 @@ class SimBackend:
         if error is not None:
             for value in op.results:
                 value.error = error
+        op.args = op.results = ()  # what it has read can be freed, whoever still has the op at hand
         self._awake(self._pump)
 
     def poison(self, op: ops.Execute) -> ErrorReport | None:
