@@ -302,7 +302,7 @@ def test_a_tcp_endpoint_on_this_machine_is_reached_over_a_unix_socket(
 def test_a_unix_socket_of_another_user_is_not_believed(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearby, "_user_of", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(nearby, "peer_user", lambda connection: os.getuid() + 1)
     a, b = tcp.node("a"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
     b.env.send(a.env.address, Ready(0))

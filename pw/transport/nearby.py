@@ -18,7 +18,7 @@ import sys
 from pw.core.errors import ConnectionFailed
 from pw.transport.endpoints import BACKLOG, Place, parse
 
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
 _IS_LINUX = sys.platform == "linux"
 
 
@@ -49,7 +49,7 @@ def dial(place: Place) -> socket.socket | None:
     try:
         dialled.setblocking(False)
         dialled.connect(_name(place))
-        if _user_of(dialled) in (0, os.geteuid()):
+        if peer_user(dialled) in (0, os.geteuid()):
             return dialled
     except OSError:
         pass
@@ -61,7 +61,7 @@ def _name(place: Place) -> str:
     return "\0pw tcp://{}:{}".format(*place.address)
 
 
-def _user_of(connection: socket.socket) -> int:
-    """Who had made the listening socket at the other end."""
+def peer_user(connection: socket.socket) -> int:
+    """The user of the process at the other end of a unix connection: who dialled, or who listens there."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1])

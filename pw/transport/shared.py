@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pw.core.errors import TransferFailed
+from pw.transport.nearby import peer_user
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed, place
 from pw.transport.segments import Array, Bytes, Mapping, Segment, map_received
 
@@ -86,12 +87,6 @@ def _receive(connection: socket.socket, limit_bytes: int) -> tuple[bytes, list[i
     for descriptor in descriptors:  # Python 3.11 drops the flag that would ask for it
         os.set_inheritable(descriptor, False)
     return received, descriptors
-
-
-def _peer_user(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, user, _ = struct.unpack("iII", credentials)
-    return int(user)
 
 
 class Arrivals(Protocol):
@@ -153,7 +148,7 @@ class Listener:
             connection, _ = self._socket.accept()
         except BlockingIOError:
             return
-        if _peer_user(connection) != os.getuid():
+        if peer_user(connection) != os.getuid():
             self._arrivals.reject()
             connection.close()
             return
@@ -430,7 +425,7 @@ class Copier:
         try:
             connection.setblocking(False)
             connection.connect(f"\0{name}")
-            if _peer_user(connection) != os.getuid():
+            if peer_user(connection) != os.getuid():
                 raise PermissionError("another user listens there")
         except OSError:
             connection.close()
