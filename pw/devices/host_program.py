@@ -47,7 +47,8 @@ class Segment:
                 if instruction.results:
                     segment.last = position
                 donated = body.computations[instruction.computation].donated
-                kept = tuple(index for index in donated if index not in set(instruction.donated))
+                taken = set(instruction.donated)
+                kept = tuple(index for index in donated if index not in taken)
                 if kept:
                     segment.kept[position] = kept
         segment.unread = _unread(instructions, gangs)

@@ -284,7 +284,7 @@ class JaxBackend:
             else:
                 self._executables[key] = executable
 
-        self._executing.put(deque([Call(change)]))
+        self.submit([Call(change)])
 
     # On the execute thread.
 
@@ -520,7 +520,7 @@ class JaxBackend:
                 return
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
-            self._executing.put(deque([Watch(tuple(heirs), op.done, op.hurried)]))
+            self.submit([Watch(tuple(heirs), op.done, op.hurried)])
         elif op.hurried:
             self._completions.post(op.done, None)
         else:

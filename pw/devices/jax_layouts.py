@@ -6,7 +6,6 @@ can be addressed; positions in a mesh are what the rest of the system calls shar
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -107,17 +106,11 @@ def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, An
     Raises InternalError when one is missing. What is aligned is aliased on CPU.
     """
     _check_complete(layout, shards)
-    if layout.sharding.is_fully_replicated:
-        (shard,) = itertools.islice(shards.values(), 1)
-        return jax.make_array_from_callback(
-            spec.shape, layout.sharding, lambda _: shard, shard.dtype
-        )
     placed = {spec.box(position): shard for position, shard in shards.items()}
 
     def at(index: Any) -> np.ndarray[Any, Any]:
-        return placed[
-            tuple([part.indices(n)[:2] for part, n in zip(index, spec.shape, strict=True)])
-        ]
+        box = [part.indices(n)[:2] for part, n in zip(index, spec.shape, strict=True)]
+        return placed[tuple(box)]
 
     return jax.make_array_from_callback(spec.shape, layout.sharding, at, dtype_of(spec.dtype))
 
