@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if (
-    __name__ == "__main__"
-):  # the folder of a script comes first, where `concurrent` is not Python's own
+if __name__ == "__main__":
+    # The folder of a script comes first, where `concurrent` is not Python's own.
     sys.path.remove(str(ROOT / "bench"))
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))

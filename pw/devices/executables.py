@@ -115,9 +115,8 @@ class Executables:
     def _make_room(self) -> None:
         assert self._folder is not None
         files = []
-        with os.scandir(
-            self._folder
-        ) as entries:  # every compilation comes here, and there may be thousands
+        # Every compilation comes here, and there may be thousands.
+        with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another worker makes room as well
                     found = entry.stat()

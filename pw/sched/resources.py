@@ -308,9 +308,8 @@ class ResourceManager(Actor):
                 f"island {island.name!r} was declared with {island.expected_hosts} hosts, this worker "
                 f"says {message.island_hosts}; start it with --island-hosts {island.expected_hosts}"
             )
-        full = (
-            len(island.hosts) == island.expected_hosts
-        )  # not if places are kept for hosts to come back
+        # One with places that are kept for hosts to come back is not full.
+        full = len(island.hosts) == island.expected_hosts
         if full and not self._has_place(island, node) and not message.spare:
             return IslandFull(
                 f"island {island.name!r} already has all its {island.expected_hosts} hosts "

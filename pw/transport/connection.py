@@ -147,9 +147,8 @@ class Connection:
         self._set_timer()
         near = nearby.dial(place) if self._tries_nearby else None
         if near is not None:
-            self._tries_nearby = (
-                False  # if nothing comes of it, the next attempt goes the usual way
-            )
+            # If nothing comes of it, the next attempt goes the usual way.
+            self._tries_nearby = False
             self._begin(near, b"DEALER")
             return
         try:
