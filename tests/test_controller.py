@@ -170,6 +170,24 @@ def test_another_clients_programs_and_slices_are_not_ones_own() -> None:
     stage.check_idle()
 
 
+def test_equal_specs_of_a_client_are_one_object() -> None:
+    """At every run each argument is compared with what its program takes, and a spec names all its devices."""
+    stage = Stage()
+    client = stage.client
+    x = client.upload(X, split(stage.slice, 2))
+    for _ in range(2):
+        program = client.program(chain([split(stage.slice, 2)]))
+        (x,) = client.run(program, x)
+    stage.world.settle()
+    (owner,) = stage.world.control._clients.values()
+    bodies = [program.body for program in owner.programs.values()]
+    specs = [array.spec for array in owner.arrays.values()]
+    specs += [spec for body in bodies for spec in body.inputs + body.computations[0].outputs]
+    specs += [output.spec for body in bodies for output in body.outputs]
+    assert len(specs) == 3 + 4 + 2
+    assert len(set(map(id, specs))) == 1
+
+
 def test_a_run_that_comes_twice_runs_once() -> None:
     stage = Stage()
     program = stage.client.program(chain([stage.spec]))

@@ -371,6 +371,22 @@ def test_deletes_never_overtake_runs() -> None:
     assert not bench.scheduler._estimates_us, "what is known of a program goes with it"
 
 
+def test_what_all_hosts_of_a_gang_drop_in_a_turn_is_one_message() -> None:
+    """It is encoded once for all of them; who is in other gangs as well gets all in one."""
+    bench = Bench(hosts=("h0", "h1", "h2"))
+    bench.client(1)
+    everybody, two = ("h0", "h1", "h2"), ("h1", "h2")
+    bench.world.mailboxes["controller"] += [
+        (bench.address, bench.address, Release(1, (number,), (hosts,)))
+        for number, hosts in ((5, everybody), (6, two), (7, everybody), (8, ("gone", "h0")))
+    ]
+    bench.world.drain("controller")
+    (first,), (second,), (third,) = (bench.world.to(executor_of(h), Discard) for h in everybody)
+    assert (first.arrays, second.arrays) == ((5, 7, 8), (5, 7, 6))
+    assert third is second
+    assert not bench.world.to(executor_of("gone"), Discard)
+
+
 def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
     bench = Bench()
     bench.client(1)

@@ -7,6 +7,8 @@ client never writes one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pw.core.sharding import ArraySpec, Placement
@@ -83,3 +85,21 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
         placements = [spec.placement for spec in specs]
         placements += [computation.placement for computation in self.computations]
         return {placement.slice for placement in placements}
+
+    def with_specs(self, other: Callable[[ArraySpec], ArraySpec]) -> Program:
+        """The same with another object for each of its specs."""
+        computations = [
+            msgspec.structs.replace(
+                computation,
+                inputs=tuple(map(other, computation.inputs)),
+                outputs=tuple(map(other, computation.outputs)),
+            )
+            for computation in self.computations
+        ]
+        outputs = [Output(output.value, other(output.spec)) for output in self.outputs]
+        return msgspec.structs.replace(
+            self,
+            computations=tuple(computations),
+            inputs=tuple(map(other, self.inputs)),
+            outputs=tuple(outputs),
+        )

@@ -136,7 +136,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     devices: tuple[int, ...]
 
 
-class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """All there is to know about a logical array but its values.
 
     Typed PRNG keys appear here as the unsigned integers they consist of; only clients see key dtypes.

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, ref
 
 from pw.core.errors import (
     ArgumentError,
@@ -126,6 +127,7 @@ class Client:
     repeats: int = 0
     """Numbers given to repeated runs, and to their results that nobody needs."""
 
+    _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)
     resuming: Resumption | None = None
     """It is telling what an earlier controller knew of it."""
     patient_until_s: float = 0.0
@@ -135,6 +137,14 @@ class Client:
     def recovering(self) -> bool:
         """Whether what the client sends has to wait."""
         return bool(self.unbound or self.lost or self.resuming)
+
+    def one_spec(self, spec: ArraySpec) -> ArraySpec:
+        """The one object for all specs that equal `spec`.
+
+        Every argument of a run is compared with what its program takes, and a spec names all its devices.
+        """
+        known = self._specs.setdefault(spec, ref(spec))()
+        return spec if known is None else known
 
     def is_repeat(self, identifier: int) -> bool:
         """Whether a number is one that `repeat_id` has given."""

@@ -356,7 +356,7 @@ class Controller(Actor):
         needed = {computation.artifact for computation in message.body.computations}
         program = RegisteredProgram(
             message.program,
-            message.body,
+            message.body.with_specs(client.one_spec),
             tuple(
                 Artifact(digest, self._artifacts[digest])
                 for digest in sorted(needed)
@@ -615,10 +615,11 @@ class Controller(Actor):
             self.env.send(client.address, RunFailed(0, (message.array,), report))
             return
         island, hosts = held
-        array = Array(message.spec, island, hosts, set(hosts), input=message.array)
+        spec = client.one_spec(message.spec)
+        array = Array(spec, island, hosts, set(hosts), input=message.array)
         client.arrays[message.array] = array
-        client.lineage.add_input(message.array, message.spec, message.source)
-        self.env.send(scheduler_of(island), self._ledger.placed(message.array, message.spec))
+        client.lineage.add_input(message.array, spec, message.source)
+        self.env.send(scheduler_of(island), self._ledger.placed(message.array, spec))
         client.newest_input = max(client.newest_input, message.array)
         if message.source is not None:
             array.input = 0

@@ -97,7 +97,7 @@ class Resumption:
         """It has told everything: what it holds is lost from now on, until it is rebuilt."""
         lineage = client.lineage
         for known in message.known:
-            lineage.add_known(known.array, known.spec)
+            lineage.add_known(known.array, client.one_spec(known.spec))
         held = set(message.held)
         lineage.release([array for array in lineage.origins if array not in held])
         for failed in message.failed:

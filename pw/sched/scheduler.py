@@ -125,7 +125,8 @@ class IslandScheduler(Actor):
         self._installing: dict[int, set[str]] = {}
         self._installs: dict[int, int] = {}
         """The newest installing of each program; hosts may answer for an earlier one."""
-        self._drops: dict[str, Drops] = {}
+        self._drops: dict[tuple[str, ...], Drops] = {}
+        """By gang: what all its hosts are to drop when the turn has ended."""
         self._arrivals = 0
         self._admission = Admission(env, island)
         self._suspects = Suspects()
@@ -189,8 +190,8 @@ class IslandScheduler(Actor):
                 del known[number]
         self._suspects.forget(message.client)
         self.policy.forget(message.client)
-        for host in self.hosts:
-            self._drops.setdefault(host, Drops()).clients.append(message.client)
+        if self.hosts:
+            self._drops.setdefault(self.hosts, Drops()).clients.append(message.client)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -406,17 +407,8 @@ class IslandScheduler(Actor):
             self._launch(task)
         if self._in_flight or self._runs:
             self._watchdog.watch()
-        alike: dict[Discard, Discard] = {}
-        for host, drops in self._drops.items():
-            discard = Discard(
-                self.epoch,
-                self._sequence(host),
-                tuple(drops.arrays),
-                tuple(drops.programs),
-                tuple(drops.clients),
-            )
-            self.env.send(executor_of(host), alike.setdefault(discard, discard))
-        self._drops.clear()
+        if self._drops:
+            self._send_drops()
 
     def _next(self) -> SegmentTask | None:
         """Take the task that goes next, if one may go now."""
@@ -546,18 +538,38 @@ class IslandScheduler(Actor):
             self._suspects.uninstall(task.program)
             if memory is not None:
                 memory.uninstall(task.program)
-            for host in task.hosts[0]:
-                if host in self._next_sequence:
-                    self._drops.setdefault(host, Drops()).programs.append(task.program)
-        together: dict[tuple[str, ...], list[int]] = {}
+            self._drops.setdefault(task.hosts[0], Drops()).programs.append(task.program)
         for array, hosts in zip(task.arrays, task.hosts, strict=False):
             if memory is not None:
                 memory.release(array)
-            together.setdefault(hosts, []).append(array)
-        for hosts, arrays in together.items():
-            for host in hosts:
-                if host in self._next_sequence:
-                    self._drops.setdefault(host, Drops()).arrays += arrays
+            drops = self._drops.get(hosts)
+            if drops is None:
+                drops = self._drops[hosts] = Drops()
+            drops.arrays.append(array)
+
+    def _send_drops(self) -> None:
+        """One frame for each host, encoded once for all that get the same."""
+        of_hosts: dict[str, list[Drops]] = {}
+        for gang, drops in self._drops.items():
+            for host in gang:
+                of_hosts.setdefault(host, []).append(drops)
+        self._drops.clear()
+        alike: dict[tuple[int, ...], Discard] = {}
+        for host, several in of_hosts.items():
+            if host not in self._next_sequence:
+                continue
+            sequence = self._sequence(host)
+            key = (sequence, *map(id, several))
+            discard = alike.get(key)
+            if discard is None:
+                discard = alike[key] = Discard(
+                    self.epoch,
+                    sequence,
+                    tuple([array for drops in several for array in drops.arrays]),
+                    tuple([program for drops in several for program in drops.programs]),
+                    tuple([client for drops in several for client in drops.clients]),
+                )
+            self.env.send(executor_of(host), discard)
 
     def _replicate(self, task: CopyTask) -> None:
         """Sent at once, and not with the turn's drops: a later launch may take the arrays over."""

@@ -85,7 +85,7 @@ class ClientQueue:
 
 @dataclass(slots=True)
 class Drops:
-    """What one host is to drop, collected during a turn and sent behind the turn's launches."""
+    """What the hosts of a gang are to drop, collected during a turn and sent behind the turn's launches."""
 
     arrays: list[int] = field(default_factory=list)
     programs: list[int] = field(default_factory=list)
