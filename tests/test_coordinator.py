@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from pw.core.plan import Receive, Send
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices import coordinator as under_test
-from pw.devices.backend import Value
+from pw.devices.backend import Build, Value
 from pw.devices.coordinator import ShardCoordinator
 from tests.actors import World
 from tests.fake_devices import FakeBackend, FakeBulk
@@ -48,6 +47,13 @@ class End:
         self.actor: ShardCoordinator = world.add(
             coordinator_of(name), lambda env: ShardCoordinator(env, self.backend, self.bulk)
         )
+        self.arrivals = 0
+
+    def arrived(self, build: Build | None) -> None:
+        """An edge has come."""
+        self.arrivals += 1
+        if build is not None:
+            self.backend.submit([build])
 
 
 class Edge:
@@ -62,16 +68,16 @@ class Edge:
         self.routes = plan_routes(self.source, self.wanted, self.givers, self.taker)
         self.whole = np.arange(elements)
         self.value = Value()
-        self.arrived = 0
+
+    @property
+    def arrived(self) -> int:
+        return self.ends["a0"].arrivals
 
     def expect(self, run: int = RUN) -> None:
         receive = Receive(0, 9, self.wanted, self.routes, 1, self.source)
 
-        def arrived() -> None:
-            self.arrived += 1
-
-        a = self.ends["a0"].actor
-        a.expect(run, receive, self.value, self.taker, arrived)
+        a = self.ends["a0"]
+        a.actor.expect(run, receive, self.value, self.taker, a.arrived)
 
     def send(
         self, rank: int, error: ErrorReport | None = None, run: int = RUN, *, alone: bool = False
@@ -376,19 +382,18 @@ def test_an_edge_that_goes_both_ways_between_two_hosts(elements: int) -> None:
         world = World(seed)
         ends = {name: End(world, name) for name in ("a0", "b0")}
         values = {name: Value() for name in ends}
-        arrived: list[str] = []
         for rank, name in enumerate(ends):
             other = "b0" if name == "a0" else "a0"
             value = Value()
             value.payload = {rank: whole[rank * half : (rank + 1) * half]}
             actor = ends[name].actor
             receive = Receive(0, 9, spec, (routes[other],), 1, spec)
-            actor.expect(RUN, receive, values[name], after, partial(arrived.append, name))
+            actor.expect(RUN, receive, values[name], after, ends[name].arrived)
             op = actor.send_op(RUN, actor.begin(RUN), Send(0, 1, spec, routes[name]), value, before)
             ends[name].backend.submit([op])
             world.steps(1000)
         world.settle()
-        assert sorted(arrived) == ["a0", "b0"]
+        assert [end.arrivals for end in ends.values()] == [1, 1]
         np.testing.assert_array_equal(values["a0"].payload[1], whole[half:])
         np.testing.assert_array_equal(values["b0"].payload[0], whole[:half])
         for end in ends.values():

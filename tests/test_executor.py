@@ -242,6 +242,26 @@ def test_a_later_run_may_read_what_has_not_arrived() -> None:
     assert bench.host.store._entries[through].submitted
 
 
+def test_what_came_in_a_message_is_used_without_another_turn() -> None:
+    """A stage of a pipeline is one batch of ops; large values are assembled first."""
+    bench = Bench()
+    stage = bench.install(chain([bench.there, bench.here, bench.there]))
+    (segment,) = bench.segments
+    run, _ = bench.launch(stage, X.tobytes(), segment=segment)
+    bench.settle()
+    submitted: list[list[type[ops.Op]]] = []
+    submit = bench.host.backend.submit
+
+    def spied(batch: list[ops.Op]) -> None:
+        submitted.append([type(op) for op in batch])
+        submit(batch)
+
+    bench.host.backend.submit = spied  # type: ignore[method-assign, assignment]
+    bench.edge(run, "b0", X)
+    bench.settle()
+    assert submitted[0] == [ops.Build, ops.Execute, ops.Read, ops.Watch]
+
+
 def two_sources(bench: Bench) -> Program:
     """A sum of one input from each of two other islands."""
     specs = (bench.here, bench.here)

@@ -67,7 +67,9 @@ ORPHAN_S = 30.0
 """How long the edges of a client that has left may stay without a receiver."""
 
 _Early = EdgeCredit | EdgeData | EdgeFailed
-Arrived = Callable[[], None]
+Arrived = Callable[[Build | None], None]
+"""Called when the value of an edge can be used by what is submitted from now on, at first the op that makes it
+if one is given."""
 
 
 @dataclass(slots=True)
@@ -189,7 +191,7 @@ class ShardCoordinator(Actor):
         devices: tuple[DeviceAddress, ...],
         arrived: Arrived,
     ) -> None:
-        """Prepare for an edge of a run just launched; `arrived` is called when `value` can be used."""
+        """Prepare for an edge of a run just launched; `arrived` is called once, when all of it is here."""
         routes = {route.source_host: route for route in receive.routes}
         incoming = _Incoming(run, receive, value, devices, arrived, set(routes))
         incoming.since_s = self.env.now_s()
@@ -292,17 +294,13 @@ class ShardCoordinator(Actor):
 
     def _build(self, incoming: _Incoming) -> None:
         del self._incoming[(incoming.run, incoming.receive.edge)]
-        self._backend.submit(
-            [
-                Build(
-                    incoming.value,
-                    incoming.receive.spec,
-                    incoming.devices,
-                    incoming.parts,
-                    lambda error: incoming.arrived(),
-                )
-            ]
-        )
+        build = Build(incoming.value, incoming.receive.spec, incoming.devices, incoming.parts)
+        if sum(view.nbytes for _, _, view in incoming.parts) <= INLINE_BYTES:
+            incoming.arrived(build)
+            return
+        # A large one would hold up what does not need it.
+        build.done = lambda error: incoming.arrived(None)
+        self._backend.submit([build])
 
     @handles(EdgeFailed)
     def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:
@@ -329,7 +327,7 @@ class ShardCoordinator(Actor):
             incoming.parts.clear()
             incoming.value.alone = alone
             incoming.value.error = error
-            incoming.arrived()
+            incoming.arrived(None)
 
     def _ended(self, incoming: _Incoming, source: str) -> None:
         incoming.missing.discard(source)

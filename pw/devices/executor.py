@@ -309,7 +309,9 @@ class HostExecutor(HostMember):
             return
         self._arriving[value] = []
 
-        def arrived() -> None:
+        def arrived(build: ops.Build | None) -> None:
+            if build is not None:
+                self._ops.append(build)
             self._made(run, receive.slot)
             for act in self._arriving.pop(value):
                 act()

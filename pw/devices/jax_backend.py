@@ -421,7 +421,10 @@ class JaxBackend:
 
     def _build(self, op: Build) -> None:
         try:
-            large = bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
+            large = (
+                sum([data.nbytes for _, _, data in op.parts]) > _INLINE_BYTES
+                and bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
+            )
         except Exception:  # noqa: BLE001 - parts that fit nowhere: assembling them reports it
             large = False
         if large:
