@@ -26,7 +26,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     destination_box: Box
 
 
-class Route(msgspec.Struct, frozen=True, array_like=True):
+class Route(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """All pieces of one edge that go from one host to another (or stay on one, when equal).
 
     The bytes travel as one buffer, piece after piece, each at a 64-byte boundary.

@@ -13,10 +13,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 
 from pw.core.errors import ShardingError
 from pw.core.plan import Piece, Route
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_bytes, packed_offsets
+
+LAYOUTS_KEPT = 4096
+"""Buffers of routes that are remembered: both ends of an edge ask for theirs at every run."""
 
 _Cell = tuple[int, ...]
 """The part numbers, one a dimension, of a box in the grid that a sharding cuts an array into."""
@@ -100,7 +104,8 @@ def plan_routes(
     return tuple(Route(giver, taker, tuple(pieces[taker, giver])) for taker, giver in order)
 
 
-def route_layout(route: Route, source: ArraySpec) -> tuple[list[int], int]:
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def route_layout(route: Route, source: ArraySpec) -> tuple[tuple[int, ...], int]:
     """Where each piece of `route` lies in the buffer that both of its ends agree on.
 
     Args:
@@ -110,7 +115,9 @@ def route_layout(route: Route, source: ArraySpec) -> tuple[list[int], int]:
     Returns:
         The offset of each piece and the size of the buffer, in bytes.
     """
-    return packed_offsets([box_bytes(piece.source_box, source.dtype) for piece in route.pieces])
+    sizes_bytes = [box_bytes(piece.source_box, source.dtype) for piece in route.pieces]
+    offsets, total = packed_offsets(sizes_bytes)
+    return tuple(offsets), total
 
 
 def _overlaps(box: Box, widths: tuple[int, ...]) -> Iterator[tuple[_Cell, Box, Box]]:

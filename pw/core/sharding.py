@@ -60,7 +60,7 @@ def packed_offsets(sizes_bytes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-class Sharding(msgspec.Struct, frozen=True, array_like=True):
+class Sharding(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """Mesh axes, and the axes that split each dimension (dimensions left out are not split)."""
 
     axis_names: tuple[str, ...]
@@ -129,14 +129,14 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True):
         return tuple(box)
 
 
-class Placement(msgspec.Struct, frozen=True, array_like=True):
+class Placement(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """The virtual devices (indices into one slice) at the positions of a mesh, in row-major order."""
 
     slice: int
     devices: tuple[int, ...]
 
 
-class ArraySpec(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weakref=True):
     """All there is to know about a logical array but its values.
 
     Typed PRNG keys appear here as the unsigned integers they consist of; only clients see key dtypes.

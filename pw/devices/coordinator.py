@@ -79,7 +79,7 @@ class _Outgoing:
     run: int
     send: Send
     total_bytes: int
-    offsets: list[int]
+    offsets: tuple[int, ...]
     views: list[np.ndarray[Any, Any]] | None = None
     landing: Landing | None = None
     failed: bool = False
