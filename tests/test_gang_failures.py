@@ -75,8 +75,8 @@ async def test_a_joint_computation_that_fails_later_is_told(host: Host) -> None:
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
     executables: dict[bytes, Any] = host.backend._executables
     await host.watch(host.build(spec, np.zeros(8)))
-    compiled, donated, name = executables[b"k"]
-    executables[b"k"] = (lambda array: (Failing(),), donated, name)
+    compiled = executables[b"k"]
+    executables[b"k"] = compiled._replace(call=lambda array: (Failing(),))
     value = host.build(spec, np.zeros(8))
     failure, result = joint(host, b"k", value)
     assert (await heard(failure)).kind == "OutOfDeviceMemory"
@@ -90,7 +90,7 @@ async def test_a_joint_computation_that_fails_later_is_told(host: Host) -> None:
         assert "add_one" in report.message
         assert made.alone == alone
     assert not unguarded.done()
-    executables[b"k"] = (compiled, donated, name)
+    executables[b"k"] = compiled
 
 
 @on_host

@@ -226,6 +226,107 @@ async def test_executes(host: Host) -> None:
     np.testing.assert_array_equal(await host.read(result, spec), np.arange(8) + 1)
 
 
+async def at_rest(host: Host) -> None:
+    """The execute thread may still be about to wait for more."""
+    while host.backend._handed != host.backend._ended:
+        await asyncio.sleep(0.001)
+
+
+async def called_on(
+    host: Host, key: bytes, value: Value, calls: int, **how: Any
+) -> set[threading.Thread]:
+    """The threads on which the last half of so many calls ran, one after the other."""
+    await host.watch(value)  # what was installed is known then
+    known = host.backend._executables[key]
+    threads: list[threading.Thread] = []
+
+    def noted(*arrays: Any) -> Any:
+        threads.append(threading.current_thread())
+        return known.call(*arrays)
+
+    host.backend._executables[key] = known._replace(call=noted)
+    for _ in range(calls):
+        (value,) = host.execute(key, value, **how)
+        assert await host.watch(value) is None
+        await at_rest(host)
+    assert len(threads) == calls
+    return set(threads[calls // 2 :])
+
+
+def heavy_add(x: Any) -> Any:
+    """Adds one, after some work without a loop."""
+    y = jnp.sin(x[0] + jnp.arange(300_000, dtype=x.dtype))
+    return (x + 1 + 0 * jnp.sum(y),)
+
+
+def loop_of_one(x: Any) -> Any:
+    return (jax.lax.while_loop(lambda y: y[0] < x[0] + 1, lambda y: y + 1, x),)
+
+
+@on_host
+async def test_a_computation_that_takes_no_time_runs_on_the_loop(host: Host) -> None:
+    """Other people's may take as long as they like, and hold up nobody."""
+    spec = spec_of()
+    for key, function, donated in (
+        (b"quick", add_one, ()),
+        (b"heavy", heavy_add, ()),
+        (b"loop", loop_of_one, ()),
+        (b"donated", add_one, (0,)),
+    ):
+        assert await host.install(key, export(function, [spec], [spec], donated)) is None
+        threads = await called_on(host, key, host.build(spec, range(8)), 40)
+        assert (threads == {threading.main_thread()}) == (key == b"quick"), key
+        assert len(threads) == 1
+
+
+@on_host
+async def test_a_computation_with_other_hosts_never_runs_on_the_loop(host: Host) -> None:
+    spec = spec_of()
+    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
+    _, failed = host.answer()
+    threads = await called_on(host, b"k", host.build(spec, range(8)), 40, failed=failed)
+    assert threading.main_thread() not in threads
+
+
+@on_host
+async def test_what_takes_no_time_overtakes_nothing(host: Host) -> None:
+    spec = spec_of()
+    for key, function in ((b"quick", add_one), (b"slow", slow_add)):
+        assert await host.install(key, export(function, [spec], [spec])) is None
+    quick = await called_on(host, b"quick", host.build(spec, range(8)), 40)
+    assert quick == {threading.main_thread()}
+    first = host.build(spec, np.zeros(8))
+    gate = Gate(host)
+    (behind,) = host.execute(b"quick", first)
+    assert behind.payload is None, "the execute thread has something to do before it"
+    gate.open()
+    values = [Value() for _ in range(4)]
+    future, read = host.reading(values[3], spec)
+    chain = zip((b"quick", b"slow", b"quick"), values, values[1:], strict=False)
+    host.backend.submit(
+        [
+            Execute(b"quick", (behind,), (values[0],)),
+            *[Execute(key, (value,), (made,)) for key, value, made in chain],
+            read,
+        ]
+    )
+    np.testing.assert_array_equal(joined(await future, spec), np.full(8, 5))
+    assert await host.watch(behind, *values) is None
+
+
+@on_host
+async def test_the_loop_computes_only_for_a_moment_at_a_time(host: Host) -> None:
+    spec = spec_of()
+    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
+    await called_on(host, b"k", host.build(spec, range(8)), 40)
+    values = [host.build(spec, np.zeros(8)), *[Value() for _ in range(2000)]]
+    assert await host.watch(values[0]) is None
+    host.backend.submit([Execute(b"k", (a,), (b,)) for a, b in itertools.pairwise(values)])
+    assert values[1].payload is not None
+    assert values[-1].payload is None
+    np.testing.assert_array_equal(await host.read(values[-1], spec), np.full(8, 2000))
+
+
 @on_host
 async def test_a_chain_is_submitted_at_once(host: Host) -> None:
     spec = spec_of(())

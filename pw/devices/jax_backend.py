@@ -1,11 +1,12 @@
 """The devices of one host, driven with JAX.
 
-One thread enqueues: it takes ops in the order of `submit`, and is the only one to call
-executables, so that hosts which submit alike enqueue alike, and collectives pair up. JAX runs
-asynchronously behind it (on CPU up to 32 computations, then the call blocks, which holds up this
-thread and nobody else). A second thread compiles. A third waits for arrays, in the order in which
-that was asked; where everything is ready already and nobody waits, the execute thread answers at
-once. A fourth assembles large arrays from host bytes.
+One thread enqueues: it takes ops in the order of `submit`, so that hosts which submit alike enqueue
+alike, and collectives pair up. JAX runs asynchronously behind it (on CPU up to 32 computations, then
+the call blocks, which holds up this thread and nobody else). While it has nothing to do, the loop
+thread runs in its place what takes a few microseconds: small arrays, and computations without loops
+that concern no other host, once they have been seen to end so fast. A second thread compiles. A third
+waits for arrays, in the order in which that was asked; where everything is ready already and nobody
+waits, the execute thread answers at once. A fourth assembles large arrays from host bytes.
 
 Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it, or is
 going to read it, has marked the value `shared`, and a copy is donated instead. A host view that
@@ -22,11 +23,13 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 import warnings
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,15 @@ from pw.devices.python_functions import PythonFunction
 _INLINE_BYTES = 64 * 1024
 """Builds that copy less than this cost less than a change of threads."""
 
+_QUICK_S = 60e-6
+"""What a computation takes that costs less than a change of threads there and back."""
+
+_TRIALS = 16
+"""Calls after which it is known whether an executable is quick."""
+
+_HERE_S = 200e-6
+"""How long the loop may compute in one go."""
+
 _CLOSE_TIMEOUT_S = 5.0
 
 _GUARD_NAP_S = 0.001
@@ -73,6 +85,17 @@ _GUARD_NAP_S = 0.001
 
 _COLLECTIVES = ("Gloo", "NCCL")
 """Who speaks in the error of a computation whose peers have died under it."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What the calls of an executable were like so far."""
+
+    calls: int = 0
+    ended: int = 0
+    """Calls whose results were there when they returned."""
+    best_s: float = math.inf
+    """The least processor time of a call."""
 
 
 class JaxBackend:
@@ -105,6 +128,16 @@ class JaxBackend:
         self._allow_python = allow_python
         self._python_keys: set[bytes] = set()
         self._executables: dict[bytes, Executable] = {}
+        self._handing = threading.RLock()
+        self._handed = 0  # batches that the execute thread was given; under the lock
+        self._ended = (
+            0  # of these, the ones that it is done with; written by the execute thread only
+        )
+        self._here: deque[Op] | None = None  # what the loop thread runs itself; under the lock
+        self._trials: dict[bytes, _Trial] = {}
+        """Executables that may turn out to be quick."""
+        self._quick: set[bytes] = set()
+        """Executables that have ended when their call returns, after microseconds, and always will have."""
         self._executed = 0
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
@@ -163,8 +196,50 @@ class JaxBackend:
         self._compiling.put(partial(self._forget_python, key))
 
     def submit(self, ops: Sequence[Op]) -> None:
-        """Hand `ops` to the execute thread."""
-        self._executing.put(deque(ops))
+        """Run `ops` here if that takes no time and nothing is before them, or on the execute thread."""
+        with self._handing:
+            rest = deque(ops)
+            is_free = self._handed == self._ended and not self._closed
+            if is_free and rest and self._takes_no_time(rest[0]):
+                self._run_here(rest)
+            if rest:
+                self._hand_over(rest)
+
+    def _hand_over(self, ops: deque[Op]) -> None:
+        """Let `ops` follow all that was submitted before; from any thread."""
+        with self._handing:
+            if self._here is not None:
+                self._here.extend(ops)
+                return
+            self._handed += 1
+            self._executing.put(ops)
+
+    def _run_here(self, ops: deque[Op]) -> None:
+        """Run `ops` on the loop thread as far as they take no time, and take those out.
+
+        Two changes of threads cost more than that. The execute thread has nothing to do and is given nothing
+        meanwhile, so whatever holds on that thread holds here.
+        """
+        until_s = time.monotonic() + _HERE_S
+        self._here = ops
+        with jax.enable_x64(True), self._completions.on_loop():
+            while ops and self._takes_no_time(ops[0]) and time.monotonic() < until_s:
+                self._do(ops.popleft())
+        self._here = self._doing = None
+
+    def _takes_no_time(self, op: Op) -> bool:
+        if isinstance(op, Execute):
+            return op.key in self._quick and all(_is_ready(value) for value in op.args)
+        if isinstance(op, Build):
+            size_bytes = sum([data.nbytes for _, _, data in op.parts])
+            return size_bytes <= _INLINE_BYTES and self._shares_memory
+        return isinstance(op, Read | Watch)  # they leave it to the watcher to wait
+
+    @cached_property
+    def _shares_memory(self) -> bool:
+        """Whether the devices compute on host memory."""
+        device: Any = jax.local_devices()[0]
+        return bool(device.platform == "cpu")
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
@@ -233,7 +308,8 @@ class JaxBackend:
     def _described(self, op: Op | None) -> str:
         if not isinstance(op, Execute):
             return "nothing" if op is None else f"an op of kind {type(op).__name__}"
-        _, _, name = self._executables.get(op.key, (None, (), op.key.decode()))
+        found = self._executables.get(op.key)
+        name = op.key.decode() if found is None else found.name
         return f"the arguments of {name!r}" if self._awaiting else f"the computation {name!r}"
 
     def close(self) -> None:
@@ -269,7 +345,7 @@ class JaxBackend:
             self._completions.post(done, self._report(error))
             return
         self._python_keys.add(key)
-        self._publish(key, (function, (), computation.name))
+        self._publish(key, Executable(function, (), computation.name))
         self._completions.post(done, None)
 
     def _forget_python(self, key: bytes) -> None:
@@ -279,33 +355,40 @@ class JaxBackend:
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         def change() -> None:
+            self._quick.discard(key)
+            self._trials.pop(key, None)
             if executable is None:
                 self._executables.pop(key, None)
-            else:
-                self._executables[key] = executable
+                return
+            self._executables[key] = executable
+            if executable.is_straight and not executable.donated:
+                self._trials[key] = _Trial()
 
-        self.submit([Call(change)])
+        self._hand_over(deque([Call(change)]))
 
     # On the execute thread.
 
     def _run(self, ops: deque[Op]) -> None:
-        handlers = self._handlers
         while ops and not self._closed:
             # Taken out, so that what it has read can be freed while others of the batch run.
-            self._doing = op = ops.popleft()
-            try:
-                handlers[type(op)](op)
-            except Exception as error:  # noqa: BLE001 - the thread lives on
-                self._completions.fail(error)
+            self._do(ops.popleft())
         self._doing = None
+        self._ended += 1
+
+    def _do(self, op: Op) -> None:
+        self._doing = op
+        try:
+            self._handlers[type(op)](op)
+        except Exception as error:  # noqa: BLE001 - the thread lives on
+            self._completions.fail(error)
 
     def _execute(self, op: Execute) -> None:
         """The hot path: every line here is paid once for each computation on each host."""
         try:
-            executable, donated, name = self._executables[op.key]
-            if type(executable) is PythonFunction:
+            call, donated, name, _ = self._executables[op.key]
+            if type(call) is PythonFunction:
                 python_functions.expect(op)
-                return self._calling.put((executable, op))
+                return self._calling.put((call, op))
             arrays = []
             for value in op.args:
                 array = value.payload
@@ -323,7 +406,10 @@ class JaxBackend:
                 return _fail(op.results, self._gang_broken)
             if donated:
                 donated = self._donate(op, arrays, donated)
-            outputs = executable(*arrays)
+            if op.key in self._trials:
+                outputs = self._tried(op, call, arrays)
+            else:
+                outputs = call(*arrays)
         except Exception as error:  # noqa: BLE001 - it belongs to the results
             report = self._failure(op, error)
             if op.failed is not None:
@@ -341,6 +427,22 @@ class JaxBackend:
             value.payload, value.error = None, self._deleted
         self._executed += 1
         return None
+
+    def _tried(self, op: Execute, call: Any, arrays: list[jax.Array]) -> Sequence[jax.Array]:
+        """Call an executable, and see whether it is quick."""
+        began_s = time.thread_time()
+        outputs: Sequence[Any] = call(*arrays)
+        taken_s = time.thread_time() - began_s
+        trial = self._trials[op.key]
+        trial.calls += 1
+        # The first calls set it up, others are unlucky: its own time is that of the luckiest.
+        trial.best_s = min(trial.best_s, taken_s)
+        trial.ended += all(array.is_ready() for array in outputs)
+        if trial.calls == _TRIALS or op.failed is not None:
+            del self._trials[op.key]
+            if op.failed is None and trial.best_s < _QUICK_S and trial.ended == _TRIALS:
+                self._quick.add(op.key)
+        return outputs
 
     def _break_gang(self, failed: Callable[[ErrorReport], None], report: ErrorReport) -> None:
         """The other hosts of a gang may wait for this one from now on, so they must not meet it elsewhere."""
@@ -523,7 +625,7 @@ class JaxBackend:
                 return
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
-            self.submit([Watch(tuple(heirs), op.done, op.hurried)])
+            self._hand_over(deque([Watch(tuple(heirs), op.done, op.hurried)]))
         elif op.hurried:
             self._completions.post(op.done, None)
         else:
@@ -587,10 +689,10 @@ class JaxBackend:
         )
 
     def _failure(self, op: Execute, error: Exception) -> ErrorReport:
-        if op.key not in self._executables:
+        found = self._executables.get(op.key)
+        if found is None:
             error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
-        _, _, name = self._executables.get(op.key, (None, (), ""))
-        return self._report(error, name)
+        return self._report(error, "" if found is None else found.name)
 
     def _unmade(self) -> ErrorReport:
         return ErrorReport(

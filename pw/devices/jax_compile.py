@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -26,6 +26,7 @@ from pw.devices.jax_layouts import Layouts
 from pw.devices.jax_threads import Completions
 
 _CUSTOM_CALL = re.compile(r'\b\w+\.custom_call\b"?\s*(?:@(?:"([^"]*)"|([\w$.-]+)))?')
+_LOOP = re.compile(r"\bstablehlo\.while\b")
 _HOST_CHANNEL = re.compile(r"\bstablehlo\.(?:send|recv|infeed|outfeed)\b")
 _ALLOWED_TARGETS = re.compile(
     r"(?:lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
@@ -39,14 +40,27 @@ _SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float
 """A compiled function refuses its own results of such dtypes for their layout; a jitted one takes
 them, but compiles again when it is first called."""
 
-Executable = tuple[Any, tuple[int, ...], str]
-"""The compiled function, called with one `jax.Array` an argument, its donated positions, its name."""
+
+class Executable(NamedTuple):
+    """A computation that can be enqueued."""
+
+    call: Any
+    """The compiled function, called with one `jax.Array` an argument."""
+    donated: tuple[int, ...]
+    """Positions of arguments whose buffers it takes over."""
+    name: str
+    is_straight: bool = False
+    """It has no loops and calls nothing native: it always takes as long as it does now."""
+
 
 Publish = Callable[[bytes, Executable | None], None]
 
 
-def vet(exported: jax.export.Exported, computation: Computation) -> None:
-    """Raise CompileError unless `exported` is what `computation` says, and harmless."""
+def vet(exported: jax.export.Exported, computation: Computation) -> bool:
+    """Raise CompileError unless `exported` is what `computation` says, and harmless.
+
+    Returns whether it is straight (see `Executable`).
+    """
     if exported.ordered_effects or exported.unordered_effects:
         raise CompileError(
             "the computation has side effects; callbacks and prints cannot run on a worker"
@@ -72,6 +86,7 @@ def vet(exported: jax.export.Exported, computation: Computation) -> None:
         raise CompileError(
             f"the computation talks to its host ({channel[0]}), which is not allowed"
         )
+    return not _LOOP.search(text) and not _CUSTOM_CALL.search(text)
 
 
 def _flat(exported: jax.export.Exported) -> Callable[..., tuple[jax.Array, ...]]:
@@ -160,7 +175,7 @@ class Compiler:
             if hashlib.sha256(artifact).digest() != computation.artifact:
                 raise CompileError("the artifact's bytes do not have the SHA-256 that it goes by")
             exported = jax.export.deserialize(bytearray(artifact))
-            vet(exported, computation)
+            is_straight = vet(exported, computation)
             for spec in (*computation.inputs, *computation.outputs):
                 spec.sharding.check(spec.shape)
             jitted = jax.jit(
@@ -181,7 +196,8 @@ class Compiler:
                 self._executables.save(kept_as, compiled)
             if any(spec.dtype in _SUB_BYTE for spec in computation.inputs):
                 compiled = jitted
-            self._made[wish] = ((compiled, computation.donated, computation.name), set())
+            made = Executable(compiled, computation.donated, computation.name, is_straight)
+            self._made[wish] = (made, set())
         executable, keys = self._made[wish]
         keys.add(key)
         self._wish_of[key] = wish

@@ -15,7 +15,8 @@ import time
 import traceback
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -77,6 +78,18 @@ class Completions:
                 if not self._loop.is_closed():
                     raise
                 self._closed = True
+
+    @contextmanager
+    def on_loop(self) -> Iterator[None]:
+        """Inside the block, which is run on the loop, what is posted needs no wake: it is called soon after."""
+        was_woken, self._woken = self._woken, True
+        try:
+            yield
+        finally:
+            self._woken = was_woken
+            if self._calls and not was_woken:
+                self._woken = True
+                self._loop.call_soon(self._drain)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` on the loop, whose exception handler reports it."""
