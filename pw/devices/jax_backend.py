@@ -75,8 +75,11 @@ _QUICK_S = 60e-6
 _TRIALS = 16
 """Calls after which it is known whether an executable is quick."""
 
-_HERE_S = 200e-6
-"""How long the loop may compute in one go."""
+_FEW_OPS = 8
+"""The loop runs no more of them in one go."""
+
+_SOON_S = 100e-6
+"""Computations that come after one another faster than this keep the execute thread awake."""
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -138,6 +141,7 @@ class JaxBackend:
         """Executables that may turn out to be quick."""
         self._quick: set[bytes] = set()
         """Executables that have ended when their call returns, after microseconds, and always will have."""
+        self._asked_s = 0.0  # when the last computation came that the loop could have run
         self._executed = 0
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
@@ -199,8 +203,7 @@ class JaxBackend:
         """Run `ops` here if that takes no time and nothing is before them, or on the execute thread."""
         with self._handing:
             rest = deque(ops)
-            is_free = self._handed == self._ended and not self._closed
-            if is_free and rest and self._takes_no_time(rest[0]):
+            if self._handed == self._ended and not self._closed and self._pays_here(rest):
                 self._run_here(rest)
             if rest:
                 self._hand_over(rest)
@@ -214,16 +217,28 @@ class JaxBackend:
             self._handed += 1
             self._executing.put(ops)
 
+    def _pays_here(self, ops: deque[Op]) -> bool:
+        """Whether it costs less to run `ops` than to change threads for them.
+
+        The execute thread stays awake, and works at the same time, if much comes at once or one thing after
+        the other.
+        """
+        if not 0 < len(ops) <= _FEW_OPS or not self._takes_no_time(ops[0]):
+            return False
+        if isinstance(ops[0], Read | Watch):
+            return True
+        before_s, self._asked_s = self._asked_s, time.monotonic()
+        return self._asked_s - before_s > _SOON_S
+
     def _run_here(self, ops: deque[Op]) -> None:
         """Run `ops` on the loop thread as far as they take no time, and take those out.
 
-        Two changes of threads cost more than that. The execute thread has nothing to do and is given nothing
-        meanwhile, so whatever holds on that thread holds here.
+        The execute thread has nothing to do and is given nothing meanwhile, so whatever holds on that thread
+        holds here.
         """
-        until_s = time.monotonic() + _HERE_S
         self._here = ops
         with jax.enable_x64(True), self._completions.on_loop():
-            while ops and self._takes_no_time(ops[0]) and time.monotonic() < until_s:
+            while ops and self._takes_no_time(ops[0]):
                 self._do(ops.popleft())
         self._here = self._doing = None
 
