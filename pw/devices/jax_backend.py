@@ -244,7 +244,10 @@ class JaxBackend:
 
     def _takes_no_time(self, op: Op) -> bool:
         if isinstance(op, Execute):
-            return op.key in self._quick and all(_is_ready(value) for value in op.args)
+            try:
+                return op.key in self._quick and all(_is_ready(value) for value in op.args)
+            except Exception:  # noqa: BLE001 - an argument has failed, or is taken away at this moment
+                return False
         if isinstance(op, Build):
             size_bytes = sum([data.nbytes for _, _, data in op.parts])
             return size_bytes <= _INLINE_BYTES and self._shares_memory
