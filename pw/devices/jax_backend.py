@@ -132,16 +132,18 @@ class JaxBackend:
         self._python_keys: set[bytes] = set()
         self._executables: dict[bytes, Executable] = {}
         self._handing = threading.RLock()
-        self._handed = 0  # batches that the execute thread was given; under the lock
-        self._ended = (
-            0  # of these, the ones that it is done with; written by the execute thread only
-        )
-        self._here: deque[Op] | None = None  # what the loop thread runs itself; under the lock
+        self._handed = 0
+        """Batches that the execute thread was given; under the lock."""
+        self._ended = 0
+        """Those that it is done with; written by it only."""
+        self._here: deque[Op] | None = None
+        """What the loop thread runs itself at this moment; under the lock."""
         self._trials: dict[bytes, _Trial] = {}
         """Executables that may turn out to be quick."""
         self._quick: set[bytes] = set()
         """Executables that have ended when their call returns, after microseconds, and always will have."""
-        self._asked_s = 0.0  # when the last computation came that the loop could have run
+        self._asked_s = 0.0
+        """When the last computation came that the loop could have run."""
         self._executed = 0
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
