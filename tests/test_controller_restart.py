@@ -310,7 +310,7 @@ def test_the_spare_that_took_a_rank_keeps_it() -> None:
     world.settle()
     cluster.start()
     np.testing.assert_array_equal(user.value(array), cluster.x + 1)
-    (island,) = [one for one in world.resources._islands.values() if one.name == "a"]
+    (island,) = [one for one in world.resources.inventory.islands.values() if one.name == "a"]
     assert (island.state, island.ranks, island.epoch) == ("ready", ["a0", "s0"], 3)
 
 
@@ -324,11 +324,11 @@ def test_a_spare_that_comes_first_does_not_make_an_island() -> None:
     cluster.start()
     world.post(Address("s", "executor"), RESOURCES, RegisterHost("a", 0, 1, "cpu", "", 1, True))
     world.settle()
-    assert not world.resources._islands
-    assert "s" in world.resources._spares
+    assert not world.resources.inventory.islands
+    assert "s" in world.resources.inventory.spares
     cluster.time(3)
-    assert sorted(world.resources._islands["a"].ranks) == ["a0", "a1"]
-    assert world.resources._islands["a"].state == "ready"
+    assert sorted(world.resources.inventory.islands["a"].ranks) == ["a0", "a1"]
+    assert world.resources.inventory.islands["a"].state == "ready"
 
 
 def test_what_is_ready_can_be_read_without_a_controller() -> None:

@@ -282,7 +282,7 @@ def test_who_was_replaced_from_elsewhere_can_go_anywhere() -> None:
     bench = Bench()
     bench.island("a", 1, 1)
     bench.island("b", 1, 1)
-    islands = bench.manager._islands
+    islands = bench.manager.inventory.islands
     bench.host("s", "", 0, spare=True)
     bench.lose("a0")
     assert islands["a"].ranks == ["s"]
@@ -299,7 +299,7 @@ def test_an_island_of_an_earlier_controller_is_completed_by_spares() -> None:
     bench = Bench()
     bench.host("a0", "a", 2)
     bench.host("s", "", 0, spare=True)
-    island = bench.manager._islands["a"]
+    island = bench.manager.inventory.islands["a"]
     request = AllocateSlice(1, 2, None, "a", None, resumed=True, formerly="a")
     bench.say(CONTROL, request)
     bench.world.wait(29)
@@ -320,7 +320,7 @@ def test_an_island_whose_hosts_sit_elsewhere_is_known_again_after_a_restart(late
     for spare in spares[late:]:
         bench.host(spare, "", 0, spare=True)
     bench.host("b0", "b", 2, spare=True)
-    islands = bench.manager._islands
+    islands = bench.manager.inventory.islands
     assert set(islands["a"].hosts) == {"b0"}
     assert not islands["b"].hosts, "its own hosts may be about to come"
     bench.world.wait(REJOIN_S + 1)
@@ -336,7 +336,7 @@ def test_who_comes_back_to_where_it_is_from_elsewhere_leaves_its_own_island_alon
     bench = Bench()
     bench.island("a", 2, 1)
     bench.island("b", 1, 1)
-    islands = bench.manager._islands
+    islands = bench.manager.inventory.islands
     bench.host("s", "", 0, spare=True)
     bench.lose("a0")
     assert islands["a"].ranks == ["s", "a1"]

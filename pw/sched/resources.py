@@ -1,14 +1,11 @@
-"""The resource manager: which hosts exist, which islands they form, and what slices are bound to.
+"""The resource manager: seats hosts in islands, and forms islands under epochs.
 
 An island is `waiting` for hosts, `forming` under a new epoch, then `ready`. Any host that is lost, or
 fails to join, ends the epoch: the remaining hosts are told to leave, come back as new incarnations, and
 the island is formed again under the next epoch. Each host takes the rank again that it had; the rank of one
 that is lost goes to a spare host, or to whoever comes first. Slices survive that: their virtual devices are
-bound to the same ranks, and the controller lowers programs again.
-
-A host that is drained leaves in the same way, but its rank goes to a spare at once, and its next
-incarnation takes no place: it stays until the controller has had all that it held copied elsewhere.
-Where no spare can take over, the island's slices move to islands that have room.
+bound to the same ranks (`pw.sched.slices`), and the controller lowers programs again. A host that is drained
+(`pw.sched.draining`) leaves in the same way, but for good.
 
 A controller that is started again knows nothing. Hosts tell it of the epoch that they are in, which is all it
 takes to know an island's form and who has which rank; from there on it is an epoch that ends as any other.
@@ -17,53 +14,36 @@ Clients tell it of their slices, which wait for their islands.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pw.core.actor import Actor, Env, handles
-from pw.core.errors import (
-    ArgumentError,
-    Error,
-    ErrorReport,
-    HostLost,
-    InsufficientDevices,
-    IslandFull,
-    PlacementError,
-)
-from pw.core.ids import CONTROL, SERVICES, Address, executor_of, session_of
+from pw.core.errors import ErrorReport, HostLost
+from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.messages import (
     AllocateSlice,
-    Answered,
     CoordinationStarted,
-    Directory,
     DrainHost,
-    Draining,
     EndEpoch,
     FormIsland,
     HostEmptied,
     HostRejected,
-    HostStatus,
     IslandFormed,
     IslandJoined,
     IslandJoinFailed,
     IslandLost,
     IslandStatus,
-    Leave,
     LeaveIsland,
-    Peer,
     PeerLost,
     RegisterHost,
     ReleaseSlice,
-    SliceBound,
-    SliceRefused,
     StartCoordination,
     StopCoordination,
     WaitingHost,
 )
-from pw.core.sharding import DeviceAddress
+from pw.sched.draining import Drains
+from pw.sched.inventory import SETTLING_S, Host, Inventory, Island
+from pw.sched.slices import MOVE_S, Slices, WaitedEnough
 
 RETRY_S = 0.5
 """How long to wait before an island is formed again whose epoch could not begin."""
@@ -71,76 +51,6 @@ REJOIN_S = 15.0
 """How long the rank of a host that was told to leave is kept for it."""
 RESTART_S = 2.0
 """How long the rank of a host that died is kept for it, if there is a spare."""
-MOVE_S = 30.0
-"""How long slices wait for their island before they move to another one."""
-RESUME_S = 60.0
-"""How long slices of an earlier controller wait for any island that has room."""
-SETTLING_S = 30.0
-"""How long hosts that an earlier controller had may take to show up."""
-
-
-Place = tuple[int, int]
-"""A device of an island by rank and ordinal: it outlives the host that has the rank."""
-
-
-@dataclass(slots=True)
-class _Host:
-    node: str
-    registration: RegisterHost
-    joined: IslandJoined | None = None
-
-
-@dataclass(slots=True)
-class _Island:
-    name: str
-    expected_hosts: int
-    platform: str
-    local_devices: int
-    epoch: int = 0
-    newest: int = 0
-    """The last epoch under any controller."""
-    state: str = "waiting"
-    hosts: dict[str, _Host] = field(default_factory=dict)
-    """Those that are here."""
-    ranks: list[str] = field(default_factory=list)
-    """Who has each rank, or had it and may take it again."""
-    awaited: set[str] = field(default_factory=set)
-    """Hosts that were told to leave and are about to come back."""
-    invited: bool = False
-    """Its hosts know of the epoch: they can only leave it as other incarnations."""
-    formed: bool = False
-    """Ranks were given out: they are kept from now on."""
-    is_open: bool = False
-    """Though no ranks were given out, its own hosts have had their time: spares may have its places."""
-    kind: str = ""
-    load: Counter[Place] = field(default_factory=Counter)
-    """Virtual devices bound to each physical one."""
-
-    def ranked(self) -> list[_Host]:
-        """Hosts that are here, in the order of their ranks."""
-        order = self.ranks if self.formed else sorted(self.hosts)
-        return [self.hosts[node] for node in order if node in self.hosts]
-
-    def places(self) -> list[Place]:
-        """All places in rank order."""
-        return [
-            (rank, ordinal)
-            for rank in range(self.expected_hosts)
-            for ordinal in range(self.local_devices)
-        ]
-
-    def located(self, places: tuple[Place, ...]) -> tuple[DeviceAddress, ...]:
-        """The devices at these places, in an island that is ready."""
-        return tuple(DeviceAddress(self.ranks[rank], ordinal) for rank, ordinal in places)
-
-    def describe(self) -> str:
-        """One line for error messages."""
-        hosts = _counted(self.expected_hosts, "host")
-        devices = _counted(self.expected_hosts * self.local_devices, "device")
-        text = f"{self.name} ({self.platform}, {devices} on {hosts}"
-        if self.state == "ready":
-            return text + ")"
-        return text + f", {self.state}: {len(self.hosts)} of {self.expected_hosts} hosts are here)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,38 +78,18 @@ class _Move:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Patience:
-    """Note to oneself: this slice has waited for its former island, or for any."""
-
-    slice: int
-    is_over: bool
-
-
-@dataclass(slots=True)
-class _SliceEntry:
-    request: AllocateSlice
-    island: str
-    places: tuple[Place, ...]
-
-
 class ResourceManager(Actor):
     """Owns all devices of all islands and maps virtual ones to them."""
 
     def __init__(self, env: Env, secret: bytes) -> None:
         super().__init__(env)
         self._secret = secret
-        self._islands: dict[str, _Island] = {}
-        self._slices: dict[int, _SliceEntry] = {}
-        self._spares: dict[str, _Host] = {}
-        self._parked: list[AllocateSlice] = []
-        """Requests that only an island can satisfy which is being formed again."""
-        self._draining: dict[str, _Host | None] = {}
-        """Hosts to be emptied; None until they have come back without a place."""
-        self._drains: dict[str, list[DrainHost]] = {}
-        """Who wants to hear when a host has been drained."""
-        self._settling_until_s = 0.0
-        """Until then hosts that an earlier controller had may show up."""
+        inventory = self.inventory = Inventory()
+        self._islands = inventory.islands
+        self._spares = inventory.spares
+        self._draining = inventory.draining
+        self._slices = Slices(env, inventory, self._fill)
+        self._drains = Drains(env, inventory, self._slices, self._end_epoch, self._announce)
 
     # --- hosts ---------------------------------------------------------------------------------------
 
@@ -214,16 +104,16 @@ class ResourceManager(Actor):
         if message.epoch:
             self._recall(sender, message)
             return
-        host = _Host(node, message)
+        host = Host(node, message)
         if node in self._draining:
             self._draining[node] = host
             self._announce()
-            self._tell_draining()
+            self._drains.tell()
             for island in self._islands.values():
-                if island.state == "waiting" and len(island.hosts) == island.expected_hosts:
+                if island.state == "waiting" and island.is_complete:
                     self._form(island)
             return
-        own = next((i for i in self._islands.values() if i.formed and node in i.ranks), None)
+        own = self.inventory.island_with_rank_of(node)
         if not message.island and own is None:
             self._wait_as_spare(host, "it takes any island's free place")
             return
@@ -231,18 +121,15 @@ class ResourceManager(Actor):
             self._wait_as_spare(host, f"island {message.island} is not there yet")
             return
         known = own or self._islands.get(message.island)
-        if known is None or self._is_abandoned(known, message):
-            known = self._islands[message.island] = _Island(
-                message.island,
-                message.island_hosts,
-                message.platform,
-                message.local_devices,
-                *((known.epoch, known.newest) if known else ()),
-            )
-        if (error := self._objection(known, node, message)) is not None:
+        if known is None or known.is_abandoned(message):
+            former = known
+            known = self.inventory.declare(message, message.island_hosts)
+            if former is not None:
+                known.epoch, known.newest = former.epoch, former.newest
+        if (error := known.objection(node, message)) is not None:
             self.env.log("warning", "host rejected", host=node, reason=str(error))
             self.env.send(sender, HostRejected(ErrorReport.of(error)))
-        elif self._has_place(known, node):
+        elif known.has_place(node):
             if message.island_hosts and known.name != message.island:
                 self._remember_home(message)
             self._seat(known, host)
@@ -252,13 +139,11 @@ class ResourceManager(Actor):
     def _recall(self, sender: Address, message: RegisterHost) -> None:
         """A host is in an epoch that is not one of ours: it is as if that epoch had just been ended."""
         name, node = message.island, sender.node
-        self._settling_until_s = self.env.now_s() + SETTLING_S
+        self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
         known = self._islands.get(name)
         if known is None or not known.formed:
             here = known.hosts if known else {}
-            island = self._islands[name] = _Island(
-                name, len(message.members), message.platform, message.local_devices
-            )
+            island = self.inventory.declare(message, len(message.members))
             island.formed, island.ranks = True, list(message.members)
             for early in here.values():
                 if early.node in island.ranks:
@@ -285,64 +170,15 @@ class ResourceManager(Actor):
         """
         home = self._islands.get(message.island)
         if home is None:
-            home = self._islands[message.island] = _Island(
-                message.island, message.island_hosts, message.platform, message.local_devices
-            )
+            home = self.inventory.declare(message, message.island_hosts)
         if not home.formed:
             self.env.call_later(REJOIN_S, _Overdue(home.name, home.epoch))
 
-    def _is_abandoned(self, island: _Island, message: RegisterHost) -> bool:
-        """Whether an island without hosts may be declared anew, in another form."""
-        alike = (
-            island.expected_hosts == message.island_hosts
-            and island.platform == message.platform
-            and island.local_devices == message.local_devices
-        )
-        deserted = island.state == "waiting" and not island.hosts and not island.awaited
-        named = island.name == message.island  # its last host may be one from elsewhere
-        return named and deserted and not alike and message.island_hosts > 0
-
-    def _objection(self, island: _Island, node: str, message: RegisterHost) -> Exception | None:
-        if message.island_hosts != island.expected_hosts and not message.spare:
-            return IslandFull(
-                f"island {island.name!r} was declared with {island.expected_hosts} hosts, this worker "
-                f"says {message.island_hosts}; start it with --island-hosts {island.expected_hosts}"
-            )
-        # One with places that are kept for hosts to come back is not full.
-        full = len(island.hosts) == island.expected_hosts
-        if full and not self._has_place(island, node) and not message.spare:
-            return IslandFull(
-                f"island {island.name!r} already has all its {island.expected_hosts} hosts "
-                f"({', '.join(sorted(island.hosts))}); use another --island, raise --island-hosts, or "
-                "add it as a spare with --spare"
-            )
-        if not _alike(island, message):
-            return PlacementError(
-                f"hosts of island {island.name!r} have {island.local_devices} {island.platform} devices "
-                f"each, this worker has {message.local_devices} {message.platform} devices; all hosts of "
-                "an island must be alike"
-            )
-        return None
-
-    def _has_place(self, island: _Island, node: str) -> bool:
-        if node in island.hosts or (island.formed and node in island.ranks):
-            return True
-        if island.formed:
-            return self._free_rank(island) is not None
-        return len(island.hosts) < island.expected_hosts
-
-    def _free_rank(self, island: _Island) -> int | None:
-        """A rank whose host is gone and not expected back."""
-        for rank, node in enumerate(island.ranks):
-            if node not in island.hosts and node not in island.awaited:
-                return rank
-        return None
-
-    def _seat(self, island: _Island, host: _Host) -> None:
+    def _seat(self, island: Island, host: Host) -> None:
         """Give a host its place, and form the island when it is the last one."""
         self._spares.pop(host.node, None)
         if island.formed and host.node not in island.ranks:
-            rank = self._free_rank(island)
+            rank = island.free_rank()
             assert rank is not None
             self.env.log(
                 "info",
@@ -362,60 +198,31 @@ class ResourceManager(Actor):
             island=island.name,
             hosts=f"{len(island.hosts)}/{island.expected_hosts}",
         )
-        if len(island.hosts) == island.expected_hosts:
+        if island.is_complete:
             self._form(island)
             return
-        self.env.send(executor_of(host.node), self._directory())  # it hears that we are here
+        # It hears that we are here.
+        self.env.send(executor_of(host.node), self.inventory.directory())
         if island.formed:
             self._fill(island)
 
-    def _wait_as_spare(self, host: _Host, reason: str) -> None:
+    def _wait_as_spare(self, host: Host, reason: str) -> None:
         self._spares[host.node] = host
         self.env.log("info", "host waits as a spare", host=host.node, reason=reason)
         self._announce()
         for island in list(self._islands.values()):
             self._fill(island)
 
-    def _fill(self, island: _Island) -> None:
+    def _fill(self, island: Island) -> None:
         """Give free places of an island that waits to spare hosts."""
-        while island.state == "waiting" and self._takes_spares(island):
-            spare = self._spare_for(island)
+        while island.state == "waiting" and self.inventory.takes_spares(island):
+            spare = self.inventory.spare_for(island)
             if spare is None:
                 return
             self._seat(island, spare)
 
-    def _takes_spares(self, island: _Island) -> bool:
-        if island.formed:
-            return self._free_rank(island) is not None
-        lacking = island.expected_hosts - len(island.hosts)
-        return island.is_open and 0 < lacking <= len(self._spares_for(island))
-
-    def _spare_for(self, island: _Island) -> _Host | None:
-        return next(iter(self._spares_for(island)), None)
-
-    def _spares_for(self, island: _Island) -> list[_Host]:
-        """Hosts that wait and can take a place in the island, first those that belong there.
-
-        Where a host from elsewhere sits in an island, the one that it has replaced can go anywhere in its
-        stead: or each crash of a runtime would cost the cluster a spare.
-        """
-        belonging: list[_Host] = []
-        others: list[_Host] = []
-        for host in self._spares.values():
-            name = host.registration.island
-            home = self._islands.get(name)
-            guests = home is not None and any(
-                member.registration.island != name for member in home.hosts.values()
-            )
-            if _alike(island, host.registration):
-                if name == island.name:
-                    belonging.append(host)
-                elif not name or guests:
-                    others.append(host)
-        return [*belonging, *others]
-
-    def _form(self, island: _Island) -> None:
-        if None in self._draining.values():
+    def _form(self, island: Island) -> None:
+        if self._drains.is_waiting:
             return  # what that host held is to be had when the island is formed
         if not island.formed:
             island.formed = True
@@ -437,11 +244,11 @@ class ResourceManager(Actor):
         if island is None or island.epoch != message.epoch or island.state != "forming":
             self.env.send(SERVICES, StopCoordination(message.island, message.epoch))
         elif message.error:
-            self._end_epoch(island, f"no coordination service: {message.error}", "")
+            self._end_epoch(island, f"no coordination service: {message.error}")
         else:
             self._invite(island, message.address)
 
-    def _invite(self, island: _Island, group_address: str) -> None:
+    def _invite(self, island: Island, group_address: str) -> None:
         island.invited = True
         hosts = tuple(host.node for host in island.ranked())
         for rank, node in enumerate(hosts):
@@ -470,10 +277,9 @@ class ResourceManager(Actor):
         if all(host.joined for host in island.hosts.values()):
             self._ready(island, message.kind)
 
-    def _ready(self, island: _Island, kind: str) -> None:
+    def _ready(self, island: Island, kind: str) -> None:
         island.state = "ready"
         island.kind = kind
-        island.load.clear()
         hosts = tuple(host.node for host in island.ranked())
         self.env.log(
             "info", "island ready", island=island.name, epoch=island.epoch, hosts=",".join(hosts)
@@ -483,38 +289,14 @@ class ResourceManager(Actor):
         limits = [limit for limit in memory if limit is not None]
         formed = IslandFormed(island.name, island.epoch, hosts, min(limits) if limits else None)
         self.env.send(CONTROL, formed)
-        for number, entry in list(self._slices.items()):
-            if entry.island != island.name:
-                continue
-            if self._fits(island, entry.request):
-                self._bind(number, entry.request, island, entry.places)
-            else:  # the island came back smaller, or as another platform
-                del self._slices[number]
-                self._refuse(entry.request)
-        for other in self._all():
+        self._slices.bind_again(island)
+        for other in list(self._islands.values()):
             self._fill(other)
-        self._retry_parked()
-
-    def _directory(self) -> Directory:
-        """Who is here, also those that only have copies to give."""
-        members = {
-            node
-            for island in self._islands.values()
-            if island.state == "ready"
-            for node in island.hosts
-        }
-        here = [host for island in self._islands.values() for host in island.hosts.values()]
-        here += self._spares.values()
-        here += [host for host in self._draining.values() if host is not None]
-        return Directory(
-            tuple(
-                Peer(host.node, host.registration.endpoint, host.node in members) for host in here
-            )
-        )
+        self._slices.retry_parked()
 
     def _announce(self) -> None:
         """Tell hosts and clients who is here."""
-        directory = self._directory()
+        directory = self.inventory.directory()
         for peer in directory.peers:
             self.env.send(executor_of(peer.node), directory)
         self.env.send(CONTROL, directory)
@@ -523,17 +305,15 @@ class ResourceManager(Actor):
     def _join_failed(self, sender: Address, message: IslandJoinFailed) -> None:
         island = self._current(sender, message.island, message.epoch)
         if island is not None:
-            self._end_epoch(
-                island, f"host {sender.node} could not join: {message.error.message}", ""
-            )
+            self._end_epoch(island, f"host {sender.node} could not join: {message.error.message}")
 
     @handles(EndEpoch)
     def _epoch_broken(self, sender: Address, message: EndEpoch) -> None:
         island = self._islands.get(message.island)
         if island is not None and island.epoch == message.epoch and island.state == "ready":
-            self._end_epoch(island, message.reason, "")
+            self._end_epoch(island, message.reason)
 
-    def _current(self, sender: Address, name: str, epoch: int) -> _Island | None:
+    def _current(self, sender: Address, name: str, epoch: int) -> Island | None:
         island = self._islands.get(name)
         if island is None or island.epoch != epoch or sender.node not in island.hosts:
             self.env.count("messages_stale")
@@ -545,8 +325,7 @@ class ResourceManager(Actor):
         node = message.node
         if self._spares.pop(node, None) is not None:
             self._announce()
-        if self._draining.get(node) is not None:
-            self._drained(node, None)
+        self._drains.host_lost(node)
         for island in self._islands.values():
             if node in island.hosts:
                 words = f"host {node} was lost: {message.reason}"
@@ -555,7 +334,9 @@ class ResourceManager(Actor):
                 # It did not leave, it died, which another host has noticed first.
                 self._await_restart(island, node, message.may_return)
 
-    def _end_epoch(self, island: _Island, reason: str, lost: str, may_return: bool = False) -> None:
+    def _end_epoch(
+        self, island: Island, reason: str, lost: str = "", may_return: bool = False
+    ) -> None:
         """The island leaves its epoch; every host but `lost` is asked to come back anew."""
         self.env.log("warning", "island left its epoch", island=island.name, reason=reason)
         if island.state == "waiting" or not island.invited:
@@ -582,7 +363,7 @@ class ResourceManager(Actor):
         self.env.call_later(MOVE_S, _Move(island.name, island.epoch))
         self._fill(island)
 
-    def _stay(self, island: _Island, lost: str) -> None:
+    def _stay(self, island: Island, lost: str) -> None:
         """The hosts know of no epoch yet, so all but `lost` can stay as they are."""
         if island.state == "forming" and island.expected_hosts > 1:
             self.env.send(SERVICES, StopCoordination(island.name, island.epoch))
@@ -590,13 +371,13 @@ class ResourceManager(Actor):
         island.hosts.pop(lost, None)
         for node in [node for node in island.hosts if node in self._draining]:
             self._draining[node] = island.hosts.pop(node)
-            self._tell_draining()
+            self._drains.tell()
         self._announce()
         self._fill(island)
-        if len(island.hosts) == island.expected_hosts and island.state == "waiting":
+        if island.is_complete and island.state == "waiting":
             self.env.call_later(RETRY_S, _Overdue(island.name, island.epoch))
 
-    def _await_restart(self, island: _Island, node: str, may_return: bool) -> None:
+    def _await_restart(self, island: Island, node: str, may_return: bool) -> None:
         """Keep the rank of a host that has died for a moment, if its supervisor may start it again.
 
         It has its programs compiled, and copies of what it kept; a spare has not.
@@ -622,10 +403,9 @@ class ResourceManager(Actor):
         if island is not None and island.state == "waiting" and island.epoch == note.epoch:
             island.awaited.clear()
             island.is_open = True
-            for node in [node for node, host in self._draining.items() if host is None]:
-                self._drained(node, HostLost(f"host {node} did not come back to be emptied"))
+            self._drains.give_up()
             self._fill(island)
-            if len(island.hosts) == island.expected_hosts and island.state == "waiting":
+            if island.is_complete and island.state == "waiting":
                 self._form(island)
 
     @handles(_Move)
@@ -634,284 +414,38 @@ class ResourceManager(Actor):
         island = self._islands.get(note.island)
         if island is not None and island.state == "waiting" and island.epoch == note.epoch:
             self._announce()  # whoever has come back may have copies to give
-            self._move_slices(island)
-
-    def _move_slices(self, island: _Island) -> None:
-        for number, entry in list(self._slices.items()):
-            if entry.island != island.name:
-                continue
-            target = self._roomiest(entry.request)
-            if target is not None:
-                island.load.subtract(entry.places)
-                self._bind(number, entry.request, target)
+            self._slices.move(island)
 
     # --- draining ------------------------------------------------------------------------------------
 
     @handles(DrainHost)
     def _drain(self, sender: Address, message: DrainHost) -> None:
-        node = message.node
-        if (spare := self._spares.pop(node, None)) is not None:
-            self._draining[node] = spare
-            self._tell_draining()
-        island = next((i for i in self._islands.values() if node in i.hosts), None)
-        if node not in self._draining and island is None:
-            if self.env.now_s() < self._settling_until_s:
-                self.env.call_later(1.0, message)
-                return
-            known = sorted(n for i in self._islands.values() for n in i.hosts)
-            error = ArgumentError(f"there is no host {node!r}; there are {', '.join(known)}")
-            self._answer_drain(message, error)
-            return
-        if island is not None and (objection := self._cannot_do_without(island, node)) is not None:
-            self._answer_drain(message, objection)
-            return
-        self._drains.setdefault(node, []).append(message)
-        if island is not None:
-            self._draining[node] = None
-            replaced = self._spare_for(island) is not None
-            self._end_epoch(island, f"host {node} is drained", "")
-            if not replaced:
-                self._move_slices(island)
-        self.env.log("info", "host is drained", host=node)
-
-    def _cannot_do_without(self, island: _Island, node: str) -> Error | None:
-        """Why a host cannot be drained."""
-        if self._spare_for(island) is not None:
-            return None
-        stuck = [
-            entry.request
-            for entry in self._slices.values()
-            if entry.island == island.name and self._roomiest(entry.request, island) is None
-        ]
-        if not stuck:
-            return None
-        return InsufficientDevices(
-            f"host {node} cannot be drained: no spare host can take its place in island {island.name}, and "
-            f"no other island has room for {_counted(len(stuck), 'slice')} on it; add a worker with --spare"
-        )
-
-    def _answer_drain(self, message: DrainHost, error: Error | None) -> None:
-        report = ErrorReport.of(error) if error is not None else None
-        self.env.send(session_of(message.client), Answered(message.request, report))
-
-    def _tell_draining(self) -> None:
-        here = tuple(node for node, host in self._draining.items() if host is not None)
-        self.env.send(CONTROL, Draining(here))
+        self._drains.begin(message)
 
     @handles(HostEmptied)
     def _emptied(self, sender: Address, message: HostEmptied) -> None:
-        """The controller needs nothing any more that is on this host."""
-        if self._draining.get(message.node) is not None:
-            self.env.send(executor_of(message.node), Leave("it was drained"))
-            self._drained(message.node, None)
-
-    def _drained(self, node: str, error: Error | None) -> None:
-        del self._draining[node]
-        for message in self._drains.pop(node, ()):
-            self._answer_drain(message, error)
-        self._tell_draining()
-        self._announce()
+        self._drains.emptied(message.node)
 
     # --- slices --------------------------------------------------------------------------------------
 
     @handles(AllocateSlice)
     def _allocate(self, sender: Address, message: AllocateSlice) -> None:
-        if message.resumed:
-            self._settling_until_s = self.env.now_s() + SETTLING_S
-            self.env.call_later(MOVE_S, _Patience(message.slice, False))
-            self.env.call_later(RESUME_S, _Patience(message.slice, True))
-        self._place(message)
-        if not message.resumed and message in self._parked:
-            self.env.call_later(MOVE_S, _Patience(message.slice, True))
+        self._slices.allocate(message)
 
-    def _place(self, request: AllocateSlice) -> None:
-        island = self._roomiest(request)
-        if request.formerly:
-            home = self._islands.get(request.formerly)
-            is_back = home is not None and home.state == "ready" and self._fits(home, request)
-            island = home if is_back else None
-        if island is not None:
-            request = msgspec.structs.replace(request, resumed=False, formerly="")
-            self._bind(request.slice, request, island)
-        elif request.resumed or any(
-            i.formed and i.state != "ready" and self._fits(i, request) for i in self._all()
-        ):
-            self._parked.append(request)
-        else:
-            self._refuse(request)
-
-    @handles(_Patience)
-    def _patience(self, sender: Address, note: _Patience) -> None:
-        """A slice's own island does not come back, or none that could have it."""
-        for request in [request for request in self._parked if request.slice == note.slice]:
-            self._parked.remove(request)
-            home = self._islands.get(request.formerly)
-            if home is not None and not home.formed:
-                home.is_open = True
-                self._fill(home)
-            request = msgspec.structs.replace(request, formerly="")
-            if note.is_over and self._roomiest(request) is None:
-                self._refuse(request)
-            else:
-                self._place(request)
-
-    def _all(self) -> list[_Island]:
-        return list(self._islands.values())
-
-    def _retry_parked(self) -> None:
-        """An island is ready again, or will not be: requests that waited for it have their answer."""
-        parked, self._parked = self._parked, []
-        for request in parked:
-            self._place(request)
-
-    def _roomiest(self, request: AllocateSlice, but: _Island | None = None) -> _Island | None:
-        """The island on which a slice would share its devices the least."""
-        fitting = [
-            island
-            for island in self._islands.values()
-            if island.state == "ready" and island is not but and self._fits(island, request)
-        ]
-        return min(
-            fitting,
-            key=lambda island: (
-                (sum(island.load.values()) + request.devices) / len(island.places()),
-                island.name,
-            ),
-            default=None,
-        )
-
-    def _refuse(self, request: AllocateSlice) -> None:
-        error = ErrorReport.of(self._insufficient(request))
-        self.env.send(CONTROL, SliceRefused(request.slice, error))
-
-    def _fits(self, island: _Island, request: AllocateSlice) -> bool:
-        if request.island is not None and request.island != island.name:
-            return False
-        if request.kind is not None and request.kind.lower() not in (
-            island.platform.lower(),
-            island.kind.lower(),
-        ):
-            return False
-        if request.topology is not None:
-            extent = math.prod(request.topology)
-            if extent != request.devices or any(size < 1 for size in request.topology):
-                return False
-            rows, columns = _block(request.topology)
-            if rows > island.expected_hosts or columns > island.local_devices:
-                return False
-        return request.devices <= len(island.places())
-
-    def _bind(
-        self,
-        number: int,
-        request: AllocateSlice,
-        island: _Island,
-        places: tuple[Place, ...] = (),
-    ) -> None:
-        """Bind a slice, to the places that it had in this island if it had any."""
-        if not places or not set(places) <= set(island.places()):
-            places = self._choose(island, request)
-        island.load.update(places)
-        self._slices[number] = _SliceEntry(request, island.name, places)
-        devices = island.located(places)
-        bound = SliceBound(number, island.name, island.platform, island.kind, devices, island.epoch)
-        self.env.send(CONTROL, bound)
-
-    def _choose(self, island: _Island, request: AllocateSlice) -> tuple[Place, ...]:
-        """The least loaded devices; with a topology, the least loaded block of that form."""
-        devices = island.places()
-        if request.topology is None or len(request.topology) < 2:
-            chosen = sorted(devices, key=lambda place: (island.load[place], place))
-            return tuple(sorted(chosen[: request.devices]))
-        rows, columns = _block(request.topology)
-        width = island.local_devices
-        blocks = [
-            tuple(
-                devices[(row + r) * width + column + c] for r in range(rows) for c in range(columns)
-            )
-            for row in range(island.expected_hosts - rows + 1)
-            for column in range(width - columns + 1)
-        ]
-        return min(blocks, key=lambda block: sum(island.load[place] for place in block))
-
-    def _insufficient(self, request: AllocateSlice) -> InsufficientDevices:
-        asked = _counted(request.devices, "device")
-        for name in ("kind", "island", "topology"):
-            value = getattr(request, name)
-            if value is not None:
-                asked += f" with {name}={value!r}"
-        there = "; ".join(island.describe() for island in self._islands.values())
-        return InsufficientDevices(
-            f"no island has {asked} for one slice. There are: {there or 'no islands yet'}"
-        )
+    @handles(WaitedEnough)
+    def _waited_enough(self, sender: Address, note: WaitedEnough) -> None:
+        self._slices.waited_enough(note)
 
     @handles(ReleaseSlice)
     def _release(self, sender: Address, message: ReleaseSlice) -> None:
-        self._parked = [request for request in self._parked if request.slice != message.slice]
-        entry = self._slices.pop(message.slice, None)
-        if entry is not None:
-            self._islands[entry.island].load.subtract(entry.places)
+        self._slices.release(message.slice)
 
     # --- status --------------------------------------------------------------------------------------
 
-    def status(self, queued: dict[str, tuple[int, int]]) -> tuple[IslandStatus, ...]:
+    def status(self, queued: Mapping[str, tuple[int, int]]) -> tuple[IslandStatus, ...]:
         """Describe all islands; `queued` has the (queued, launched) segments of each."""
-        bound = Counter(entry.island for entry in self._slices.values())
-        return tuple(
-            IslandStatus(
-                island.name,
-                island.epoch,
-                island.state,
-                island.platform,
-                island.kind,
-                tuple(
-                    HostStatus(
-                        host.node,
-                        host.registration.process,
-                        host.registration.local_devices,
-                        host.registration.endpoint,
-                        host.joined is not None,
-                    )
-                    for host in island.ranked()
-                ),
-                island.expected_hosts,
-                bound[island.name],
-                *queued.get(island.name, (0, 0)),
-                tuple(node for node in island.ranks if node not in island.hosts),
-            )
-            for island in sorted(self._islands.values(), key=lambda island: island.name)
-        )
+        return self.inventory.status(self._slices.counts(), queued)
 
     def waiting_hosts(self) -> tuple[WaitingHost, ...]:
         """Describe all hosts that are here and have no place in an island."""
-        waiting = [("spare", host) for host in self._spares.values()]
-        waiting += [("draining", host) for host in self._draining.values() if host is not None]
-        return tuple(
-            WaitingHost(
-                host.node,
-                state,
-                host.registration.island,
-                host.registration.process,
-                host.registration.local_devices,
-                host.registration.endpoint,
-            )
-            for state, host in waiting
-        )
-
-
-def _alike(island: _Island, registration: RegisterHost) -> bool:
-    return (
-        registration.local_devices == island.local_devices
-        and registration.platform == island.platform
-    )
-
-
-def _block(topology: tuple[int, ...]) -> tuple[int, int]:
-    """Rows (hosts) and columns (devices of one host) that a topology asks for."""
-    if len(topology) < 2:
-        return 1, 1
-    return topology[0], math.prod(topology[1:])
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+        return self.inventory.waiting_hosts()

@@ -19,13 +19,15 @@ PERMANENT = frozenset(
             "_islands",
             "_schedulers",
             "islands",
+            "spares",
+            "_spares",
             "hosts",
             "_hosts",
             "_directory",
             "_present",
             "_absent",
         ),
-        *("_next_sequence", "_lost", "_spares", "limited", "_numbers", "_places", "_unsettled"),
+        *("_next_sequence", "_lost", "limited", "_numbers", "_places", "_unsettled"),
         # bounded memories of what is gone
         *("_dropped", "_gone_clients", "_void_clients", "_recent", "_strikes"),
     )
