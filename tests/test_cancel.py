@@ -305,7 +305,7 @@ def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     world.settle()
     cluster.hosts["a1"].die()
     world.settle()
-    assert stuck in world.control._clients[client.number].lost
+    assert stuck in world.control.ledger.clients[client.number].lost
     before = launched(cluster)
     client.tell(Cancel((stuck,)))
     world.settle()
@@ -465,7 +465,7 @@ def test_a_run_that_seemed_to_have_ended_is_refused_with_its_results() -> None:
     add = client.program(chain([cluster.a]))
     (made,) = client.run(add, X)
     world.settle()
-    (run,) = world.control._clients[client.number].lineage._records
+    (run,) = world.control.ledger.clients[client.number].lineage._records
     error = ErrorReport("OutOfDeviceMemory", "too late", "a1")
     executor = world.actors["a1"]["executor"]
     executor.env.send(executor._scheduler, GangBroken(1, "too late", run, error, (made,)))

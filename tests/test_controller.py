@@ -25,7 +25,7 @@ from pw.core.messages import (
     Uploaded,
 )
 from pw.core.program import Node, Output, Program, Value
-from pw.sched.controller import CREDITS_S
+from pw.sched.runs import CREDITS_S
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, digest, join, split
 
@@ -63,8 +63,8 @@ class Stage:
 
     def check_idle(self) -> None:
         self.world.settle()
-        assert not self.world.control._runs
-        for client in self.world.control._clients.values():
+        assert not self.world.control.ledger.runs
+        for client in self.world.control.ledger.clients.values():
             assert client.in_flight == 0
         assert self.client.credits == self.client.sent_runs
 
@@ -179,7 +179,7 @@ def test_equal_specs_of_a_client_are_one_object() -> None:
         program = client.program(chain([split(stage.slice, 2)]))
         (x,) = client.run(program, x)
     stage.world.settle()
-    (owner,) = stage.world.control._clients.values()
+    (owner,) = stage.world.control.ledger.clients.values()
     bodies = [program.body for program in owner.programs.values()]
     specs = [array.spec for array in owner.arrays.values()]
     specs += [spec for body in bodies for spec in body.inputs + body.computations[0].outputs]
@@ -249,7 +249,7 @@ def test_arrays_may_be_given_away_before_their_upload_has_ended(how: str, inline
         client.release(program)
         stage.check_idle()
         assert all(not any(host.census().values()) for host in stage.hosts)
-        assert not client.env.world.control._clients[client.number].doomed
+        assert not client.env.world.control.ledger.clients[client.number].doomed
 
 
 def test_an_upload_may_end_before_the_controller_has_heard_of_it() -> None:
@@ -276,7 +276,7 @@ def test_an_upload_may_end_before_the_controller_has_heard_of_it() -> None:
         stage.deliver("h0", "controller", "h1", "controller")
         np.testing.assert_array_equal(client.value(y), X + 1)
         stage.check_idle()
-        assert not stage.world.control._clients[client.number].early_uploads
+        assert not stage.world.control.ledger.clients[client.number].early_uploads
 
 
 def test_an_upload_that_fails_fails_the_runs_that_wait_for_it() -> None:
@@ -378,6 +378,6 @@ def test_answers_of_an_old_epoch_are_dropped() -> None:
     stage.world.post(executor_of("h0"), scheduler, Installed(0, program, None))
     stage.world.settle()
     assert stage.world.counters["messages_stale"] == stale + 1
-    assert digest(b"1") in stage.world.control._artifacts
+    assert digest(b"1") in stage.world.control._programs._artifacts
     assert not stage.world.to(executor_of("h0"), Discard)
     assert stage.client.of(RunFailed) == stage.client.of(RunsSettled) == []

@@ -177,7 +177,7 @@ class Cluster:
                 left = host.current.census()
                 left.pop("edges_parked")
                 assert not any(left.values()), f"{host.name}: {left}"
-        client = self.world.control._clients[self.user.number]
+        client = self.world.control.ledger.clients[self.user.number]
         assert not client.arrays
         assert not client.lineage.origins
         journal = self.user.session._link.journal
@@ -438,7 +438,7 @@ def test_a_client_that_its_own_controller_gave_up_is_not_taken_back() -> None:
     cluster.time(2)
     assert isinstance(user.session.closed, Disconnected)
     assert "given up" in str(user.session.closed)
-    assert not world.control._clients
+    assert not world.control.ledger.clients
 
 
 def test_copies_of_clients_that_do_not_come_back_are_dropped() -> None:

@@ -179,7 +179,7 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     world.settle()
     world.wait(KEEP_S)
     assert client.answered(asked) == Answered(asked, None)
-    assert world.control._clients[client.number].lineage.programs(), "back to the checkpoint"
+    assert world.control.ledger.clients[client.number].lineage.programs(), "back to the checkpoint"
     for _ in range(3):
         (state,) = client.run(step, state)
     world.steps(seed * 2)

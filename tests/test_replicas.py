@@ -34,7 +34,7 @@ from pw.devices import replicas as under_test
 from pw.devices.backend import Value
 from pw.devices.replicas import Saved
 from pw.devices.store import ObjectStore
-from pw.sched.controller import ticket_for
+from pw.sched.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import LARGE, SMALL, split

@@ -31,7 +31,7 @@ from pw.core.sharding import DeviceAddress
 from pw.devices import store as under_test
 from pw.devices.backend import Value
 from pw.devices.store import ObjectStore
-from pw.sched.controller import ticket_for
+from pw.sched.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import SMALL, split

@@ -26,7 +26,8 @@ from pw.core.errors import (
 from pw.core.ids import arrays_in, client_of, run_name
 from pw.core.messages import CancelRuns, Run, RunFailed, RunStatus
 from pw.sched.clients import Client, RunState
-from pw.sched.rebuild import Ledger, Rebuilder
+from pw.sched.ledger import Ledger
+from pw.sched.rebuild import Rebuilder
 
 GRACE_S = 1.0
 """How long a launched run that is cancelled may take to end by itself."""
@@ -93,15 +94,15 @@ class RunEnder:
         ledger: Ledger,
         rebuilder: Rebuilder,
         refuse: Callable[[Client, Run, ErrorReport], None],
+        explain: Explain,
     ) -> None:
         self._env = env
         self._ledger = ledger
         self._rebuilder = rebuilder
         self._refuse = refuse
+        self._explain = explain
         self._deadlines = Deadlines()
         self._timer: Timer | None = None
-        self.explain: Explain = lambda run, tell: tell("")
-        """Adds what is known about a run to the error of its timeout."""
 
     # --- the end of runs -------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class RunEnder:
         for run in self._deadlines.overdue(self._env.now_s()):
             if run in self._ledger.runs:
                 self._env.count("runs_overdue")
-                self.explain(run, partial(self._time_out, run))
+                self._explain(run, partial(self._time_out, run))
         self._arm()
 
     def _time_out(self, run: int, explanation: str) -> None:

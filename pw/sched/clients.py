@@ -22,6 +22,7 @@ from pw.core.errors import (
 from pw.core.ids import Address, client_id, client_of
 from pw.core.messages import (
     Checkpoint,
+    ClientStatus,
     CreateArray,
     Delete,
     Inquire,
@@ -154,6 +155,42 @@ class Client:
         """A number that the client itself never gives."""
         self.repeats += 1
         return client_id(self.number, REPEATS + self.repeats)
+
+    def must_wait(self, message: Held) -> bool:
+        """Whether a message, and all behind it, has to wait for what it needs."""
+        if self.recovering:
+            return True
+        if isinstance(message, Run):
+            program = self.programs.get(message.program)
+            return program is not None and bool(program.installing)
+        if isinstance(message, (Checkpoint, SaveArrays)):
+            arrays = [self.arrays.get(number) for number in message.arrays]
+            return any(array is not None and array.uploading for array in arrays)
+        return False
+
+    def take(self, number: int) -> Array | None:
+        """Take an array out, which is deleted or donated; its upload may still be under way."""
+        array = self.arrays.pop(number, None)
+        if array is not None and array.uploading:
+            self.doomed[number] = array
+        return array
+
+    def delete(self, arrays: tuple[int, ...]) -> list[tuple[int, Array]]:
+        """Forget arrays; those that hosts may drop now."""
+        self.lineage.release(arrays)
+        taken = [(number, self.take(number)) for number in arrays]
+        return [(n, array) for n, array in taken if array is not None and not array.uploading]
+
+    def status(self) -> ClientStatus:
+        """What it has, in numbers."""
+        return ClientStatus(
+            self.number,
+            self.name,
+            len(self.arrays),
+            len(self.programs),
+            len(self.slices),
+            self.in_flight,
+        )
 
     def program_of(self, message: Run) -> RegisteredProgram:
         """The program of a run. Raises if it is not known, failed, or takes and makes other arrays."""

@@ -23,7 +23,6 @@ from pw.core.errors import INFRASTRUCTURE, ArrayDeleted, ErrorReport, HostLost, 
 from pw.core.ids import arrays_in, client_of, scheduler_of, store_of
 from pw.core.messages import (
     Answered,
-    ArrayPlaced,
     CancelRun,
     Checkpoint,
     Copy,
@@ -46,9 +45,10 @@ from pw.core.messages import (
     UninstallProgram,
     UploadAgain,
 )
-from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress
+from pw.core.sharding import ArraySpec, Box
 from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
+from pw.sched.ledger import Ledger
 from pw.sched.lineage import Record
 from pw.sched.programs import RegisteredProgram, holders
 from pw.sched.recovery import RecoveryPlan, plan_recovery, sources_of
@@ -96,27 +96,6 @@ class LookForCopies:
 @dataclass(frozen=True, slots=True)
 class OfferAgain:
     """Note to the controller: what checkpoints still wait for may have been lost with a link."""
-
-
-@dataclass(slots=True)
-class Ledger:
-    """What the controller knows, shared between its parts."""
-
-    clients: dict[int, Client] = field(default_factory=dict)
-    bindings: dict[int, Binding] = field(default_factory=dict)
-    runs: dict[int, RunState] = field(default_factory=dict)
-    islands: set[str] = field(default_factory=set)
-    """Those that are ready."""
-    limited: set[str] = field(default_factory=set)
-    """Those that count their devices' memory."""
-
-    def placed(self, array: int, spec: ArraySpec) -> ArrayPlaced:
-        """What a scheduler needs to count the memory of an array that does not come from a run."""
-        return ArrayPlaced(array, self.located(spec), spec.shard_bytes)
-
-    def located(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
-        """The device of each shard of an array whose slice is bound."""
-        return self.bindings[spec.placement.slice].located(spec.placement)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ A host that does not answer within `ANSWER_S` is an answer by itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,7 +36,7 @@ from pw.core.messages import (
 )
 from pw.core.plan import Execute
 from pw.sched.clients import Client
-from pw.sched.rebuild import Ledger
+from pw.sched.ledger import Ledger
 from pw.sched.story import story
 from pw.sched.tasks import SegmentTask
 
@@ -113,7 +113,6 @@ class Explainer:
     Args:
         env: the controller's.
         ledger: what the controller knows.
-        schedulers: islands that have a scheduler.
         island_status: describes all islands.
         heard_s: seconds since a node was heard last; None if that is not known.
     """
@@ -122,13 +121,11 @@ class Explainer:
         self,
         env: Env,
         ledger: Ledger,
-        schedulers: Collection[str],
         island_status: Callable[[], tuple[IslandStatus, ...]],
         heard_s: Callable[[str], float | None],
     ) -> None:
         self._env = env
         self._ledger = ledger
-        self._schedulers = schedulers
         self._island_status = island_status
         self._heard_s = heard_s
         self._questions: dict[int, _Question] = {}
@@ -168,9 +165,9 @@ class Explainer:
         hosts_awaited: tuple[str, ...] = (),
     ) -> None:
         self._asked += 1
-        question = _Question(tell, run, hosts_awaited, set(self._schedulers))
+        question = _Question(tell, run, hosts_awaited, set(self._ledger.schedulers))
         self._questions[self._asked] = question
-        for island in sorted(self._schedulers):
+        for island in sorted(self._ledger.schedulers):
             self._env.send(scheduler_of(island), ExplainIsland(self._asked, run))
         if not question.islands:
             self._finish(self._asked)

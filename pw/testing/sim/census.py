@@ -17,7 +17,7 @@ PERMANENT = frozenset(
         # who is here, and which islands there are
         *(
             "_islands",
-            "_schedulers",
+            "schedulers",
             "islands",
             "spares",
             "_spares",

@@ -1,0 +1,32 @@
+"""What the controller knows, shared between its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pw.core.messages import ArrayPlaced
+from pw.core.sharding import ArraySpec, Binding, DeviceAddress
+from pw.sched.clients import Client, RunState
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Clients with all they own, their runs in flight, and the islands; plain state, which any part changes."""
+
+    clients: dict[int, Client] = field(default_factory=dict)
+    bindings: dict[int, Binding] = field(default_factory=dict)
+    runs: dict[int, RunState] = field(default_factory=dict)
+    islands: set[str] = field(default_factory=set)
+    """Those that are ready."""
+    limited: set[str] = field(default_factory=set)
+    """Those that count their devices' memory."""
+    schedulers: dict[str, None] = field(default_factory=dict)
+    """Islands that have a scheduler, in the order of their forming."""
+
+    def placed(self, array: int, spec: ArraySpec) -> ArrayPlaced:
+        """What a scheduler needs to count the memory of an array that does not come from a run."""
+        return ArrayPlaced(array, self.located(spec), spec.shard_bytes)
+
+    def located(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
+        """The device of each shard of an array whose slice is bound."""
+        return self.bindings[spec.placement.slice].located(spec.placement)

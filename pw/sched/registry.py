@@ -1,0 +1,112 @@
+"""The programs that clients have registered: takes them in, has them installed on their hosts, lets them go.
+
+A program is lowered when it comes, and again whenever one of its slices is bound to other devices. What is
+wrong with it becomes its error, and that of all its runs; so a client hears of it where it looks for results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from pw.core.actor import Env
+from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
+from pw.core.ids import client_of, scheduler_of
+from pw.core.messages import Artifact, ProgramInstalled, RegisterProgram, UninstallProgram
+from pw.sched.clients import Client
+from pw.sched.ledger import Ledger
+from pw.sched.programs import RegisteredProgram, check_program
+
+
+class ProgramRegistry:
+    """The controller's part that has programs installed; see the module."""
+
+    def __init__(self, env: Env, ledger: Ledger) -> None:
+        self._env = env
+        self._ledger = ledger
+        self._artifacts: dict[bytes, bytes] = {}
+        """What clients have sent so far, by digest: nobody sends it again."""
+
+    def register(self, client: Client, message: RegisterProgram) -> None:
+        """Take in a program, and have its hosts compile it."""
+        if client_of(message.program) != client.number or message.program in client.programs:
+            self._env.count("messages_refused")
+            return
+        for artifact in message.artifacts:
+            if hashlib.sha256(artifact.blob).digest() == artifact.digest:
+                self._artifacts[artifact.digest] = artifact.blob
+        needed = {computation.artifact for computation in message.body.computations}
+        program = RegisteredProgram(
+            message.program,
+            message.body.with_specs(client.one_spec),
+            tuple(
+                Artifact(digest, self._artifacts[digest])
+                for digest in sorted(needed)
+                if digest in self._artifacts
+            ),
+        )
+        if client.resuming is not None:
+            client.resuming.programs[message.program] = program
+            if message.released:
+                return
+        client.programs[message.program] = program
+        if len(program.artifacts) < len(needed):
+            program.error = ErrorReport.of(
+                ProtocolError(f"program {message.body.name!r} came without all its artifacts")
+            )
+        else:
+            self.lower(client, program)
+
+    def lower(self, client: Client, program: RegisteredProgram) -> None:
+        """Bind a program to devices and have it installed there, if all its slices are bound."""
+        bindings = self._ledger.bindings
+        try:
+            foreign = program.body.slices() - client.slices
+            if foreign:
+                raise NotOwner(
+                    f"program {program.body.name!r} names slices that this client has not allocated"
+                )
+            unbound = program.body.slices() - bindings.keys()
+            if unbound and unbound <= client.unbound.keys():
+                return  # it is lowered when they are bound
+            if unbound:
+                raise ArrayLost(f"the slices of program {program.body.name!r} are not bound")
+            check_program(program.body, bindings)
+            installs = program.lower(bindings, self._ledger.limited)
+        except Error as error:
+            program.error = ErrorReport.of(error)
+            return
+        for island, install in installs:
+            self._env.send(scheduler_of(island), install)
+
+    def slice_bound(self, client: Client, number: int) -> None:
+        """A slice has other devices: lower the programs that use it again."""
+        for program in (*client.programs.values(), *client.retired.values()):
+            if number in program.body.slices():
+                self.lower(client, program)
+
+    def installed(self, message: ProgramInstalled) -> Client | None:
+        """An island's hosts have compiled a program, or cannot; whose work may go on therefore."""
+        client = self._ledger.clients.get(client_of(message.program))
+        if client is None:
+            return None
+        number = message.program
+        program = client.programs.get(number) or client.retired.get(number)
+        if program is None or message.install != program.installs:
+            return None
+        program.installing.discard(message.island)
+        if message.error is not None:
+            program.error = message.error
+            program.installing.clear()
+        return client
+
+    def release(self, client: Client, number: int) -> None:
+        """A client needs a program no more."""
+        program = client.programs.pop(number, None)
+        if program is not None:
+            for island, hosts in program.hosts.items():
+                self._env.send(scheduler_of(island), UninstallProgram(number, hosts))
+
+    def client_left(self) -> None:
+        """When the last client has left, nobody can refer to what was sent."""
+        if not self._ledger.clients:
+            self._artifacts.clear()
