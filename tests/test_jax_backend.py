@@ -272,12 +272,62 @@ async def test_a_computation_that_takes_no_time_runs_on_the_loop(host: Host) -> 
         (b"quick", add_one, ()),
         (b"heavy", heavy_add, ()),
         (b"loop", loop_of_one, ()),
+        (b"branch", branch_add, ()),
         (b"donated", add_one, (0,)),
     ):
         assert await host.install(key, export(function, [spec], [spec], donated)) is None
         threads = await called_on(host, key, host.build(spec, range(8)), 40)
         assert (threads == {threading.main_thread()}) == (key == b"quick"), key
         assert len(threads) == 1
+
+
+def branch_add(x: Any) -> Any:
+    return (jax.lax.cond(x[0] > 1000, lambda y: jnp.cumsum(y), lambda y: y + 1, x),)
+
+
+@on_host
+async def test_a_computation_over_several_devices_never_runs_on_the_loop(host: Host) -> None:
+    spec = spec_of(sharding=FOUR)
+    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
+    threads = await called_on(host, b"k", host.build(spec, range(8)), 40)
+    assert threading.main_thread() not in threads
+
+
+@on_host
+async def test_the_loop_computes_nothing_while_the_devices_have_as_much_as_they_take(
+    host: Host,
+) -> None:
+    """JAX holds who brings more than 32 computations at a time."""
+    spec = spec_of()
+    for key, function in ((b"quick", add_one), (b"slow", slow_add)):
+        assert await host.install(key, export(function, [spec], [spec])) is None
+    await called_on(host, b"quick", host.build(spec, range(8)), 40)
+    value = host.build(spec, np.zeros(8))
+    chain = [value, *[Value() for _ in range(32)]]
+    assert await host.watch(value) is None
+    host.backend.submit([Execute(b"slow", (a,), (b,)) for a, b in itertools.pairwise(chain)])
+    await at_rest(host)
+    (made,) = host.execute(b"quick", value)
+    assert made.payload is None or chain[-1].payload.is_ready()
+    np.testing.assert_array_equal(await host.read(made, spec), np.ones(8))
+    assert await host.watch(chain[-1]) is None
+
+
+@on_host
+async def test_what_numpy_has_to_unpack_is_not_read_on_the_loop(host: Host) -> None:
+    spec = spec_of(dtype="int4")
+    value = host.build(spec, np.arange(8) % 4)
+    assert await host.watch(value) is None
+    threads: list[threading.Thread] = []
+    answer = host.backend._answer_read
+
+    def noted(op: Read) -> None:
+        threads.append(threading.current_thread())
+        answer(op)
+
+    host.backend._answer_read = noted  # type: ignore[method-assign]
+    np.testing.assert_array_equal(await host.read(value, spec), np.arange(8) % 4)
+    assert threading.main_thread() not in threads
 
 
 @on_host

@@ -3,8 +3,8 @@
 One thread enqueues: it takes ops in the order of `submit`, so that hosts which submit alike enqueue
 alike, and collectives pair up. JAX runs asynchronously behind it (on CPU up to 32 computations, then
 the call blocks, which holds up this thread and nobody else). While it has nothing to do, the loop
-thread runs in its place what takes a few microseconds: small arrays, and computations without loops
-that concern no other host, once they have been seen to end so fast. A second thread compiles. A third
+thread runs in its place what takes a few microseconds: small arrays, and computations that have
+proven quick (`pw.devices.quick`). A second thread compiles. A third
 waits for arrays, in the order in which that was asked; where everything is ready already and nobody
 waits, the execute thread answers at once. A fourth assembles large arrays from host bytes.
 
@@ -28,10 +28,10 @@ import warnings
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, box_slice
 from pw.devices import python_functions
 from pw.devices.backend import Build, Call, Done, Execute, Move, Op, Read, Value, Watch
 from pw.devices.executables import Executables
-from pw.devices.jax_compile import Compiler, Executable
+from pw.devices.jax_compile import SUB_BYTE, Compiler, Executable
 from pw.devices.jax_layouts import (
     Layouts,
     assemble,
@@ -65,21 +65,16 @@ from pw.devices.jax_layouts import (
 )
 from pw.devices.jax_threads import Completions, QueueThread, join_all
 from pw.devices.python_functions import PythonFunction
+from pw.devices.quick import Quick
 
 _INLINE_BYTES = 64 * 1024
 """Builds that copy less than this cost less than a change of threads."""
 
-_QUICK_S = 60e-6
-"""What a computation takes that costs less than a change of threads there and back."""
-
-_TRIALS = 16
-"""Calls after which it is known whether an executable is quick."""
-
 _FEW_OPS = 8
 """The loop runs no more of them in one go."""
 
-_SOON_S = 100e-6
-"""Computations that come after one another faster than this keep the execute thread awake."""
+_FEW_VALUES = 64
+"""The loop looks at no more of them in one go."""
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -88,17 +83,6 @@ _GUARD_NAP_S = 0.001
 
 _COLLECTIVES = ("Gloo", "NCCL")
 """Who speaks in the error of a computation whose peers have died under it."""
-
-
-@dataclass(slots=True)
-class _Trial:
-    """What the calls of an executable were like so far."""
-
-    calls: int = 0
-    ended: int = 0
-    """Calls whose results were there when they returned."""
-    best_s: float = math.inf
-    """The least processor time of a call."""
 
 
 class JaxBackend:
@@ -131,27 +115,22 @@ class JaxBackend:
         self._allow_python = allow_python
         self._python_keys: set[bytes] = set()
         self._executables: dict[bytes, Executable] = {}
-        self._handing = threading.RLock()
+        self._handing = threading.Lock()
         self._handed = 0
         """Batches that the execute thread was given; under the lock."""
         self._ended = 0
         """Those that it is done with; written by it only."""
-        self._here: deque[Op] | None = None
-        """What the loop thread runs itself at this moment; under the lock."""
-        self._trials: dict[bytes, _Trial] = {}
-        """Executables that may turn out to be quick."""
-        self._quick: set[bytes] = set()
-        """Executables that have ended when their call returns, after microseconds, and always will have."""
-        self._asked_s = 0.0
-        """When the last computation came that the loop could have run."""
+        self._quick = Quick()
+        self._newest: dict[int | None, ref[Value] | None] = {}
+        """What was enqueued last on each device alone, or on several (None); None if it has ended."""
         self._executed = 0
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
         """Why nothing is enqueued any more that other hosts take part in."""
-        self._waits_begun = 0  # written by the execute thread only
+        self._waits_begun = 0  # written as on the execute thread
         self._waits_ended = 0  # written by the watcher only
         self._closed = False
-        self._doing: Op | None = None  # written by the execute thread only
+        self._doing: Op | None = None
         self._awaiting = False  # it waits for the host bytes of an argument
         self._calling_name = ""  # written by the thread of Python functions only
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -203,21 +182,19 @@ class JaxBackend:
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` here if that takes no time and nothing is before them, or on the execute thread."""
+        rest = deque(ops)
         with self._handing:
-            rest = deque(ops)
             if self._handed == self._ended and not self._closed and self._pays_here(rest):
                 self._run_here(rest)
             if rest:
-                self._hand_over(rest)
+                self._handed += 1
+                self._executing.put(rest)
 
-    def _hand_over(self, ops: deque[Op]) -> None:
-        """Let `ops` follow all that was submitted before; from any thread."""
+    def _hand_over(self, op: Op) -> None:
+        """Let an op follow all that was submitted before; from other threads than the loop."""
         with self._handing:
-            if self._here is not None:
-                self._here.extend(ops)
-                return
             self._handed += 1
-            self._executing.put(ops)
+            self._executing.put(deque([op]))
 
     def _pays_here(self, ops: deque[Op]) -> bool:
         """Whether it costs less to run `ops` than to change threads for them.
@@ -227,33 +204,51 @@ class JaxBackend:
         """
         if not 0 < len(ops) <= _FEW_OPS or not self._takes_no_time(ops[0]):
             return False
-        if isinstance(ops[0], Read | Watch):
-            return True
-        before_s, self._asked_s = self._asked_s, time.monotonic()
-        return self._asked_s - before_s > _SOON_S
+        return isinstance(ops[0], Read | Watch) or self._quick.comes_alone(time.monotonic())
 
     def _run_here(self, ops: deque[Op]) -> None:
         """Run `ops` on the loop thread as far as they take no time, and take those out.
 
         The execute thread has nothing to do and is given nothing meanwhile, so whatever holds on that thread
-        holds here.
+        holds here. Nothing that runs here submits anything.
         """
-        self._here = ops
         with jax.enable_x64(True), self._completions.on_loop():
             while ops and self._takes_no_time(ops[0]):
-                self._do(ops.popleft())
-        self._here = self._doing = None
+                op = ops.popleft()
+                began_s = time.monotonic()
+                self._do(op)
+                if isinstance(op, Execute):
+                    self._quick.took(op.key, time.monotonic() - began_s)
+        self._doing = None
 
     def _takes_no_time(self, op: Op) -> bool:
-        if isinstance(op, Execute):
-            try:
-                return op.key in self._quick and all(_is_ready(value) for value in op.args)
-            except Exception:  # noqa: BLE001 - an argument has failed, or is taken away at this moment
+        try:
+            if isinstance(op, Execute):
+                return (
+                    op.key in self._quick
+                    and op.failed is None
+                    and self._has_room(self._executables[op.key].device)
+                    and all(_is_ready(value) for value in op.args)
+                )
+            if isinstance(op, Build):
+                return self._shares_memory and _size_bytes(op) <= _INLINE_BYTES
+        except Exception:  # noqa: BLE001 - something has failed: the execute thread will find out
+            return False
+        if isinstance(op, Watch):
+            return len(op.values) <= _FEW_VALUES
+        return isinstance(op, Read)  # whatever takes time is the watcher's
+
+    def _has_room(self, device: int | None) -> bool:
+        """Whether JAX takes one more computation at once: it has so many places, and the newest had one."""
+        for where in (device, None):
+            newest = self._newest.get(where)
+            if newest is None:
+                continue
+            value = newest()
+            if value is None or not _is_ready(value):
                 return False
-        if isinstance(op, Build):
-            size_bytes = sum([data.nbytes for _, _, data in op.parts])
-            return size_bytes <= _INLINE_BYTES and self._shares_memory
-        return isinstance(op, Read | Watch)  # they leave it to the watcher to wait
+            self._newest[where] = None
+        return True
 
     @cached_property
     def _shares_memory(self) -> bool:
@@ -375,16 +370,15 @@ class JaxBackend:
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         def change() -> None:
-            self._quick.discard(key)
-            self._trials.pop(key, None)
+            self._quick.forget(key)
             if executable is None:
                 self._executables.pop(key, None)
                 return
             self._executables[key] = executable
             if executable.is_straight and not executable.donated:
-                self._trials[key] = _Trial()
+                self._quick.try_out(key)
 
-        self._hand_over(deque([Call(change)]))
+        self._hand_over(Call(change))
 
     # On the execute thread.
 
@@ -405,7 +399,7 @@ class JaxBackend:
     def _execute(self, op: Execute) -> None:
         """The hot path: every line here is paid once for each computation on each host."""
         try:
-            call, donated, name, _ = self._executables[op.key]
+            call, donated, name, device, _ = self._executables[op.key]
             if type(call) is PythonFunction:
                 python_functions.expect(op)
                 return self._calling.put((call, op))
@@ -426,8 +420,8 @@ class JaxBackend:
                 return _fail(op.results, self._gang_broken)
             if donated:
                 donated = self._donate(op, arrays, donated)
-            if op.key in self._trials:
-                outputs = self._tried(op, call, arrays)
+            if self._quick.on_trial(op.key):
+                outputs = self._try(op.key, call, arrays)
             else:
                 outputs = call(*arrays)
         except Exception as error:  # noqa: BLE001 - it belongs to the results
@@ -437,6 +431,9 @@ class JaxBackend:
             return _fail(op.results, report)
         for value, array in zip(op.results, outputs, strict=True):
             value.payload, value.maker = array, name
+        if op.results:
+            newest: Any = outputs[-1]
+            self._newest[device] = None if newest.is_ready() else ref(op.results[-1])
         if op.failed is not None and op.results:
             for value in op.results:
                 value.joint = True
@@ -448,20 +445,13 @@ class JaxBackend:
         self._executed += 1
         return None
 
-    def _tried(self, op: Execute, call: Any, arrays: list[jax.Array]) -> Sequence[jax.Array]:
+    def _try(self, key: bytes, call: Any, arrays: list[jax.Array]) -> Sequence[jax.Array]:
         """Call an executable, and see whether it is quick."""
-        began_s = time.thread_time()
+        began_s, processor_s = time.monotonic(), time.thread_time()
         outputs: Sequence[Any] = call(*arrays)
-        taken_s = time.thread_time() - began_s
-        trial = self._trials[op.key]
-        trial.calls += 1
-        # The first calls set it up, others are unlucky: its own time is that of the luckiest.
-        trial.best_s = min(trial.best_s, taken_s)
-        trial.ended += all(array.is_ready() for array in outputs)
-        if trial.calls == _TRIALS or op.failed is not None:
-            del self._trials[op.key]
-            if op.failed is None and trial.best_s < _QUICK_S and trial.ended == _TRIALS:
-                self._quick.add(op.key)
+        processor_s, clock_s = time.thread_time() - processor_s, time.monotonic() - began_s
+        ended = all(array.is_ready() for array in outputs)
+        self._quick.tried(key, processor_s, clock_s, ended=ended)
         return outputs
 
     def _break_gang(self, failed: Callable[[ErrorReport], None], report: ErrorReport) -> None:
@@ -543,10 +533,8 @@ class JaxBackend:
 
     def _build(self, op: Build) -> None:
         try:
-            large = (
-                sum([data.nbytes for _, _, data in op.parts]) > _INLINE_BYTES
-                and bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
-            )
+            large = _size_bytes(op) > _INLINE_BYTES
+            large = large and bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
         except Exception:  # noqa: BLE001 - parts that fit nowhere: assembling them reports it
             large = False
         if large:
@@ -583,6 +571,7 @@ class JaxBackend:
             self._waits_begun == self._waits_ended
             and _is_ready(value)
             and _in_host_memory(value.payload)
+            and op.spec.dtype not in SUB_BYTE  # numpy would unpack it
         ):
             self._answer_read(op)
             return
@@ -645,7 +634,7 @@ class JaxBackend:
                 return
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
-            self._hand_over(deque([Watch(tuple(heirs), op.done, op.hurried)]))
+            self._hand_over(Watch(tuple(heirs), op.done, op.hurried))
         elif op.hurried:
             self._completions.post(op.done, None)
         else:
@@ -723,6 +712,10 @@ class JaxBackend:
 def _fail(results: Sequence[Value], report: ErrorReport) -> None:
     for value in results:
         value.error = report
+
+
+def _size_bytes(op: Build) -> int:
+    return sum([data.nbytes for _, _, data in op.parts])
 
 
 def _is_ready(value: Value) -> bool:

@@ -26,7 +26,7 @@ from pw.devices.jax_layouts import Layouts
 from pw.devices.jax_threads import Completions
 
 _CUSTOM_CALL = re.compile(r'\b\w+\.custom_call\b"?\s*(?:@(?:"([^"]*)"|([\w$.-]+)))?')
-_LOOP = re.compile(r"\bstablehlo\.while\b")
+_CHOICE = re.compile(r"\bstablehlo\.(?:while|case|if)\b")
 _HOST_CHANNEL = re.compile(r"\bstablehlo\.(?:send|recv|infeed|outfeed)\b")
 _ALLOWED_TARGETS = re.compile(
     r"(?:lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
@@ -36,7 +36,7 @@ _ALLOWED_TARGETS = re.compile(
     r"|stablehlo\.dynamic_(?:approx_top_k|reduce_window|rng_bit_generator|top_k)"
 )
 
-_SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
+SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
 """A compiled function refuses its own results of such dtypes for their layout; a jitted one takes
 them, but compiles again when it is first called."""
 
@@ -49,8 +49,10 @@ class Executable(NamedTuple):
     donated: tuple[int, ...]
     """Positions of arguments whose buffers it takes over."""
     name: str
+    device: int | None = None
+    """The only device that it runs on, if it is one of this host; else it runs on several."""
     is_straight: bool = False
-    """It has no loops and calls nothing native: it always takes as long as it does now."""
+    """It takes as long in one call as in another: one device, no loops, branches or native calls."""
 
 
 Publish = Callable[[bytes, Executable | None], None]
@@ -59,7 +61,7 @@ Publish = Callable[[bytes, Executable | None], None]
 def vet(exported: jax.export.Exported, computation: Computation) -> bool:
     """Raise CompileError unless `exported` is what `computation` says, and harmless.
 
-    Returns whether it is straight (see `Executable`).
+    Returns whether it has no loops, branches or native calls.
     """
     if exported.ordered_effects or exported.unordered_effects:
         raise CompileError(
@@ -86,7 +88,7 @@ def vet(exported: jax.export.Exported, computation: Computation) -> bool:
         raise CompileError(
             f"the computation talks to its host ({channel[0]}), which is not allowed"
         )
-    return not _LOOP.search(text) and not _CUSTOM_CALL.search(text)
+    return not _CHOICE.search(text) and not _CUSTOM_CALL.search(text)
 
 
 def _flat(exported: jax.export.Exported) -> Callable[..., tuple[jax.Array, ...]]:
@@ -194,9 +196,11 @@ class Compiler:
                 compiled = jitted.lower(*avals).compile()
                 self.compilations += 1
                 self._executables.save(kept_as, compiled)
-            if any(spec.dtype in _SUB_BYTE for spec in computation.inputs):
+            if any(spec.dtype in SUB_BYTE for spec in computation.inputs):
                 compiled = jitted
-            made = Executable(compiled, computation.donated, computation.name, is_straight)
+            device = devices[0].ordinal if len(devices) == 1 else None
+            is_straight = is_straight and device is not None and compiled is not jitted
+            made = Executable(compiled, computation.donated, computation.name, device, is_straight)
             self._made[wish] = (made, set())
         executable, keys = self._made[wish]
         keys.add(key)
