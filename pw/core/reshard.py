@@ -19,7 +19,7 @@ from pw.core.errors import ShardingError
 from pw.core.plan import Piece, Route
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_bytes, packed_offsets
 
-LAYOUTS_KEPT = 4096
+LAYOUTS_KEPT = 1024
 """Buffers of routes that are remembered: both ends of an edge ask for theirs at every run."""
 
 _Cell = tuple[int, ...]
