@@ -12,8 +12,8 @@ KEY = b"k"
 def tried(quick: Quick, *calls: tuple[float, float, bool]) -> None:
     """Calls on trial: processor time, time on the clock, and whether it had ended."""
     for processor_s, clock_s, ended in calls:
-        assert quick.on_trial(KEY)
-        assert KEY not in quick
+        assert KEY in quick.trials
+        assert KEY not in quick.proven
         quick.tried(KEY, processor_s, clock_s, ended=ended)
 
 
@@ -36,8 +36,8 @@ def test_a_trial(calls: list[tuple[float, float, bool]], is_quick: bool) -> None
     quick = Quick()
     quick.try_out(KEY)
     tried(quick, *calls)
-    assert (KEY in quick) == is_quick
-    assert not quick.on_trial(KEY), "it is known now"
+    assert (KEY in quick.proven) == is_quick
+    assert KEY not in quick.trials, "it is known now"
 
 
 def test_what_takes_long_all_the_same_is_on_trial_again() -> None:
@@ -45,10 +45,10 @@ def test_what_takes_long_all_the_same_is_on_trial_again() -> None:
     quick.try_out(KEY)
     tried(quick, *[FAST] * CALLS)
     quick.took(KEY, LONG_S / 2)
-    assert KEY in quick
+    assert KEY in quick.proven
     quick.took(KEY, LONG_S * 2)
     tried(quick, *[FAST] * CALLS)
-    assert KEY in quick
+    assert KEY in quick.proven
 
 
 def test_a_key_that_is_forgotten_or_installed_again_has_proven_nothing() -> None:
@@ -57,9 +57,9 @@ def test_a_key_that_is_forgotten_or_installed_again_has_proven_nothing() -> None
         quick.try_out(KEY)
         tried(quick, *[FAST] * CALLS)
     quick.forget(KEY)
-    assert KEY not in quick
-    assert not quick.on_trial(KEY)
-    assert not quick.on_trial(b"another")
+    assert KEY not in quick.proven
+    assert KEY not in quick.trials
+    assert b"another" not in quick.trials
 
 
 def test_what_comes_one_after_the_other_does_not_come_alone() -> None:

@@ -122,7 +122,10 @@ class JaxBackend:
         """Those that it is done with; written by it only."""
         self._quick = Quick()
         self._newest: dict[int | None, ref[Value] | None] = {}
-        """What was enqueued last on each device alone, or on several (None); None if it has ended."""
+        """What was enqueued last on each device alone, or on several (None); None if it has ended.
+
+        Kept while anything is quick. What has just proven quick on a device has ended there, and had a place
+        after all that came before."""
         self._executed = 0
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
@@ -216,16 +219,15 @@ class JaxBackend:
             while ops and self._takes_no_time(ops[0]):
                 op = ops.popleft()
                 began_s = time.monotonic()
-                self._do(op)
+                self._work(deque((op,)))
                 if isinstance(op, Execute):
                     self._quick.took(op.key, time.monotonic() - began_s)
-        self._doing = None
 
     def _takes_no_time(self, op: Op) -> bool:
         try:
             if isinstance(op, Execute):
                 return (
-                    op.key in self._quick
+                    op.key in self._quick.proven
                     and op.failed is None
                     and self._has_room(self._executables[op.key].device)
                     and all(_is_ready(value) for value in op.args)
@@ -383,18 +385,20 @@ class JaxBackend:
     # On the execute thread.
 
     def _run(self, ops: deque[Op]) -> None:
-        while ops and not self._closed:
-            # Taken out, so that what it has read can be freed while others of the batch run.
-            self._do(ops.popleft())
-        self._doing = None
+        self._work(ops)
         self._ended += 1
 
-    def _do(self, op: Op) -> None:
-        self._doing = op
-        try:
-            self._handlers[type(op)](op)
-        except Exception as error:  # noqa: BLE001 - the thread lives on
-            self._completions.fail(error)
+    def _work(self, ops: deque[Op]) -> None:
+        """Run `ops`. Between two collectives every microsecond counts ten times: their threads fall asleep."""
+        handlers = self._handlers
+        while ops and not self._closed:
+            # Taken out, so that what it has read can be freed while others of the batch run.
+            self._doing = op = ops.popleft()
+            try:
+                handlers[type(op)](op)
+            except Exception as error:  # noqa: BLE001 - the thread lives on
+                self._completions.fail(error)
+        self._doing = None
 
     def _execute(self, op: Execute) -> None:
         """The hot path: every line here is paid once for each computation on each host."""
@@ -420,7 +424,7 @@ class JaxBackend:
                 return _fail(op.results, self._gang_broken)
             if donated:
                 donated = self._donate(op, arrays, donated)
-            if self._quick.on_trial(op.key):
+            if op.key in self._quick.trials:
                 outputs = self._try(op.key, call, arrays)
             else:
                 outputs = call(*arrays)
@@ -429,16 +433,14 @@ class JaxBackend:
             if op.failed is not None:
                 self._break_gang(op.failed, report)
             return _fail(op.results, report)
+        joint = op.failed is not None
         for value, array in zip(op.results, outputs, strict=True):
-            value.payload, value.maker = array, name
-        if op.results:
+            value.payload, value.maker, value.joint = array, name, joint
+        if self._quick.proven and op.results:
             newest: Any = outputs[-1]
             self._newest[device] = None if newest.is_ready() else ref(op.results[-1])
-        if op.failed is not None and op.results:
-            for value in op.results:
-                value.joint = True
-            if op.guarded:
-                self._guarding.put((op.results[-1], op.failed))
+        if op.failed is not None and op.guarded and op.results:
+            self._guarding.put((op.results[-1], op.failed))
         for position in donated:
             value = op.args[position]
             value.payload, value.error = None, self._deleted
@@ -451,6 +453,8 @@ class JaxBackend:
         outputs: Sequence[Any] = call(*arrays)
         processor_s, clock_s = time.thread_time() - processor_s, time.monotonic() - began_s
         ended = all(array.is_ready() for array in outputs)
+        if not self._quick.proven:
+            self._newest.clear()
         self._quick.tried(key, processor_s, clock_s, ended=ended)
         return outputs
 

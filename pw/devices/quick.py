@@ -40,42 +40,38 @@ class _Trial:
 
 
 class Quick:
-    """The quick computations of a host, by their keys."""
+    """The quick computations of a host, by their keys.
+
+    `trials` and `proven` are for others to look into, on the hot path.
+    """
 
     def __init__(self) -> None:
-        self._trials: dict[bytes, _Trial] = {}
-        self._proven: set[bytes] = set()
+        self.trials: dict[bytes, _Trial] = {}
+        """Those on trial, whose calls are to be timed (`tried`)."""
+        self.proven: set[bytes] = set()
         self._came_s = -math.inf
-
-    def __contains__(self, key: bytes) -> bool:
-        """Whether a computation has proven quick."""
-        return key in self._proven
-
-    def on_trial(self, key: bytes) -> bool:
-        """Whether its calls are to be timed (`tried`)."""
-        return key in self._trials
 
     def try_out(self, key: bytes) -> None:
         """A straight computation has been installed."""
-        self._proven.discard(key)
-        self._trials[key] = _Trial()
+        self.proven.discard(key)
+        self.trials[key] = _Trial()
 
     def forget(self, key: bytes) -> None:
         """A computation is not installed any more."""
-        self._proven.discard(key)
-        self._trials.pop(key, None)
+        self.proven.discard(key)
+        self.trials.pop(key, None)
 
     def tried(self, key: bytes, processor_s: float, clock_s: float, *, ended: bool) -> None:
         """A call of one on trial took so long, and had `ended` when it returned, or not."""
-        trial = self._trials[key]
+        trial = self.trials[key]
         trial.calls += 1
         trial.ended += ended
         trial.processor_s = min(trial.processor_s, processor_s)
         trial.clock_s = min(trial.clock_s, clock_s)
         if trial.calls == CALLS:
-            del self._trials[key]
+            del self.trials[key]
             if trial.ended == CALLS and trial.processor_s < PROCESSOR_S and trial.clock_s < CLOCK_S:
-                self._proven.add(key)
+                self.proven.add(key)
 
     def took(self, key: bytes, clock_s: float) -> None:
         """A call of one that is quick took so long."""
