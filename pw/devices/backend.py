@@ -135,6 +135,11 @@ class Build:
     parts: Sequence[Part]
     done: Done | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of all parts together."""
+        return sum([data.nbytes for _, _, data in self.parts])
+
 
 @dataclass(slots=True)
 class Watch:

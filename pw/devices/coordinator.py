@@ -295,7 +295,7 @@ class ShardCoordinator(Actor):
     def _build(self, incoming: _Incoming) -> None:
         del self._incoming[(incoming.run, incoming.receive.edge)]
         build = Build(incoming.value, incoming.receive.spec, incoming.devices, incoming.parts)
-        if sum(view.nbytes for _, _, view in incoming.parts) <= INLINE_BYTES:
+        if build.size_bytes <= INLINE_BYTES:
             incoming.arrived(build)
             return
         # A large one would hold up what does not need it.

@@ -4,9 +4,9 @@ One thread enqueues: it takes ops in the order of `submit`, so that hosts which 
 alike, and collectives pair up. JAX runs asynchronously behind it (on CPU up to 32 computations, then
 the call blocks, which holds up this thread and nobody else). While it has nothing to do, the loop
 thread runs in its place what takes a few microseconds: small arrays, and computations that have
-proven quick (`pw.devices.quick`). A second thread compiles. A third
-waits for arrays, in the order in which that was asked; where everything is ready already and nobody
-waits, the execute thread answers at once. A fourth assembles large arrays from host bytes.
+proven quick (`pw.devices.quick`). A second thread compiles. A third waits for arrays, in the order in
+which that was asked; where everything is ready already and nobody waits, the execute thread answers at
+once. A fourth assembles large arrays from host bytes.
 
 Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it, or is
 going to read it, has marked the value `shared`, and a copy is donated instead. A host view that
@@ -233,7 +233,7 @@ class JaxBackend:
                     and all(_is_ready(value) for value in op.args)
                 )
             if isinstance(op, Build):
-                return self._shares_memory and _size_bytes(op) <= _INLINE_BYTES
+                return self._shares_memory and op.size_bytes <= _INLINE_BYTES
         except Exception:  # noqa: BLE001 - something has failed: the execute thread will find out
             return False
         if isinstance(op, Watch):
@@ -537,7 +537,7 @@ class JaxBackend:
 
     def _build(self, op: Build) -> None:
         try:
-            large = _size_bytes(op) > _INLINE_BYTES
+            large = op.size_bytes > _INLINE_BYTES
             large = large and bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
         except Exception:  # noqa: BLE001 - parts that fit nowhere: assembling them reports it
             large = False
@@ -716,10 +716,6 @@ class JaxBackend:
 def _fail(results: Sequence[Value], report: ErrorReport) -> None:
     for value in results:
         value.error = report
-
-
-def _size_bytes(op: Build) -> int:
-    return sum([data.nbytes for _, _, data in op.parts])
 
 
 def _is_ready(value: Value) -> bool:

@@ -14,7 +14,7 @@ The cost of a launch does not depend on the number of shards: one send per host 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -125,7 +125,7 @@ class IslandScheduler(Actor):
         self._installing: dict[int, set[str]] = {}
         self._installs: dict[int, int] = {}
         """The newest installing of each program; hosts may answer for an earlier one."""
-        self._drops: dict[tuple[str, ...], Drops] = {}
+        self._drops: defaultdict[tuple[str, ...], Drops] = defaultdict(Drops)
         """By gang: what all its hosts are to drop when the turn has ended."""
         self._arrivals = 0
         self._admission = Admission(env, island)
@@ -191,7 +191,7 @@ class IslandScheduler(Actor):
         self._suspects.forget(message.client)
         self.policy.forget(message.client)
         if self.hosts:
-            self._drops.setdefault(self.hosts, Drops()).clients.append(message.client)
+            self._drops[self.hosts].clients.append(message.client)
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -538,14 +538,11 @@ class IslandScheduler(Actor):
             self._suspects.uninstall(task.program)
             if memory is not None:
                 memory.uninstall(task.program)
-            self._drops.setdefault(task.hosts[0], Drops()).programs.append(task.program)
+            self._drops[task.hosts[0]].programs.append(task.program)
         for array, hosts in zip(task.arrays, task.hosts, strict=False):
             if memory is not None:
                 memory.release(array)
-            drops = self._drops.get(hosts)
-            if drops is None:
-                drops = self._drops[hosts] = Drops()
-            drops.arrays.append(array)
+            self._drops[hosts].arrays.append(array)
 
     def _send_drops(self) -> None:
         """One frame for each host, encoded once for all that get the same."""
