@@ -119,6 +119,15 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
     assert len(history.lineage.origins) == 11
     assert [*history.plan(50).lost] == [40, *range(41, 51)]
     assert orders(history.plan(50, exist=(40,))) == list(range(41, 51))
+    large = History(values_kept=20)
+    for number in range(1, 51):
+        large.run(number)
+    assert len(large.lineage) == 10
+    large.lineage.release(range(45, 51))
+    large.run(51)
+    assert len(large.lineage) == 5
+    large.lineage.add_run(52, program(), (X,) * 30, (52,))
+    assert not len(large.lineage), "too much for all that may be kept"
     kept_apart = History(records_kept=2)
     for number in (1, 2, 3):
         kept_apart.run(number)

@@ -25,6 +25,10 @@ from pw.sched.programs import RegisteredProgram
 RECORDS_KEPT = 16_384
 """Runs of one client that can be run again."""
 
+VALUES_KEPT = 1 << 20
+"""What those may have read and made together: a step of a large model has a thousand arrays, and each
+takes some hundred bytes here."""
+
 
 @dataclass(slots=True, eq=False)
 class Record:
@@ -42,6 +46,11 @@ class Record:
     attempts: int = 0
     """The same, where repeats that follow each other closely count as one."""
     attempted_s: float = -math.inf
+
+    @property
+    def values(self) -> int:
+        """How many it has read and made."""
+        return len(self.args) + len(self.results)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,10 +86,12 @@ class Unneeded:
 class Lineage:
     """The origins of one client's arrays."""
 
-    def __init__(self, records_kept: int = RECORDS_KEPT) -> None:
+    def __init__(self, records_kept: int = RECORDS_KEPT, values_kept: int = VALUES_KEPT) -> None:
         self.origins: dict[int, Origin] = {}
         self._records: OrderedDict[int, Record] = OrderedDict()
         self._records_kept = records_kept
+        self._values = 0
+        self._values_kept = values_kept
         self._unneeded = Unneeded()
 
     def __len__(self) -> int:
@@ -119,7 +130,8 @@ class Lineage:
             for arg in arrays_in(args):
                 if (origin := origins.get(arg)) is not None:
                     origin.readers += 1
-            if len(self._records) > self._records_kept:
+            self._values += record.values
+            while len(self._records) > self._records_kept or self._values > self._values_kept:
                 self._cut(next(iter(self._records.values())))
         else:
             self._unneeded.runs.append(order)
@@ -192,6 +204,7 @@ class Lineage:
                 continue
             if self._records.pop(maker.order, None) is None:
                 continue
+            self._values -= maker.values
             self._unneeded.runs.append(maker.order)
             for arg in arrays_in(maker.args):
                 read = self.origins.get(arg)
