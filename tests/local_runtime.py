@@ -148,7 +148,7 @@ class LocalRuntime:
         value.flags.writeable = False
         return _done(value)
 
-    def wait(self, arrays: Sequence[int]) -> Future[None]:
+    def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
         self._check()
         self.waits += 1
         return _done(None)

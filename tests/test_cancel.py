@@ -293,6 +293,22 @@ def test_what_the_controller_still_holds_back_is_cancelled_as_well() -> None:
     assert client.credits == client.sent_runs
 
 
+def test_what_was_donated_to_a_run_that_is_held_back_goes_when_it_has_been_made() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    make = client.program(chain([cluster.a]))
+    eat = client.program(chain([cluster.a], donated=(0,)))
+    (x,) = client.run(make, X)
+    (y,) = client.run(eat, x)
+    client.tell(Cancel((y,)))
+    world.settle()
+    assert kind(client.value(y)) == "Cancelled"
+    assert world.control.ledger.clients[client.number].arrays.keys() == {y}
+    client.delete(y)
+    client.release(make), client.release(eat)
+    cluster.idle()
+
+
 def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     cluster = Cluster()
     client, world = cluster.client, cluster.world

@@ -283,8 +283,8 @@ def test_a_worker_does_not_wait_for_ever_for_a_controller(lonely: tuple[Program,
 
 def test_status_is_a_document_or_tables(cluster: Cluster, start: Start) -> None:
     session = cluster.session()
-    result = AllReduce(session, session.allocate_slice(2, island="pair")).run()
-    session.wait([result]).result(BOUND_S)
+    program = AllReduce(session, session.allocate_slice(2, island="pair"))
+    session.wait([(program.run(), program.spec)]).result(BOUND_S)
     document = start("pw.cli.main", "status", "--json", PW_ADDRESS=cluster.address)
     assert document.end() == 0, document.err
     tables = start("pw.cli.main", "status", "--address", cluster.address)
@@ -406,7 +406,7 @@ def test_sigterm_ends_workers_stuck_in_a_collective_and_the_controller(start: St
     session = cluster.session()
     processes = until_ready(session, "stuck")
     program = AllReduce(session, session.allocate_slice(2))
-    session.wait([program.run()]).result(BOUND_S)
+    session.wait([(program.run(), program.spec)]).result(BOUND_S)
     send(processes["stuck-1"], signal.SIGSTOP)
     program.run()
     until(lambda: session.status().islands[0].launched > 0, "the all-reduce is launched")

@@ -230,6 +230,22 @@ def test_a_donated_array_is_gone_and_may_be_given_twice() -> None:
     assert all(not any(host.census().values()) for host in stage.hosts)
 
 
+def test_a_run_that_cannot_be_takes_away_what_was_donated_to_it() -> None:
+    """Its client has let go of that with the call, and never speaks of it again."""
+    stage = Stage()
+    client = stage.client
+    broken = chain([stage.spec], b"nocompile", donated=(0,))
+    x, y = client.upload(X, stage.spec), client.upload(X, stage.spec)
+    (z,) = client.run(client.program(broken, b"nocompile"), x)
+    both = Program("both", (), (), (stage.spec,) * 2, (Output(Value(-1, 1), stage.spec),), (0,))
+    (w,) = client.run(client.program(both), y, client.id())
+    assert stage.failure(z).kind == "CompileError"
+    assert stage.failure(w).kind == "ArrayDeleted"
+    assert stage.world.control.ledger.clients[client.number].arrays.keys() == {z, w}
+    assert [host.census()["live_arrays"] for host in stage.hosts] == [0, 0]
+    stage.check_idle()
+
+
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("how", ["donated", "deleted", "used"])
 def test_arrays_may_be_given_away_before_their_upload_has_ended(how: str, inline: bool) -> None:

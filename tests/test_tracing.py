@@ -379,6 +379,17 @@ def test_donation() -> None:
     f(other, copy.copy(other["a"]))
 
 
+def test_what_was_donated_or_deleted_is_not_released_once_more(rt: LocalRuntime) -> None:
+    f = jit(lambda x: x + 1, devices=devices(1), donate_argnums=0)
+    for let_go in (f, lambda x: x.delete()):
+        x = put(np.ones(3), devices(1))
+        number = x._id
+        let_go(x)
+        del x
+        gc.collect()
+        assert number not in rt.released
+
+
 def test_under_other_transformations() -> None:
     f = jit(lambda x: jnp.sum(x**2), devices=devices(1))
     np.testing.assert_allclose(jax.grad(f)(jnp.arange(3.0)), [0, 2, 4])

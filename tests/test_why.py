@@ -403,7 +403,7 @@ def test_a_timeout_says_what_is_in_the_way() -> None:
         with held(cluster):
             y = f(np.float32(2))
             session = mesh.runtime
-            for wait in (session.wait([y._id]), session.fetch(y._id, y._type.spec)):
+            for wait in (session.wait([(y._id, y._type.spec)]), session.fetch(y._id, y._type.spec)):
                 with pytest.raises(TimeoutError, match=r"host-0 \(shards 0-1\) has not enqueued"):
                     wait.result(1.5 * BUSY_S)  # it may be launched a little later
         assert float(y) == 3

@@ -46,15 +46,15 @@ class Array(Operators):
 
     def __init__(self, session: Any, number: int, type_: ArrayType) -> None:
         self._id = number
-        self._runtime = session
         self._type = type_
         self._gone: str | None = None
         self._fetching: Future[Any] | None = None
         self._waiting: Future[Any] | None = None
+        self._runtime = session
 
     def __del__(self) -> None:
         session = getattr(self, "_runtime", None)
-        if session is not None and session.alive:
+        if session is not None and self._gone is None:
             session.release(self._id, self._type.size_bytes)
 
     # --- what is known at once -----------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Array(Operators):
     def _wait(self) -> Future[Any]:
         self.check_usable()
         if self._waiting is None or _in_vain(self._waiting):
-            self._waiting = self._runtime.wait([self._id])
+            self._waiting = self._runtime.wait([(self._id, self._type.spec)])
         return self._waiting
 
     def start_fetch(self) -> Future[Any]:

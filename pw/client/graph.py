@@ -63,7 +63,10 @@ class Launch:
         self._program = program
         self._feeds = tuple(feeds)
         self._results = tuple(results)
-        self._donated = donated
+        self._donated = tuple(
+            (position, f"it was donated to the computation {name!r}")
+            for position, name in donated.items()
+        )
 
     def __call__(self, leaves: Sequence[Any]) -> list[Array]:
         """Run on the leaves of a call that this program was recorded for; returns at once."""
@@ -95,23 +98,24 @@ class Launch:
 
     def _run_donating(self, leaves: Sequence[Any], args: list[int | bytes]) -> list[Array]:
         given: list[tuple[Array, str]] = []
-        uses = Counter(args)
-        for position, name in self._donated.items():
-            feed = self._feeds[position]
-            value = leaves[feed.leaf] if feed.fixed is None else feed.fixed
+        uses = Counter(args) if len(set(args)) < len(args) else None
+        for position, fate in self._donated:
+            leaf, fixed, _ = self._feeds[position]
+            value = leaves[leaf] if fixed is None else fixed
             if isinstance(value, Array):
-                if uses[value._id] > 1:
+                if uses is not None and uses[value._id] > 1:
                     raise ArgumentError(
-                        f"{name!r} donates the array {value.aval.str_short()}, but the same array is "
-                        f"passed to {self.name!r} more than once; pass a copy, copy.copy(x), or do not "
-                        "donate it"
+                        f"the array {value.aval.str_short()} is donated, but the same array is passed "
+                        f"to {self.name!r} more than once; pass a copy, copy.copy(x), or do not donate it"
                     )
-                given.append((value, name))
+                given.append((value, fate))
+        alive = self.runtime.alive
         with giving_up:
             for value, _ in given:
-                value.check_usable()
-            for value, name in given:
-                value._gone = f"it was donated to the computation {name!r}"
+                if value._gone is not None or not alive:
+                    value.check_usable()
+            for value, fate in given:
+                value._gone = fate
         try:
             made = self.runtime.run(self._program, args, len(self._results))
         except BaseException:

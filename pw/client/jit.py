@@ -48,27 +48,24 @@ tree_unflatten = jax.tree_util.tree_unflatten
 
 def signature_of_call(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What identifies the leaves of a call; the cheapest test first, for this is the hot path."""
-    signature = []
-    for leaf in leaves:
-        kind = type(leaf)
-        if kind is Array:
-            signature.append(leaf._type)
-        elif kind is float or kind is int:
-            signature.append(kind)
-        elif kind is np.ndarray:
-            signature.append((leaf.shape, leaf.dtype))
-        elif kind is ProgramTracer:
-            signature.append(leaf.signature)
-        else:
-            signature.append(signature_of(leaf))
-    return tuple(signature)
+    return tuple([leaf._type if type(leaf) is Array else _signature(leaf) for leaf in leaves])
+
+
+def _signature(leaf: Any) -> Any:
+    kind = type(leaf)
+    if kind is float or kind is int:
+        return kind
+    if kind is np.ndarray:
+        return leaf.shape, leaf.dtype
+    return leaf.signature if kind is ProgramTracer else signature_of(leaf)
 
 
 def under_jax_trace(leaves: Sequence[Any]) -> bool:
     """Whether a call happens inside a JAX transformation."""
     if not outside_traces():
         return True
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    others = [leaf for leaf in leaves if type(leaf) is not Array]
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
 class JitFunction:
@@ -153,7 +150,7 @@ class JitFunction:
         for leaf in signature:
             if isinstance(leaf, ArrayType):
                 mesh = leaf.sharding.mesh
-                if found is not None and mesh != found:
+                if mesh is not found and found is not None and mesh != found:
                     raise PlacementError(
                         f"the arguments of {self._name!r} lie on different devices ({found!r} and "
                         f"{mesh!r}) and it names none to run on; say where with pw.jit(..., devices=) or "

@@ -9,7 +9,7 @@ inputs and at checkpoints, so what is kept here is as much as is kept there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -115,15 +115,16 @@ class Journal:
         donated, made = effects
         self._runs[message.run] = message
         self._runs_of[message.program] += 1
-        for index in donated:
-            if isinstance(arg := message.args[index], int):
-                self._held.pop(arg, None)
+        self._let_go(arrays_in(message.args[index] for index in donated))
         self._held.update(zip(message.results, made, strict=False))
 
     def _delete(self, message: Delete) -> None:
-        for array in message.arrays:
+        self._let_go(message.arrays)
+
+    def _let_go(self, arrays: Sequence[int]) -> None:
+        for array in arrays:
             self._held.pop(array, None)
-        if not self._failed.keys().isdisjoint(message.arrays):
+        if self._failed and not self._failed.keys().isdisjoint(arrays):
             self._prune_failed()
 
     def _prune_failed(self) -> None:

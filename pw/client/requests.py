@@ -19,7 +19,7 @@ client, and a host of an array that is made again, so what fails in vain is aske
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -322,15 +322,12 @@ class Requests:
             if not failed.isdisjoint(opened.arrays):
                 self._fail(opened, error)
 
-    def forget(self, arrays: tuple[int, ...]) -> None:
-        """The client has deleted these."""
-        for array in arrays:
-            self._failed.pop(array, None)
-        self.given_up(arrays)
-
-    def given_up(self, arrays: Iterable[int | bytes]) -> None:
+    def forget(self, arrays: Sequence[int]) -> None:
         """The client has deleted or donated these: what is asked of them now is not asked again."""
-        gone = set(arrays)
+        if self._failed:
+            for array in arrays:
+                self._failed.pop(array, None)
+        gone = set(arrays) if self._open else set()
         for opened in self._open:
             opened.given_up = opened.given_up or not gone.isdisjoint(opened.arrays)
 

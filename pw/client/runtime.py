@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import secrets
 import threading
@@ -114,12 +113,10 @@ class Runtime:
         reconnect_s: float = RECONNECT_S,
     ) -> None:
         self._lock = threading.RLock()
-        self._serials = itertools.count(1)
+        self._serial = 0
         self._credits = threading.Semaphore(0)
         self._released: deque[int] = deque()
         self._released_bytes = 0  # about: several threads may change it at once
-        self._specs: dict[int, ArraySpec] = {}
-        self._outputs: dict[int, tuple[ArraySpec, ...]] = {}
         self._sent: set[bytes] = set()
         self._saving: set[Future[None]] = set()
         """Checkpoints that are being written to disk."""
@@ -211,7 +208,13 @@ class Runtime:
             self._flush_released()
 
     def _id(self) -> int:
-        return client_id(self.client, next(self._serials))
+        return self._ids(1)[0]
+
+    def _ids(self, count: int) -> Sequence[int]:
+        with self._lock:
+            first = client_id(self.client, self._serial + 1)
+            self._serial += count
+        return range(first, first + count)
 
     # --- slices --------------------------------------------------------------------------------------
 
@@ -237,7 +240,6 @@ class Runtime:
     def register_program(self, program: Program, artifacts: Mapping[bytes, bytes]) -> int:
         """Announce a program; hosts compile it while the client goes on. Returns its number."""
         number = self._id()
-        self._outputs[number] = tuple(output.spec for output in program.outputs)
         with self._lock:
             self.check_alive()
             new = [digest for digest in artifacts if digest not in self._sent]
@@ -251,7 +253,6 @@ class Runtime:
 
     def release_program(self, program: int) -> None:
         """The program will not be run any more."""
-        self._outputs.pop(program, None)
         self._tell(ReleaseProgram(program))
 
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
@@ -263,13 +264,10 @@ class Runtime:
             self.check_alive()
             self._credits.acquire()
         self._make_room()
-        specs = self._outputs[program]
         with self._lock:
             self.check_alive()
-            made = [self._id() for _ in range(results)]
-            for array, spec in zip(made, specs, strict=True):
-                self._specs[array] = spec
-            self._thread.post(Tell(Run(self._id(), program, tuple(args), tuple(made))))
+            *made, run = self._ids(results + 1)
+            self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
         return made
 
     # --- arrays --------------------------------------------------------------------------------------
@@ -285,7 +283,6 @@ class Runtime:
         if _mutable(value):
             value = value.copy()
         array = self._id()
-        self._specs[array] = spec
         self._post(Put(array, spec, value, keep))
         return array
 
@@ -295,25 +292,24 @@ class Runtime:
         self._post(Get(array, spec, future))
         return future
 
-    def wait(self, arrays: Sequence[int]) -> Future[None]:
+    def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
         """A future of the moment when all arrays are ready; it fails with the first one's error."""
         future: Future[None] = Waiting(self.in_the_way)
-        known = tuple((array, self._specs[array]) for array in arrays if array in self._specs)
-        self._post(Await(known, future))
+        self._post(Await(tuple(arrays), future))
         return future
 
     def release(self, array: int, size_bytes: int) -> None:
-        """The last handle of an array died; callable from `__del__`, even in the garbage collector."""
-        self._released.append(array)
-        self._released_bytes += size_bytes
+        """The last handle of an array died; callable from `__del__`, even in the garbage collector.
+
+        Nothing comes of it if the session has ended.
+        """
+        if self._closing is None:
+            self._released.append(array)
+            self._released_bytes += size_bytes
 
     def delete(self, arrays: Sequence[int]) -> None:
         """Drop arrays now, in order with the runs that use them."""
-        if not self.alive:
-            return
-        for array in arrays:
-            self._specs.pop(array, None)
-        if arrays:
+        if arrays and self.alive:
             with contextlib.suppress(Disconnected):
                 self._post(Forget(tuple(arrays)))
 
@@ -383,7 +379,6 @@ class Runtime:
     def load(self, source: FileSource, spec: ArraySpec) -> int:
         """Have an array read from disk by its hosts; returns its id at once."""
         array = self._id()
-        self._specs[array] = spec
         self._post(Tell(CreateArray(array, spec, source=source)))
         return array
 

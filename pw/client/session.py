@@ -40,7 +40,7 @@ from pw.client.requests import AskAgain, Requests
 from pw.client.uploads import Uploads
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
-from pw.core.ids import CONTROL, CONTROLLER, Address
+from pw.core.ids import CONTROL, CONTROLLER, Address, arrays_in
 from pw.core.landing import Bulk
 from pw.core.messages import (
     Answered,
@@ -284,7 +284,8 @@ class ClientSession(Actor):
         message = note.message
         if isinstance(message, Run):
             if (donated := self._donating.get(message.program)) is not None:
-                self._requests.given_up(message.args[position] for position in donated)
+                args = message.args
+                self._requests.forget(arrays_in(args[position] for position in donated))
         elif isinstance(message, RegisterProgram):
             if message.body.donated:
                 self._donating[message.program] = message.body.donated

@@ -18,6 +18,7 @@ from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ShardingError, TracerError
+from pw.core.sharding import ArraySpec
 
 __all__ = ["block_until_ready", "get", "put"]
 
@@ -141,16 +142,17 @@ def block_until_ready(tree: Any) -> Any:
     Raises:
         Error: what the first of them failed with.
     """
-    waiting: dict[int, tuple[Any, list[int]]] = {}
+    waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.block_until_ready()")
         if isinstance(leaf, Array):
             leaf.check_usable()
             session = leaf._runtime
-            waiting.setdefault(id(session), (session, []))[1].append(leaf._id)
+            arrays = waiting.setdefault(id(session), (session, []))[1]
+            arrays.append((leaf._id, leaf._type.spec))
         elif isinstance(leaf, jax.Array):
             leaf.block_until_ready()
-    for session, numbers in waiting.values():
-        wait_for(session.wait(numbers))
+    for session, arrays in waiting.values():
+        wait_for(session.wait(arrays))
     return tree

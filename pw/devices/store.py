@@ -147,7 +147,8 @@ class ObjectStore(Actor):
         self, array: int, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
     ) -> None:
         """A launch has arrived that makes this array; requests parked for it wait on."""
-        self._abandon(array)
+        if self._landings or self._restoring:
+            self._abandon(array)
         self._entries[array] = _Entry(value, spec, devices)
 
     def submitted(self, array: int, value: Value) -> None:
@@ -158,8 +159,9 @@ class ObjectStore(Actor):
         entry.submitted = True
         if value.error is not None and value.error.kind in INFRASTRUCTURE:
             self._tell_lost(array, entry)
-        for request in self._parked.pop(array, ()):
-            self._serve(array, request)
+        if self._parked:
+            for request in self._parked.pop(array, ()):
+                self._serve(array, request)
 
     def _tell_lost(self, array: int, entry: _Entry) -> None:
         """Only this host may know: a run has ended when the host that leads its gang says so."""
@@ -189,9 +191,11 @@ class ObjectStore(Actor):
         self._dropped[array] = why
         if len(self._dropped) > DROPPED_KEPT:
             self._dropped.popitem(last=False)
-        self._abandon(array)
-        for request in self._parked.pop(array, ()):
-            self._fail(request, self._deleted(why))
+        if self._landings or self._restoring:
+            self._abandon(array)
+        if self._parked:
+            for request in self._parked.pop(array, ()):
+                self._fail(request, self._deleted(why))
 
     def _deleted(self, why: str) -> ErrorReport:
         return ErrorReport.of(ArrayDeleted(f"the array was {why}"), self.env.address.node)

@@ -24,7 +24,7 @@ from pw.core.errors import (
     ErrorReport,
 )
 from pw.core.ids import arrays_in, client_of, run_name
-from pw.core.messages import CancelRuns, Run, RunFailed, RunStatus
+from pw.core.messages import CancelRuns, Delete, Run, RunFailed, RunStatus
 from pw.sched.clients import Client, RunState
 from pw.sched.ledger import Ledger
 from pw.sched.rebuild import Rebuilder
@@ -239,7 +239,11 @@ class RunEnder:
         self._spoil(client, lost, error)
         self.fail(error, runs=chosen, arrays=lost, reason=words, grace_s=GRACE_S)
         for message in waiting:
-            client.backlog.remove(message)
+            place = client.backlog.index(message)
+            if given := client.donated_to(message):
+                client.backlog[place] = Delete(given)  # in its turn: it may not even be made yet
+            else:
+                del client.backlog[place]
             self._refuse(client, message, error)
         self._env.count("runs_cancelled", len(chosen) + len(waiting))
         if lost:

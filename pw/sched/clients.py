@@ -19,7 +19,7 @@ from pw.core.errors import (
     NotOwner,
     ProtocolError,
 )
-from pw.core.ids import Address, client_id, client_of
+from pw.core.ids import Address, arrays_in, client_id, client_of
 from pw.core.messages import (
     Checkpoint,
     ClientStatus,
@@ -46,7 +46,7 @@ class Array:
     spec: ArraySpec
     island: str
     hosts: tuple[str, ...]
-    uploading: set[str] = field(default_factory=set)
+    uploading: frozenset[str] = frozenset()
     """Hosts that do not have their shards yet."""
     error: ErrorReport | None = None
     input: int = 0
@@ -167,6 +167,15 @@ class Client:
             arrays = [self.arrays.get(number) for number in message.arrays]
             return any(array is not None and array.uploading for array in arrays)
         return False
+
+    def donated_to(self, message: Run) -> tuple[int, ...]:
+        """Arrays that a run takes away, whether it can be or not."""
+        program = self.programs.get(message.program)
+        if program is None:
+            return ()
+        args = message.args
+        donated = [args[index] for index in program.body.donated if index < len(args)]
+        return tuple(arrays_in(donated))
 
     def take(self, number: int) -> Array | None:
         """Take an array out, which is deleted or donated; its upload may still be under way."""

@@ -82,7 +82,7 @@ from pw.core.sharding import Binding
 from pw.core.ticker import Ticker
 from pw.sched.cancelling import LookAtDeadlines, RunEnder
 from pw.sched.clients import Client, Held
-from pw.sched.ledger import Ledger
+from pw.sched.ledger import Ledger, drop
 from pw.sched.rebuild import GiveUp, LookForCopies, OfferAgain, Proceed, Rebuilder
 from pw.sched.registry import ProgramRegistry
 from pw.sched.resume import Resumption
@@ -326,7 +326,7 @@ class Controller(Actor):
         if isinstance(message, Run):
             self._runs.start(client, message)
         elif isinstance(message, Delete):
-            self._rebuilder.drop(client, client.delete(message.arrays))
+            drop(self.env, self.ledger, client, client.delete(message.arrays))
         elif isinstance(message, CreateArray):
             self._uploads.create(client, message)
         elif isinstance(message, Checkpoint):

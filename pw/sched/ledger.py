@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pw.core.messages import ArrayPlaced
+from pw.core.actor import Env
+from pw.core.ids import scheduler_of
+from pw.core.messages import ArrayPlaced, Release
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
-from pw.sched.clients import Client, RunState
+from pw.sched.clients import Array, Client, RunState
 
 
 @dataclass(slots=True)
@@ -30,3 +33,15 @@ class Ledger:
     def located(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
         """The device of each shard of an array whose slice is bound."""
         return self.bindings[spec.placement.slice].located(spec.placement)
+
+
+def drop(env: Env, ledger: Ledger, client: Client, arrays: Iterable[tuple[int, Array]]) -> None:
+    """Have the hosts that hold these arrays forget them, after the client's earlier work."""
+    by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
+    for number, array in arrays:
+        if array.hosts and array.island in ledger.islands:
+            numbers, hosts = by_island.setdefault(array.island, ([], []))
+            numbers.append(number)
+            hosts.append(array.hosts)
+    for island, (numbers, hosts) in by_island.items():
+        env.send(scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts)))

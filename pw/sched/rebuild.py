@@ -38,7 +38,6 @@ from pw.core.messages import (
     IslandLost,
     OfferReplica,
     ReadArray,
-    Release,
     Restore,
     RunFailed,
     SliceLost,
@@ -48,7 +47,7 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, Box
 from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
-from pw.sched.ledger import Ledger
+from pw.sched.ledger import Ledger, drop
 from pw.sched.lineage import Record
 from pw.sched.programs import RegisteredProgram, holders
 from pw.sched.recovery import RecoveryPlan, plan_recovery, sources_of
@@ -270,7 +269,12 @@ class Rebuilder:
             if island in ledger.islands:
                 self._env.send(scheduler_of(island), CancelRun(run, reason, grace_s))
         client = ledger.clients[state.client]
-        self.drop(client, [(n, array) for n, array in state.donated if not array.uploading])
+        drop(
+            self._env,
+            self._ledger,
+            client,
+            [(n, array) for n, array in state.donated if not array.uploading],
+        )
         self._credit(state)
         return client
 
@@ -286,7 +290,7 @@ class Rebuilder:
 
     def _lose(self, client: Client, number: int, array: Array, error: ErrorReport) -> None:
         client.lost.setdefault(number, error)
-        array.uploading.clear()
+        array.uploading = frozenset()
 
     def array_lost(self, client: Client, number: int) -> None:
         """A host says that it has not got an array, which may be known."""
@@ -304,19 +308,6 @@ class Rebuilder:
             origin = client.lineage.origins.get(number)
             maker = origin.maker if origin is not None else None
             self._try_again(client, array.restored if maker is None else maker.repeats)
-
-    def drop(self, client: Client, arrays: Iterable[tuple[int, Array]]) -> None:
-        """Have the hosts that hold these arrays forget them, after the client's earlier work."""
-        by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
-        for number, array in arrays:
-            if array.hosts and array.island in self._ledger.islands:
-                numbers, hosts = by_island.setdefault(array.island, ([], []))
-                numbers.append(number)
-                hosts.append(array.hosts)
-        for island, (numbers, hosts) in by_island.items():
-            self._env.send(
-                scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts))
-            )
 
     # --- getting it back -----------------------------------------------------------------------------
 
@@ -438,7 +429,7 @@ class Rebuilder:
         for record in plan.runs:
             self._repeat(client, record, lost, names, failed, temporary)
         self._fail(client, {number: error for number, error in failed.items() if number in lost})
-        self.drop(client, temporary)
+        drop(self._env, self._ledger, client, temporary)
         for program in client.retired.values():
             for island, hosts in program.hosts.items():
                 if island in self._ledger.islands:
@@ -458,7 +449,7 @@ class Rebuilder:
         if array is None or array.error is not None:
             names[number] = number = client.repeat_id()
             array = client.doomed[number] = Array(spec, island, hosts)
-        array.island, array.hosts, array.uploading = island, hosts, set(hosts)
+        array.island, array.hosts, array.uploading = island, hosts, frozenset(hosts)
         self._env.send(scheduler_of(island), self._ledger.placed(number, spec))
         return number, array
 
@@ -537,7 +528,9 @@ class Rebuilder:
         if number in client.arrays:
             self._lose(client, number, array, error)
         elif client.doomed.pop(number, None) is not None:
-            self.drop(client, [(number, array)])  # other hosts may have their shards
+            drop(
+                self._env, self._ledger, client, [(number, array)]
+            )  # other hosts may have their shards
         consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
         self.interrupt(error, runs=consumers)
         self._try_again(client, array.restored)

@@ -14,7 +14,7 @@ from pw.core.ids import client_of, scheduler_of
 from pw.core.messages import Run, RunFailed, RunsSettled, SegmentDone
 from pw.core.ticker import Ticker
 from pw.sched.clients import NOWHERE, Array, Client, Poisoned, RunState
-from pw.sched.ledger import Ledger
+from pw.sched.ledger import Ledger, drop
 
 RUN_CREDITS = 512
 """Runs a client may have in flight before its calls block."""
@@ -58,11 +58,10 @@ class Runs:
             program = client.program_of(message)
             awaits = client.check_arguments(program, message.args)
             homes = client.check_results(program, message.results, self._ledger.bindings)
-        except Poisoned as poisoned:
-            self.refuse(client, message, poisoned.report)
-            return
-        except Error as error:
-            self.refuse(client, message, ErrorReport.of(error))
+        except (Poisoned, Error) as error:
+            report = error.report if isinstance(error, Poisoned) else ErrorReport.of(error)
+            self.refuse(client, message, report)
+            drop(self._env, self._ledger, client, client.delete(client.donated_to(message)))
             return
         donated = []
         for index in program.body.donated:
@@ -95,7 +94,7 @@ class Runs:
             self._env.send(scheduler_of(island), submit)
 
     def refuse(self, client: Client, message: Run, error: ErrorReport) -> None:
-        """A run cannot be: its results carry the error."""
+        """A run cannot be: its results carry the error. What it was to take away is still there."""
         for array in message.results:
             if client_of(array) == client.number and array not in client.arrays:
                 client.arrays[array] = Array(NOWHERE, "", (), error=error)

@@ -25,7 +25,7 @@ from pw.core.messages import (
 )
 from pw.sched.cancelling import RunEnder
 from pw.sched.clients import NOWHERE, Array, Client
-from pw.sched.ledger import Ledger
+from pw.sched.ledger import Ledger, drop
 from pw.sched.programs import holders
 from pw.sched.rebuild import Rebuilder
 
@@ -72,7 +72,7 @@ class Uploads:
             return
         island, hosts = held
         spec = client.one_spec(message.spec)
-        array = Array(spec, island, hosts, set(hosts), input=message.array)
+        array = Array(spec, island, hosts, frozenset(hosts), input=message.array)
         client.arrays[message.array] = array
         client.lineage.add_input(message.array, spec, message.source)
         self._env.send(scheduler_of(island), self._ledger.placed(message.array, spec))
@@ -133,7 +133,7 @@ class Uploads:
         if host not in array.uploading:
             self._env.count("messages_stale")
             return
-        array.uploading.discard(host)
+        array.uploading -= {host}
         if error is not None and array.error is None:
             if self._rebuilder.arrival_failed(client, number, array, error):
                 return
@@ -149,7 +149,7 @@ class Uploads:
         for island in self._ledger.schedulers:
             self._env.send(scheduler_of(island), UploadEnded(number))
         if client.doomed.pop(number, None) is not None:
-            self._rebuilder.drop(client, [(number, array)])
+            drop(self._env, self._ledger, client, [(number, array)])
         if client.backlog:
             self._go_on(client)
 

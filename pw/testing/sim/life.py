@@ -93,8 +93,6 @@ class Life:
         self.kinds: list[ArraySpec] = []
         self.programs: dict[int, Draft] = {}
         self.arrays: dict[int, ArraySpec] = {}
-        self.given: list[int] = []
-        """Donated arrays whose handles still exist."""
         self.credits = 0
         self.serial = 0
         self.looking = False

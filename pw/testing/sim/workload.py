@@ -129,8 +129,8 @@ class SimClient(Life):
         self.oracle.run(draft, given, results)
         for index in draft.body.donated:
             arg = given[index]
-            if isinstance(arg, int) and self.arrays.pop(arg, None) is not None:
-                self.given.append(arg)
+            if isinstance(arg, int):
+                self.arrays.pop(arg, None)
         for array, output in zip(results, draft.body.outputs, strict=True):
             self.arrays[array] = output.spec
         self.credits -= 1
@@ -223,8 +223,7 @@ class SimClient(Life):
             return
         array = self.random.choice(list(self.arrays))
         del self.arrays[array]
-        self._post(Forget((array, *self.given)))
-        self.given.clear()
+        self._post(Forget((array,)))
 
     def _finish(self) -> None:
         """Fetch everything once; when that has come, delete it and leave."""
@@ -237,7 +236,7 @@ class SimClient(Life):
             self.cleared = True
             for number in list(self.programs):
                 self._post(Tell(ReleaseProgram(number)))
-            self._post(Forget((*self.arrays, *self.given)))
+            self._post(Forget(tuple(self.arrays)))
             self.arrays.clear()
             self.runs_left = 0
             self.world.after(SETTLED_S, self._check_out, self.lives)
