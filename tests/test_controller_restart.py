@@ -458,7 +458,7 @@ def test_copies_of_clients_that_do_not_come_back_are_dropped() -> None:
     world.wait(100)
     held = [host.current.census()["replica_bytes"] for host in cluster.hosts.values()]
     assert not any(held)
-    assert not world.control._rebuilder.unclaimed
+    assert not world.control._copies.unclaimed
 
 
 def test_what_is_asked_of_the_controller_is_asked_again() -> None:

@@ -2,7 +2,7 @@
 
 Each concern has a part of its own, which this actor owns and calls: who is let in (`sessions`), programs
 (`registry`), runs (`runs`, `cancelling`), arrays (`uploads`, `saves`), what was lost with a host
-(`rebuild`), why it does not go on (`why`). What the parts know together is in the `ledger`.
+(`rebuild`, `copies`), why it does not go on (`why`). What the parts know together is in the `ledger`.
 
 It forwards a run to every island the run touches at once, without waiting for anything but the first
 compilation of a program and never for data: the control plane runs ahead of the data plane. It holds no
@@ -82,8 +82,9 @@ from pw.core.sharding import Binding
 from pw.core.ticker import Ticker
 from pw.sched.cancelling import LookAtDeadlines, RunEnder
 from pw.sched.clients import Client, Held
+from pw.sched.copies import Copies, OfferAgain
 from pw.sched.ledger import Ledger, drop
-from pw.sched.rebuild import GiveUp, LookForCopies, OfferAgain, Proceed, Rebuilder
+from pw.sched.rebuild import GiveUp, LookForCopies, Proceed, Rebuilder
 from pw.sched.registry import ProgramRegistry
 from pw.sched.resume import Resumption
 from pw.sched.runs import CREDITS_AT_ONCE, GiveBack, Runs
@@ -151,6 +152,7 @@ class Controller(Actor):
         sessions = self._sessions = Sessions(env, ledger, secret, first_client)
         self._programs = ProgramRegistry(env, ledger)
         self._runs = Runs(env, ledger, credits_at_once)
+        self._copies = Copies(env, ledger, recovery_s, sessions.is_known)
         self._rebuilder = Rebuilder(
             env,
             ledger,
@@ -158,14 +160,20 @@ class Controller(Actor):
             self._programs.lower,
             self._runs.credit,
             self._go_on,
-            sessions.is_known,
+            self._copies,
         )
         self._explainer = Explainer(env, ledger, island_status, heard_s)
         self._ender = RunEnder(
             env, ledger, self._rebuilder, self._runs.refuse, self._explainer.explain_run
         )
         self._uploads = Uploads(
-            env, ledger, self._rebuilder, self._ender, self._go_on, sessions.is_known
+            env,
+            ledger,
+            self._rebuilder,
+            self._copies,
+            self._ender,
+            self._go_on,
+            sessions.is_known,
         )
         self._saves = Saves(env, ledger)
         self._disclaimer = Ticker(env, RESUME_S, _Disclaim())
@@ -180,7 +188,7 @@ class Controller(Actor):
             return
         if (former := self._sessions.at(sender.node)) is not None:
             self._remove(former, "attached again")
-        client = self._sessions.attach(sender, message, self._rebuilder.unclaimed)
+        client = self._sessions.attach(sender, message, self._copies.unclaimed)
         if client is not None and message.resume:
             client.resuming = Resumption(self._rebuilder.expect())
 
@@ -191,7 +199,7 @@ class Controller(Actor):
             self._remove(client, message.reason)
         else:
             self._uploads.host_lost(message.node)
-            self._rebuilder.host_lost(message.node)
+            self._copies.host_lost(message.node)
             self._saves.host_lost(message.node)
 
     def _remove(self, client: Client, reason: str) -> None:
@@ -204,7 +212,7 @@ class Controller(Actor):
             arrays=len(client.arrays),
             runs=client.in_flight,
         )
-        self._rebuilder.client_left(client)
+        self._copies.client_left(client)
         self._saves.client_left(client)
         self._sessions.leave(client)
         for number in client.slices:
@@ -215,7 +223,7 @@ class Controller(Actor):
 
     @handles(Directory)
     def _directory_changed(self, sender: Address, message: Directory) -> None:
-        self._rebuilder.hosts_are(message)
+        self._copies.hosts_are(message)
         self._sessions.hosts_are(message)
 
     # --- slices --------------------------------------------------------------------------------------
@@ -330,7 +338,7 @@ class Controller(Actor):
         elif isinstance(message, CreateArray):
             self._uploads.create(client, message)
         elif isinstance(message, Checkpoint):
-            self._rebuilder.checkpoint(client, message)
+            self._copies.checkpoint(client, message)
         elif isinstance(message, SaveArrays):
             self._saves.begin(client, message)
         elif isinstance(message, Inquire):
@@ -417,14 +425,14 @@ class Controller(Actor):
         if sender.node in self._sessions:
             self.env.count("messages_refused")
         else:
-            self._rebuilder.holds(sender.node, message)
-            if self._rebuilder.unclaimed:
+            self._copies.holds(sender.node, message)
+            if self._copies.unclaimed:
                 self._disclaimer.start()
 
     @handles(_Disclaim)
     def _disclaim(self, sender: Address, note: _Disclaim) -> None:
         self._disclaimer.ticked(more=False)
-        self._rebuilder.disclaim()
+        self._copies.disclaim()
 
     @handles(FileWritten, FilesCommitted)
     def _of_files(self, sender: Address, message: FileWritten | FilesCommitted) -> None:
@@ -484,7 +492,7 @@ class Controller(Actor):
 
     @handles(OfferAgain)
     def _offer_again(self, sender: Address, note: OfferAgain) -> None:
-        self._rebuilder.offer_again()
+        self._copies.offer_again()
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, note: GiveUp) -> None:
@@ -497,16 +505,16 @@ class Controller(Actor):
 
     @handles(Draining)
     def _draining(self, sender: Address, message: Draining) -> None:
-        self._rebuilder.draining = set(message.nodes)
+        self._copies.draining = set(message.nodes)
         if message.nodes:
             self._drains.start()
 
     @handles(_LookAtDrained)
     def _look_at_drained(self, sender: Address, note: _LookAtDrained) -> None:
-        for node in sorted(self._rebuilder.draining):
-            if self._rebuilder.emptied(node):
+        for node in sorted(self._copies.draining):
+            if self._copies.emptied(node):
                 self.env.send(RESOURCES, HostEmptied(node))
-        self._drains.ticked(more=bool(self._rebuilder.draining))
+        self._drains.ticked(more=bool(self._copies.draining))
 
     # --- reports -------------------------------------------------------------------------------------
 

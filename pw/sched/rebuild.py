@@ -16,27 +16,18 @@ a while.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pw.core.actor import Env
-from pw.core.errors import INFRASTRUCTURE, ArrayDeleted, ErrorReport, HostLost, NotOwner
+from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import arrays_in, client_of, scheduler_of, store_of
 from pw.core.messages import (
-    Answered,
     CancelRun,
-    Checkpoint,
-    Copy,
-    CopyArrays,
     CreateArray,
-    Directory,
-    DropReplicas,
     FileSource,
     ForgetInputs,
     ForgetRuns,
-    Holding,
-    Holdings,
     IslandLost,
-    OfferReplica,
     ReadArray,
     Restore,
     RunFailed,
@@ -44,13 +35,14 @@ from pw.core.messages import (
     UninstallProgram,
     UploadAgain,
 )
-from pw.core.sharding import ArraySpec, Box
+from pw.core.sharding import ArraySpec
 from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
+from pw.sched.copies import Copies
 from pw.sched.ledger import Ledger, drop
 from pw.sched.lineage import Record
 from pw.sched.programs import RegisteredProgram, holders
-from pw.sched.recovery import RecoveryPlan, plan_recovery, sources_of
+from pw.sched.recovery import RecoveryPlan, plan_recovery
 from pw.sched.resume import RESTARTED
 
 RESTORES = 8
@@ -61,14 +53,10 @@ LOOK_S = 0.5
 """How often to see whether such hosts have come."""
 ATTEMPT_S = 4.0
 """What is tried again and again within this time is one attempt: a network may take a while to heal."""
-OFFER_S = 5.0
-"""How long a host may take to fetch a copy before it is told of it once more."""
 AGAIN_S = 0.02
 """How long to wait before another try, at first: a link may have to come back."""
 DOUBLINGS = 7
 """How often that is doubled, with every try that was in vain."""
-COPIES = 2
-"""Hosts that shall have a copy of whatever was checkpointed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +80,6 @@ class LookForCopies:
     """Note to the controller: hosts may have come by now that have what clients miss."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfferAgain:
-    """Note to the controller: what checkpoints still wait for may have been lost with a link."""
-
-
-@dataclass(slots=True)
-class _Copying:
-    """A checkpoint under way: the boxes that hosts have not confirmed."""
-
-    client: Client
-    request: int
-    missing: dict[int, set[tuple[str, Box]]]
-    """By array: who is to keep which box."""
-    givers: dict[tuple[int, Box], str] = field(default_factory=dict)
-    """Who has it on a device, and gives it to the others."""
-    islands: dict[str, str] = field(default_factory=dict)
-    """Where those are."""
-    too_few: set[int] = field(default_factory=set)
-    """Arrays of which a copy has not been made: how they were made must not be forgotten."""
-    error: ErrorReport | None = None
-
-    def without(self, node: str, array: int) -> bool:
-        """A host will neither keep nor give copies of an array; whether it was to."""
-        missing = self.missing[array]
-        left = {
-            (keeper, box)
-            for keeper, box in missing
-            if node not in (keeper, self.givers[array, box])
-        }
-        self.missing[array] = left
-        if left != missing:
-            self.too_few.add(array)
-        return left != missing
-
-
 class Rebuilder:
     """The controller's part that deals with lost hosts; see the module."""
 
@@ -138,7 +91,7 @@ class Rebuilder:
         lower: Callable[[Client, RegisteredProgram], None],
         credit: Callable[[RunState], None],
         resume: Callable[[Client], None],
-        is_known: Callable[[int], bool],
+        copies: Copies,
     ) -> None:
         self._env = env
         self._ledger = ledger
@@ -146,21 +99,9 @@ class Rebuilder:
         self._lower = lower
         self._credit = credit
         self._resume = resume
-        self._is_known = is_known
-        self._copies: dict[int, dict[str, frozenset[Box]]] = {}
-        """Boxes in host memory, by array and host."""
-        self._checkpoints: list[_Copying] = []
-        self._offers = Ticker(env, OFFER_S, OfferAgain())
+        self._copies = copies
         self._looks = Ticker(env, LOOK_S, LookForCopies())
-        self._hosts: tuple[str, ...] = ()
-        self._expected_until_s = 0.0
-        """Until then a host may be back that had copies."""
-        self.draining: set[str] = set()
-        """Hosts that shall not keep anything."""
-        self._offered: set[tuple[int, Box, str]] = set()
         self._losses = 0
-        self._unclaimed: dict[int, list[tuple[str, Holding]]] = {}
-        """What hosts have of clients that have not come back to this controller, by client."""
 
     # --- what was lost -------------------------------------------------------------------------------
 
@@ -187,49 +128,12 @@ class Rebuilder:
                 del client.doomed[number]
             for program in (*client.programs.values(), *client.retired.values()):
                 program.installing.discard(message.island)
-        for copying in list(self._checkpoints):  # one that asked a host that was lost before it
-            leave = [host for host, where in copying.islands.items() if where == message.island]
-            self._copy_without(copying, leave)
+        self._copies.island_lost(message.island)
         self.interrupt(error, island=message.island, uploads=awaited)
         if gone:
             self._env.call_later(self._recovery_s, GiveUp(message.island, error, self._losses))
         for client in list(ledger.clients.values()):
             self.proceed(client)
-
-    def host_lost(self, node: str) -> None:
-        """What a host had in host memory is gone, unless its next incarnation says otherwise."""
-        self._offered.clear()
-        for number, holdings in list(self._unclaimed.items()):
-            self._unclaimed[number] = [entry for entry in holdings if entry[0] != node]
-        self._expect((node,))
-        for array in [array for array, copies in self._copies.items() if node in copies]:
-            del self._copies[array][node]
-            client = self._ledger.clients.get(client_of(array))
-            origin = client.lineage.origins.get(array) if client else None
-            if client is None or origin is None:
-                continue
-            if origin.copied and sources_of(origin.spec, self._copies[array]) is None:
-                client.lineage.copies_lost(array)
-            if not self._copies[array]:
-                del self._copies[array]
-        for copying in list(self._checkpoints):
-            self._copy_without(copying, (node,))
-
-    def _expect(self, gone: Iterable[str]) -> None:
-        """Copies outlive the process of a host: it is waited for as an island is."""
-        nodes = set(gone)
-        if any(not nodes.isdisjoint(copies) for copies in self._copies.values()):
-            self._expected_until_s = self._env.now_s() + self._recovery_s
-
-    def _copy_without(self, copying: _Copying, gone: Iterable[str]) -> None:
-        """A checkpoint is not to wait for what these hosts were to give or to keep."""
-        for node in gone:
-            cut = [copying.without(node, array) for array in copying.missing]
-            if any(cut):
-                copying.error = ErrorReport.of(
-                    HostLost(f"host {node} was lost while arrays were copied to or from it")
-                )
-        self._check(copying)
 
     def interrupt(
         self,
@@ -269,12 +173,8 @@ class Rebuilder:
             if island in ledger.islands:
                 self._env.send(scheduler_of(island), CancelRun(run, reason, grace_s))
         client = ledger.clients[state.client]
-        drop(
-            self._env,
-            self._ledger,
-            client,
-            [(n, array) for n, array in state.donated if not array.uploading],
-        )
+        given = [(n, array) for n, array in state.donated if not array.uploading]
+        drop(self._env, ledger, client, given)
         self._credit(state)
         return client
 
@@ -326,7 +226,7 @@ class Rebuilder:
             client.lost.clear()
             self._fail(client, plan.lost)
             self._carry_out(client, plan, lost)
-        self._top_up(client)
+        self._copies.top_up(client)
         self._resume(client)
 
     def look_for_copies(self) -> None:
@@ -338,10 +238,10 @@ class Rebuilder:
 
     def _waits_for_copies(self, client: Client, plan: RecoveryPlan) -> bool:
         """Whether hosts may come that have what cannot be had back without them."""
-        now_s, origins = self._env.now_s(), client.lineage.origins
+        origins = client.lineage.origins
         lasting = any(array in origins and origins[array].lasting for array in plan.lost)
         return bool(plan.lost) and (
-            now_s < client.patient_until_s or (lasting and now_s < self._expected_until_s)
+            self._env.now_s() < client.patient_until_s or (lasting and self._copies.may_come_back)
         )
 
     def _plan(self, client: Client) -> RecoveryPlan:
@@ -358,12 +258,7 @@ class Rebuilder:
             held = client.arrays.get(array) or client.lineage.origins.get(array)
             return None if held is None else held.error
 
-        hosts = set(self._hosts)  # others may have been lost, and nobody would ask them
-        copies = {
-            array: {host: boxes for host, boxes in copies.items() if host in hosts}
-            for array, copies in self._copies.items()
-            if client_of(array) == client.number
-        }
+        copies = self._copies.of(client)
         return plan_recovery(client.lineage, wanted, exists, copies, client.lost, bound, failed)
 
     def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
@@ -528,9 +423,8 @@ class Rebuilder:
         if number in client.arrays:
             self._lose(client, number, array, error)
         elif client.doomed.pop(number, None) is not None:
-            drop(
-                self._env, self._ledger, client, [(number, array)]
-            )  # other hosts may have their shards
+            # other hosts may have their shards
+            drop(self._env, self._ledger, client, [(number, array)])
         consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
         self.interrupt(error, runs=consumers)
         self._try_again(client, array.restored)
@@ -563,123 +457,7 @@ class Rebuilder:
         self._fail(client, failed)
         self.proceed(client)
 
-    # --- copies --------------------------------------------------------------------------------------
-
-    def hosts_are(self, directory: Directory) -> None:
-        """These hosts can keep copies."""
-        before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
-        gone = [host for host in before if host not in self._hosts]
-        self._expect(gone)
-        for copying in list(self._checkpoints):
-            self._copy_without(copying, gone)
-        for client in self._ledger.clients.values():
-            if not client.recovering:
-                self._top_up(client)
-
-    def holds(self, host: str, message: Holdings) -> None:
-        """A host has boxes in its memory."""
-        useless = []
-        for holding in message.holdings:
-            self._confirm(host, holding)
-            number = client_of(holding.array)
-            client = self._ledger.clients.get(number)
-            awaited = client is None and not self._is_known(number)
-            if awaited or (client is not None and client.resuming is not None):
-                self._unclaimed.setdefault(number, []).append((host, holding))
-                continue
-            if client is None or holding.array not in client.lineage.origins:
-                useless.append(holding.array)
-            elif holding.boxes:
-                copies = self._copies.setdefault(holding.array, {})
-                copies[host] = copies.get(host, frozenset()).union(holding.boxes)
-                self._recall(client, holding.array, copies)
-        if useless:
-            self._env.send(store_of(host), DropReplicas(tuple(useless)))
-        for copying in list(self._checkpoints):
-            self._check(copying)
-
-    def _confirm(self, host: str, holding: Holding) -> None:
-        """A host has what it was to keep; without boxes: it will not have it (the array has failed)."""
-        for copying in self._checkpoints:
-            missing = copying.missing.get(holding.array)
-            if missing is not None and holding.boxes:
-                missing -= {(host, box) for box in holding.boxes}
-            elif missing is not None:
-                copying.without(host, holding.array)
-
-    def checkpoint(self, client: Client, message: Checkpoint) -> None:
-        """Have arrays copied to host memory, after the client's earlier work."""
-        copying = _Copying(client, message.request, {})
-        by_island: dict[str, list[tuple[str, Copy]]] = {}
-        for number in dict.fromkeys(message.arrays):
-            array = client.arrays.get(number)
-            error = objection(client, number, array)
-            origin = client.lineage.origins.get(number)
-            if array is None and origin is not None:  # asked once more, of another controller
-                sources = sources_of(origin.spec, self._copies.get(number, {}))
-                if sources is not None:
-                    client.lineage.copied(number)
-                    continue
-            if error is not None:
-                copying.error = error
-                continue
-            assert array is not None
-            devices = self._ledger.located(array.spec)
-            chosen: dict[str, list[int]] = {}
-            for _, positions in array.spec.distinct_boxes():
-                chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
-            missing = copying.missing.setdefault(number, set())
-            for host, at in chosen.items():
-                targets = self._targets(host, array.hosts)
-                copying.islands[host] = array.island
-                copy = Copy(number, array.spec, devices, tuple(at), targets)
-                by_island.setdefault(array.island, []).append((host, copy))
-                for position in at:
-                    box = array.spec.box(position)
-                    copying.givers[number, box] = host
-                    missing |= {(keeper, box) for keeper in (host, *targets)}
-        for island, copies in by_island.items():
-            self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
-        self._offers.start()
-        self._checkpoints.append(copying)
-        self._check(copying)
-
-    def offer_again(self) -> None:
-        """Tell those that were to keep copies where they are: they may not have heard of it."""
-        for copying in self._checkpoints:
-            for array, missing in copying.missing.items():
-                origin = copying.client.lineage.origins.get(array)
-                if origin is None:
-                    continue
-                for keeper, box in sorted(missing):
-                    giver = copying.givers[array, box]
-                    if keeper != giver and box in self._copies.get(array, {}).get(giver, ()):
-                        offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
-                        self._env.send(store_of(keeper), offer)
-        self._offers.ticked(more=bool(self._checkpoints))
-
-    def _targets(self, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """Who keeps copies of what is on `host`: rather one that does not hold the array itself."""
-        others = [other for other in self._hosts if other != host and other not in self.draining]
-        if not others:
-            return ()
-        start = sum(host.encode())
-        turned = others[start % len(others) :] + others[: start % len(others)]
-        turned.sort(key=lambda other: other in holders)
-        return tuple(turned[: COPIES - 1])
-
-    def _check(self, copying: _Copying) -> None:
-        """Note the arrays of a checkpoint of which all copies are there, and answer when all are."""
-        for array in [array for array, missing in copying.missing.items() if not missing]:
-            del copying.missing[array]
-            origin = copying.client.lineage.origins.get(array)
-            if origin is None or array in copying.too_few:
-                continue
-            if sources_of(origin.spec, self._copies.get(array, {})):
-                copying.client.lineage.copied(array)
-        if not copying.missing and copying in self._checkpoints:
-            self._checkpoints.remove(copying)
-            self._env.send(copying.client.address, Answered(copying.request, copying.error))
+    # --- what may be forgotten -----------------------------------------------------------------------
 
     def link_lost(self, client: Client, host: str) -> None:
         """What a client had sent to a host may not have come there: uploads are asked for again."""
@@ -688,12 +466,6 @@ class Rebuilder:
                 self._env.send(client.address, UploadAgain(array.input, number))
         client.unsure.update(m.array for m in client.backlog if isinstance(m, CreateArray))
 
-    def arrived(self, client: Client, number: int) -> None:
-        """An array is on its devices again: copies that were not asked for can go."""
-        origin = client.lineage.origins.get(number)
-        if origin is not None and not origin.copied:
-            self._drop_copies([number])
-
     def forget(self, client: Client) -> None:
         """What nothing of this client can need any more need not be kept anywhere."""
         unneeded = client.lineage.drain()
@@ -701,27 +473,7 @@ class Rebuilder:
             self._env.send(client.address, ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
             self._env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
-        for copying in [copying for copying in self._checkpoints if copying.client is client]:
-            for array in unneeded.copies:  # what is dropped while it is copied arrives nowhere
-                copying.missing.pop(array, None)
-            self._check(copying)
-        if unneeded.copies and self._copies:
-            self._drop_copies(unneeded.copies)
-
-    def client_left(self, client: Client) -> None:
-        """Hosts drop its copies themselves; nothing of it is waited for any more."""
-        self._checkpoints = [c for c in self._checkpoints if c.client is not client]
-        self._disclaim(client.number)
-        self._drop_copies([n for n in self._copies if client_of(n) == client.number])
-
-    def _drop_copies(self, arrays: Iterable[int]) -> None:
-        by_host: dict[str, list[int]] = {}
-        for array in arrays:
-            for host in self._copies.pop(array, ()):
-                by_host.setdefault(host, []).append(array)
-        self._offered = {offer for offer in self._offered if offer[0] in self._copies}
-        for host, dropped in by_host.items():
-            self._env.send(store_of(host), DropReplicas(tuple(dropped)))
+        self._copies.forget(client, unneeded.copies)
 
     # --- clients of an earlier controller ------------------------------------------------------------
 
@@ -733,87 +485,11 @@ class Rebuilder:
     def resumed(self, client: Client, loss: int) -> None:
         """A client has told all that it has: what hosts have of it is its own again."""
         client.patient_until_s = self._env.now_s() + PATIENCE_S
-        for host, holding in self._unclaimed.pop(client.number, ()):
-            self.holds(host, Holdings((holding,)))
+        self._copies.claim(client)
         if client.unbound:
             self._env.call_later(self._recovery_s, GiveUp("", RESTARTED, loss))
         self.proceed(client)
 
-    @property
-    def unclaimed(self) -> set[int]:
-        """Clients that have not come back, and of which hosts have something."""
-        return set(self._unclaimed)
-
-    def disclaim(self) -> None:
-        """Clients that have not come back by now will not: nobody needs what hosts have of them."""
-        for number in self.unclaimed:
-            if number not in self._ledger.clients:
-                self._disclaim(number)
-
-    def _disclaim(self, number: int) -> None:
-        for host, holding in self._unclaimed.pop(number, ()):
-            self._env.send(store_of(host), DropReplicas((holding.array,)))
-
-    def _recall(self, client: Client, array: int, copies: dict[str, frozenset[Box]]) -> None:
-        """What was checkpointed once, and is all there again, has lasting copies again."""
-        origin = client.lineage.origins[array]
-        if origin.lasting and not origin.copied and sources_of(origin.spec, copies) is not None:
-            client.lineage.copied(array)
-
     def slice_refused(self, client: Client, number: int, error: ErrorReport) -> None:
         """A slice that was bound, or is said to have been, cannot be had."""
         self._abandon(client, {number}, error)
-
-    def _top_up(self, client: Client) -> None:
-        """Where a lost host had copies that a checkpoint asked for, have others make them."""
-        for array, copies in self._copies.items():
-            if client_of(array) != client.number:
-                continue
-            origin = client.lineage.origins.get(array)
-            if origin is None or not origin.copied:
-                continue
-            for box, _ in origin.spec.distinct_boxes():
-                there = [host for host, boxes in copies.items() if box in boxes]
-                self._copy_more(array, origin.spec, box, there)
-
-    def _copy_more(self, array: int, spec: ArraySpec, box: Box, there: list[str]) -> None:
-        lasting = [host for host in there if host not in self.draining]
-        if not there or len(lasting) >= COPIES:
-            return
-        for host in self._targets(there[0], tuple(there)):
-            if host not in there and (array, box, host) not in self._offered:
-                self._offered.add((array, box, host))
-                offer = OfferReplica(array, spec.dtype, (box,), there[0])
-                self._env.send(store_of(host), offer)
-
-    def emptied(self, host: str) -> bool:
-        """Whether nothing that is only on this host can still be needed; asks for copies elsewhere."""
-        if any(client.recovering for client in self._ledger.clients.values()):
-            return False
-        arriving = [
-            number
-            for client in self._ledger.clients.values()
-            for number, array in (*client.arrays.items(), *client.doomed.items())
-            if array.uploading and array.restored
-        ]
-        if arriving:
-            return False
-        alone = False
-        for array, copies in self._copies.items():
-            for box in copies.get(host, ()):
-                if not any(box in boxes for other, boxes in copies.items() if other != host):
-                    alone = True
-                    origin = self._ledger.clients[client_of(array)].lineage.origins[array]
-                    self._copy_more(array, origin.spec, box, [host])
-        return not alone
-
-
-def objection(client: Client, number: int, array: Array | None) -> ErrorReport | None:
-    """Why an array cannot be checkpointed."""
-    if client_of(number) != client.number:
-        return ErrorReport.of(NotOwner("a checkpoint names an array of another client"))
-    if array is None:
-        return ErrorReport.of(
-            ArrayDeleted("a checkpoint names an array that was deleted or donated")
-        )
-    return array.error

@@ -29,8 +29,8 @@ from pw.core.messages import (
 )
 from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.sched.clients import Client
+from pw.sched.copies import objection
 from pw.sched.ledger import Ledger
-from pw.sched.rebuild import objection
 
 
 @dataclass(slots=True)

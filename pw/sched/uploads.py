@@ -25,6 +25,7 @@ from pw.core.messages import (
 )
 from pw.sched.cancelling import RunEnder
 from pw.sched.clients import NOWHERE, Array, Client
+from pw.sched.copies import Copies
 from pw.sched.ledger import Ledger, drop
 from pw.sched.programs import holders
 from pw.sched.rebuild import Rebuilder
@@ -37,6 +38,7 @@ class Uploads:
         env: of the controller.
         ledger: what the controller knows.
         rebuilder: gets in another way what has not arrived.
+        copies: what hosts have in memory, which may not be needed any more.
         ender: ends the runs that need what does not arrive at all.
         go_on: goes on with what the client has sent, which may have waited for an array.
         is_known: whether a client had this number here, whatever has become of it.
@@ -47,6 +49,7 @@ class Uploads:
         env: Env,
         ledger: Ledger,
         rebuilder: Rebuilder,
+        copies: Copies,
         ender: RunEnder,
         go_on: Callable[[Client], None],
         is_known: Callable[[int], bool],
@@ -54,6 +57,7 @@ class Uploads:
         self._env = env
         self._ledger = ledger
         self._rebuilder = rebuilder
+        self._copies = copies
         self._ender = ender
         self._go_on = go_on
         self._is_known = is_known
@@ -145,7 +149,7 @@ class Uploads:
         if array.uploading:
             return
         if array.restored:
-            self._rebuilder.arrived(client, number)
+            self._copies.arrived(client, number)
         for island in self._ledger.schedulers:
             self._env.send(scheduler_of(island), UploadEnded(number))
         if client.doomed.pop(number, None) is not None:
