@@ -128,6 +128,15 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
     assert len(large.lineage) == 5
     large.lineage.add_run(52, program(), (X,) * 30, (52,))
     assert not len(large.lineage), "too much for all that may be kept"
+    heavy = History(values_kept=1000)
+    for number in range(1, 51):
+        heavy.run(number, b"x" * 8192)
+    assert len(heavy.lineage) == 1000 // (8192 // 256 + 2)
+    doubled = History(values_kept=1)
+    body = chain([SPEC])
+    twice = Program("twice", body.computations, body.nodes, body.inputs, body.outputs * 2)
+    doubled.lineage.add_run(1, program(twice), (X,), (1, 1))
+    assert not len(doubled.lineage)
     kept_apart = History(records_kept=2)
     for number in (1, 2, 3):
         kept_apart.run(number)

@@ -29,6 +29,9 @@ VALUES_KEPT = 1 << 20
 """What those may have read and made together: a step of a large model has a thousand arrays, and each
 takes some hundred bytes here."""
 
+VALUE_BYTES = 256
+"""So much of a small value that travels with its run weighs as much as an array."""
+
 
 @dataclass(slots=True, eq=False)
 class Record:
@@ -46,11 +49,12 @@ class Record:
     attempts: int = 0
     """The same, where repeats that follow each other closely count as one."""
     attempted_s: float = -math.inf
+    weight: int = 0
+    """How many values it has read and made, as far as keeping it goes."""
 
-    @property
-    def values(self) -> int:
-        """How many it has read and made."""
-        return len(self.args) + len(self.results)
+    def __post_init__(self) -> None:
+        inline = sum(len(arg) // VALUE_BYTES for arg in self.args if isinstance(arg, bytes))
+        self.weight = len(self.args) + len(self.results) + inline
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +94,7 @@ class Lineage:
         self.origins: dict[int, Origin] = {}
         self._records: OrderedDict[int, Record] = OrderedDict()
         self._records_kept = records_kept
-        self._values = 0
+        self._weight = 0
         self._values_kept = values_kept
         self._unneeded = Unneeded()
 
@@ -130,8 +134,8 @@ class Lineage:
             for arg in arrays_in(args):
                 if (origin := origins.get(arg)) is not None:
                     origin.readers += 1
-            self._values += record.values
-            while len(self._records) > self._records_kept or self._values > self._values_kept:
+            self._weight += record.weight
+            while len(self._records) > self._records_kept or self._weight > self._values_kept:
                 self._cut(next(iter(self._records.values())))
         else:
             self._unneeded.runs.append(order)
@@ -200,22 +204,30 @@ class Lineage:
             if maker is None:
                 continue
             maker.wanted -= 1
-            if maker.wanted:
+            if not maker.wanted:
+                origins += self._drop(maker)
+
+    def _drop(self, record: Record) -> list[Origin]:
+        """Keep a record no longer; what it has read that nobody needs any more."""
+        if self._records.pop(record.order, None) is None:
+            return []
+        self._weight -= record.weight
+        self._unneeded.runs.append(record.order)
+        unneeded = []
+        for arg in arrays_in(record.args):
+            read = self.origins.get(arg)
+            if read is None:
                 continue
-            if self._records.pop(maker.order, None) is None:
-                continue
-            self._values -= maker.values
-            self._unneeded.runs.append(maker.order)
-            for arg in arrays_in(maker.args):
-                read = self.origins.get(arg)
-                if read is None:
-                    continue
-                read.readers -= 1
-                if not read.readers and not read.held:
-                    self._forget(arg, read)
-                    origins.append(read)
+            read.readers -= 1
+            if not read.readers and not read.held:
+                self._forget(arg, read)
+                unneeded.append(read)
+        return unneeded
 
     def _cut(self, record: Record) -> None:
         """Too much is kept: what this record made can not be rebuilt from now on."""
-        made = [self.origins[array] for array in record.results if array in self.origins]
-        self._unwant([origin for origin in made if origin.maker is record])
+        for array in record.results:
+            origin = self.origins.get(array)
+            if origin is not None and origin.maker is record:
+                origin.maker = None
+        self._unwant(self._drop(record))
