@@ -426,7 +426,7 @@ def test_nothing_outlives_a_killed_supervisor(cluster: Cluster) -> None:
     worker = cluster.worker("orphan", "orphan")
     until(lambda: len(worker.family()) == 3, "a runtime runs and another stands by")
     worker.process.kill()
-    worker.until_alone()
+    worker.until_alone(bound_s=BOUND_S)  # they look when they have imported all that they need
     assert "Traceback" not in worker.err
 
 
