@@ -309,6 +309,28 @@ def test_what_was_donated_to_a_run_that_is_held_back_goes_when_it_has_been_made(
     cluster.idle()
 
 
+def test_what_is_behind_a_run_that_is_held_back_goes_when_that_is_cancelled() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    quick = client.program(chain([cluster.a]))
+    world.settle()
+    slow = client.program(chain([cluster.a], b"2", donated=(0,)), b"2")
+    (x,) = client.run(quick, X)
+    (y,) = client.run(slow, x)
+    (z,) = client.run(quick, X)
+    while world.links["c", "controller"]:
+        world._deliver("c", "controller")
+    known = world.control.ledger.clients[client.number]
+    assert len(known.backlog) == 2, "the second program is being compiled"
+    client.tell(Cancel((y,)))
+    while world.links["c", "controller"]:
+        world._deliver("c", "controller")
+    assert not known.backlog
+    np.testing.assert_array_equal(client.value(z), X + 1)
+    assert kind(client.value(y)) == "Cancelled"
+    assert known.arrays.keys() == {y, z}
+
+
 def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     cluster = Cluster()
     client, world = cluster.client, cluster.world
@@ -369,7 +391,7 @@ def test_a_run_may_be_cancelled_at_any_moment(seed: int) -> None:
             assert index < cut, "a value that is made of what was cancelled"
             np.testing.assert_array_equal(found, x + 2 * index)
     assert client.credits == client.sent_runs
-    client.delete(*arrays)
+    client.delete(*[array for array in arrays if array not in given])
     client.release(there), client.release(back)
     cluster.idle()
 

@@ -230,6 +230,29 @@ def test_a_donated_array_is_gone_and_may_be_given_twice() -> None:
     assert all(not any(host.census().values()) for host in stage.hosts)
 
 
+def test_a_run_names_each_of_its_results_once() -> None:
+    stage = Stage()
+    client = stage.client
+    both = chain([stage.spec])
+    outputs = (Output(Value(0, 0), stage.spec),) * 2
+    program = client.program(Program("both", both.computations, both.nodes, both.inputs, outputs))
+    array = client.id()
+    client.sent_runs += 1
+    client.tell(Run(client.id(), program, (X.tobytes(),), (array, array)))
+    stage.world.settle()
+    assert client.failed[array].kind == "ProtocolError"
+    stage.check_idle()
+
+
+def test_a_program_that_donates_what_it_does_not_take_fails_its_runs() -> None:
+    stage = Stage()
+    client = stage.client
+    body = chain([stage.spec], donated=(-100,))
+    (y,) = client.run(client.program(body), X)
+    assert stage.failure(y).kind == "ProtocolError"
+    stage.check_idle()
+
+
 def test_a_run_that_cannot_be_takes_away_what_was_donated_to_it() -> None:
     """Its client has let go of that with the call, and never speaks of it again."""
     stage = Stage()

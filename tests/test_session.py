@@ -339,6 +339,20 @@ def test_what_the_client_gave_away_itself_is_not_asked_for_again(bench: Bench, h
     assert not other.done()
 
 
+def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
+    """A loop of runs that fail, and donate what has failed, would add some with each."""
+    bench.session._link.keeps = True
+    program = chain([split(SLICE, 2)], donated=(0,))
+    bench.note(Tell(RegisterProgram(5, program, (Artifact(b"", b""),))))
+    bench.note(Tell(Run(20, 5, (b"x" * 64,), (X,))))
+    waiting = bench.wait(X)
+    bench.note(Tell(Run(21, 5, (X,), (Y,))))
+    bench.tell(RunFailed(20, (X,), ERROR), RunFailed(21, (Y,), ERROR))
+    assert isinstance(waiting.exception(0), HostLost)
+    assert isinstance(bench.wait(Y).exception(0), HostLost)
+    assert bench.session._requests._failed.keys() == {Y}
+
+
 def test_what_was_deleted_is_told_as_that(bench: Bench) -> None:
     future = bench.get()
     bench.note(Forget((X,)))

@@ -230,6 +230,7 @@ def test_cancelling(cluster: pw.LocalCluster, mesh: pw.Mesh) -> None:
     np.testing.assert_array_equal(beside, mixed(mixed(numbers(4))))
     pw.cancel(beside)  # it has ended
     np.testing.assert_array_equal(beside, mixed(mixed(numbers(4))))
+    np.testing.assert_array_equal(on(mesh, mix)(beside), mixed(mixed(mixed(numbers(4)))))
     with pytest.raises(pw.Cancelled):
         np.asarray(on(mesh, mix)(after))
     check_gang(mesh)

@@ -105,6 +105,12 @@ class Array(Operators):
         """Whether the value exists (or has failed to come into being)."""
         return self._wait().done()
 
+    @property
+    def is_known_to_exist(self) -> bool:
+        """Whether somebody here has seen the value exist; asks nobody."""
+        asked = (self._waiting, self._fetching)
+        return any(f and f.done() and not f.cancelled() and f.exception() is None for f in asked)
+
     def block_until_ready(self) -> Array:
         """Wait for the value to exist on its devices; raises the error it failed with."""
         wait_for(self._wait())

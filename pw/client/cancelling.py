@@ -38,6 +38,7 @@ def cancel(tree: Any) -> None:
             leaf._needed("pw.cancel()")
         elif isinstance(leaf, Array):
             leaf.check_usable()
-            by_session.setdefault(leaf._runtime, []).append(leaf._id)
+            if not leaf.is_known_to_exist:
+                by_session.setdefault(leaf._runtime, []).append(leaf._id)
     for session, arrays in by_session.items():
         session.cancel(arrays)

@@ -110,16 +110,18 @@ class Launch:
                     )
                 given.append((value, fate))
         alive = self.runtime.alive
-        with giving_up:
-            for value, _ in given:
-                if value._gone is not None or not alive:
-                    value.check_usable()
-            for value, fate in given:
-                value._gone = fate
+        marked: list[Array] = []
         try:
+            with giving_up:
+                for value, _ in given:
+                    if value._gone is not None or not alive:
+                        value.check_usable()
+                for value, fate in given:
+                    marked.append(value)
+                    value._gone = fate
             made = self.runtime.run(self._program, args, len(self._results))
         except BaseException:
-            for value, _ in given:
+            for value in marked:
                 value._gone = None
             raise
         for value, _ in given:

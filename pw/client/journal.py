@@ -69,6 +69,10 @@ class Journal:
             ReleaseSlice: self._release_slice,
         }
 
+    def __contains__(self, array: int) -> bool:
+        """Whether the client has this array, and has not given it away."""
+        return array in self._held
+
     # --- what the client says ------------------------------------------------------------------------
 
     def told(self, message: object) -> None:

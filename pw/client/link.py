@@ -50,6 +50,10 @@ class ControllerLink:
         """Whether there is a controller."""
         return self._held is None
 
+    def may_have(self, array: int) -> bool:
+        """Whether the client may still have this array; certain if what it says is written down."""
+        return not self.keeps or array in self.journal
+
     def send(self, to: Address, message: object) -> None:
         """Send, or hold what is for the controller until there is one."""
         if to != CONTROL:

@@ -212,8 +212,11 @@ class Runtime:
 
     def _ids(self, count: int) -> Sequence[int]:
         with self._lock:
-            first = client_id(self.client, self._serial + 1)
-            self._serial += count
+            given = (
+                self._serial
+            )  # a signal's handler may come between two calls, not between these lines
+            self._serial = given + count
+        first = client_id(self.client, given + 1)
         return range(first, first + count)
 
     # --- slices --------------------------------------------------------------------------------------

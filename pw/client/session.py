@@ -313,6 +313,7 @@ class ClientSession(Actor):
         self._link.journal.failed(message.run, message.results, message.error)
         self._uploads.forget(message.results)
         self._requests.arrays_failed(message.results, message.error)
+        self._requests.forget([a for a in message.results if not self._link.may_have(a)])
 
     # --- uploads -------------------------------------------------------------------------------------
 

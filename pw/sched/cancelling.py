@@ -246,7 +246,7 @@ class RunEnder:
                 del client.backlog[place]
             self._refuse(client, message, error)
         self._env.count("runs_cancelled", len(chosen) + len(waiting))
-        if lost:
+        if lost or waiting:  # what was behind them may go now
             self._rebuilder.proceed(client)
         return len(chosen) + len(waiting) + len(lost)
 

@@ -174,7 +174,7 @@ class Client:
         if program is None:
             return ()
         args = message.args
-        donated = [args[index] for index in program.body.donated if index < len(args)]
+        donated = [args[index] for index in program.body.donated if 0 <= index < len(args)]
         return tuple(arrays_in(donated))
 
     def take(self, number: int) -> Array | None:
@@ -264,6 +264,8 @@ class Client:
         for array in results:
             if client_of(array) != self.number or array in self.arrays:
                 raise ProtocolError("a result has a number that is taken or is another client's")
+        if len(set(results)) < len(results):
+            raise ProtocolError("two results of a run have the same number")
         held = program.result_homes(bindings)
         if held is None:
             raise HostLost(

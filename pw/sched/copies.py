@@ -11,7 +11,7 @@ unclaimed, and kept until it is certain that they will not come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pw.core.actor import Env
@@ -339,7 +339,7 @@ class Copies:
         if origin is not None and not origin.copied:
             self._drop_copies([number])
 
-    def forget(self, client: Client, arrays: Iterable[int]) -> None:
+    def forget(self, client: Client, arrays: Sequence[int]) -> None:
         """Nothing of this client can need these any more."""
         for copying in [copying for copying in self._checkpoints if copying.client is client]:
             for array in arrays:  # what is dropped while it is copied arrives nowhere

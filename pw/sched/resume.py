@@ -77,7 +77,9 @@ class Resumption:
 
     def run(self, client: Client, message: Run) -> None:
         """It had asked for this run."""
-        client.last_run = max(client.last_run, message.run)
+        if message.run <= client.last_run:
+            return
+        client.last_run = message.run
         program = self.programs.get(message.program)
         body = program.body if program is not None else None
         if (
@@ -85,6 +87,7 @@ class Resumption:
             or body is None
             or len(message.args) != len(body.inputs)
             or len(message.results) != len(body.outputs)
+            or not client.lineage.origins.keys().isdisjoint(message.results)
         ):
             client.lineage.refuse_run(message.run)
             return
