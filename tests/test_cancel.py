@@ -25,6 +25,7 @@ from pw.core.messages import (
     RunRefused,
 )
 from pw.core.program import Program
+from pw.sched import scheduler
 from pw.sched.cancelling import GRACE_S, Deadlines, LookAtDeadlines
 from pw.sched.scheduler import HEAD_S
 from pw.sched.suspects import STRIKES
@@ -394,6 +395,44 @@ def test_a_run_may_be_cancelled_at_any_moment(seed: int) -> None:
     client.delete(*[array for array in arrays if array not in given])
     client.release(there), client.release(back)
     cluster.idle()
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_queued_at_one_end_only_leaves_no_edges_at_the_other(
+    seed: int, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody will fetch them, and the client stays: a pipeline may be cancelled every second."""
+    monkeypatch.setattr(scheduler, "WINDOW_SEGMENTS", 2)
+    monkeypatch.setattr(scheduler, "CONTENDED_WINDOW_SEGMENTS", 2)
+    cluster = Cluster(seed, elements=elements)
+    client, world, x = cluster.client, cluster.world, cluster.x
+    other: Survivor = world.add(session_of("d"), Survivor)
+    world.settle()
+    number = other.slice(1, "b")
+    world.settle()
+    endless = other.program(chain([split(number, 1, elements)], b"forever"), b"forever")
+    for _ in range(2):
+        other.run(endless, x)
+    world.settle()
+    over = client.program(chain([cluster.a, cluster.b]))
+    three = client.program(chain([cluster.a, cluster.b, cluster.a]))
+    world.settle()
+    for program in (over, three, over):
+        (array,) = client.run(program, x)
+        world.steps(world.random.choice((0, 10, 30, 1000)))
+        client.tell(Cancel((array,)))
+        world.steps(world.random.choice((0, 10, 1000)))
+    world.settle()
+    assert len(launched(cluster, "b0")) == 2, "its window is full"
+    for host in cluster.hosts.values():
+        assert host.current.census()["edges_outgoing"] == 0, "it is let go of at once"
+    world.wait(40)
+    for host in cluster.hosts.values():
+        edges = {k: n for k, n in host.current.census().items() if k.startswith("edges")}
+        assert not any(edges.values()), f"{host.name}: {edges}"
+    assert client.credits == client.sent_runs
+    assert not ended_epochs(cluster)
 
 
 def test_anybody_may_cancel_runs_by_their_numbers() -> None:

@@ -79,6 +79,12 @@ class Edge:
         a = self.ends["a0"]
         a.actor.expect(run, receive, self.value, self.taker, a.arrived)
 
+    def decline(self) -> None:
+        """The launch at a0 will not come."""
+        a = self.ends["a0"].actor
+        a.decline(RUN, Receive(0, 9, self.wanted, self.routes, 1, self.source))
+        a.drop_run(RUN)
+
     def send(
         self, rank: int, error: ErrorReport | None = None, run: int = RUN, *, alone: bool = False
     ) -> None:
@@ -367,6 +373,73 @@ def test_a_loss_frees_what_was_kept() -> None:
     edge.world.drain("a0")
     assert not any(edge.census().values())
     assert edge.ends["a0"].actor._parked_bytes == 0
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("failing", [(), (0,)])
+def test_what_its_receiver_declines_is_kept_nowhere(
+    order: tuple[str, ...], elements: int, failing: tuple[int, ...]
+) -> None:
+    for seed in range(6):
+        edge = Edge(elements, seed)
+        for act in order:
+            if act == "launch":
+                edge.decline()
+            else:
+                rank = ("first", "second").index(act)
+                edge.send(rank, POISON if rank in failing else None)
+            edge.world.steps(edge.world.random.choice((0, 1, 3, 1000)))
+        edge.world.settle()
+        assert edge.census()["edges_outgoing"] == 0
+        edge.world.wait(under_test.ORPHAN_S)
+        assert not any(edge.census().values()), edge.census()
+
+
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_declined_is_not_sent_however_late_it_is_made(elements: int, begun: bool) -> None:
+    edge = Edge(elements)
+    ends = [edge.ends["b0"], edge.ends["b1"]]
+    if begun:
+        for end in ends:
+            end.actor.begin(RUN)
+    edge.decline()
+    edge.world.settle()
+    edge.world.wait(2 * under_test.ORPHAN_S)
+    before = len(edge.world.sent)
+    for rank in (0, 1):
+        edge.send(rank)
+    edge.world.settle()
+    assert len(edge.world.sent) == before
+    assert not any(edge.census().values()), edge.census()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_declines_is_not_answered_when_the_client_has_left(when: str) -> None:
+    """It would keep the answer for ten minutes."""
+    edge = Edge(LARGE)
+    for act in ("decline", "leave") if when == "before" else ("leave", "decline"):
+        if act == "decline":
+            edge.decline()
+            edge.world.settle()
+        else:
+            for name in ("b0", "b1"):
+                edge.ends[name].actor.drop_client(1)
+    edge.world.wait(under_test.ORPHAN_S)
+    assert not edge.world.to(coordinator_of("a0"))
+    assert not any(edge.census().values()), edge.census()
+
+
+def test_what_was_sent_before_it_was_declined_leaves_no_credit_behind() -> None:
+    edge = Edge(SMALL)
+    for rank in (0, 1):
+        edge.send(rank)
+        edge.ends[f"b{rank}"].actor.end(RUN)
+    edge.world.settle()
+    edge.decline()
+    edge.world.settle()
+    assert not any(edge.census().values()), edge.census()
 
 
 @pytest.mark.parametrize("elements", [SMALL, LARGE])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from pw.core.errors import ErrorReport, HostLost
@@ -593,6 +594,27 @@ def test_what_a_cancelled_run_has_made_stays() -> None:
     np.testing.assert_array_equal(bench.value(made), X + 1)
     np.testing.assert_array_equal(bench.value(passed), X)
     assert all(bench.host.store._entries[array].submitted for array in (late, made, passed))
+
+
+@pytest.mark.parametrize("launched", [0, 1, 2])
+def test_who_sends_to_what_will_not_be_launched_is_told(launched: int) -> None:
+    """Also of a run that this host has not heard of; what is launched gets its edges as ever."""
+    bench = Bench()
+    program = bench.install(chain([bench.there, bench.here, bench.third, bench.here, bench.there]))
+    run = client_id(1, 700)
+    for index, segment in enumerate(bench.segments[:launched]):
+        bench.sequence += 1
+        arguments = Arguments((b"",), (client_id(1, 701),)) if index == 0 else None
+        bench.tell(Launch(1, bench.sequence, run, program, segment, False, arguments, True))
+    senders = [coordinator_of("b0"), coordinator_of("c0")]
+    edges = [0, 2]
+    if not launched:
+        bench.edge(run, "b0", X)  # it is on its way already
+    bench.cancel(run, program)
+    for sender, edge, has_launch in zip(senders, edges, (launched > 0, launched > 1), strict=True):
+        expected = [] if has_launch else [EdgeCredit(run, edge, None)]
+        assert bench.world.to(sender, EdgeCredit) == expected
+    assert bench.host.census()["edges_parked"] == 0
 
 
 def test_a_run_that_is_run_again_replaces_its_results() -> None:

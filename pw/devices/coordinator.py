@@ -4,7 +4,8 @@ The plan tells both ends of an edge about each other. For a small edge the sende
 message. For a large one the receiver posts where they should go (`EdgeCredit`) as soon as it sees the
 launch, and the sender pushes over the bulk plane when its value is ready. Messages between hosts and
 launches come over different links, so either may be first: what arrives for an edge that is not expected
-yet is kept until it is, within bounds of bytes.
+yet is kept until it is, within bounds of bytes. A receiver whose launch will not come, because its run was
+withdrawn, tells its senders (a credit without a place), or they would keep the bytes while the client stays.
 """
 
 from __future__ import annotations
@@ -232,6 +233,15 @@ class ShardCoordinator(Actor):
     def _landed(self, incoming: _Incoming, route: Route) -> Callable[[Bytes], None]:
         return lambda buffer: self._take(incoming, route, buffer)
 
+    def decline(self, run: int, receive: Receive) -> None:
+        """An edge of a run whose launch will not come here: nobody is to keep or send anything for it."""
+        for source in [route.source_host for route in receive.routes]:
+            if source == self._host:
+                continue
+            self._unpark((run, receive.edge, source, False))
+            if source not in self._absent:
+                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
+
     def local_read(
         self, run: int, receive: Receive, source: Value, devices: tuple[DeviceAddress, ...]
     ) -> Op | None:
@@ -393,6 +403,8 @@ class ShardCoordinator(Actor):
     def _credit(self, sender: Address, message: EdgeCredit) -> None:
         key = (message.run, message.edge, sender.node)
         outgoing = self._outgoing.get(key)
+        if outgoing is None and message.landing is None and not self._is_to_come(key):
+            return  # it was sent, or never will be: nobody would take the credit
         if (
             outgoing is None
             and client_of(message.run) in self._gone_clients
@@ -411,6 +423,12 @@ class ShardCoordinator(Actor):
         """Whether an edge is of a run whose turn is still to come here, so that it will be sent."""
         run, *edge = key
         return run in self._sent and tuple(edge) not in self._sent[run]
+
+    def _is_to_come(self, key: tuple[int, int, str]) -> bool:
+        """Whether an edge may still be sent: its run has not begun here, or is queued."""
+        run = key[0]
+        is_newer = run > self._newest.get(run >> SERIES_BITS, 0)
+        return (is_newer and client_of(run) not in self._gone_clients) or self._is_queued(key)
 
     def _refuse(self, key: tuple[int, int, str]) -> None:
         """There is no sender for a credit any more: its receiver must not wait. Others may have the value."""
@@ -513,7 +531,8 @@ class ShardCoordinator(Actor):
         for early in [early for early in self._parked if message.concerns(early[0])]:
             if early[3] and self._is_queued(early[:3]):
                 continue
-            if isinstance(self._unpark(early), EdgeCredit):
+            void = self._unpark(early)
+            if isinstance(void, EdgeCredit) and void.landing is not None:
                 self._refuse(early[:3])
         for key, outgoing in list(self._outgoing.items()):
             if message.concerns(key[0]) and outgoing.landing is None:
@@ -568,16 +587,9 @@ class ShardCoordinator(Actor):
     @handles(EdgeProbe)
     def _probed(self, sender: Address, message: EdgeProbe) -> None:
         """Has this been sent, so that it will not come (again)?"""
-        run, edge = message.run, message.edge
-        key = (run, edge, sender.node)
-        is_to_come = (
-            run > self._newest.get(run >> SERIES_BITS, 0)
-            and client_of(run) not in self._gone_clients
-        )
-        if is_to_come or key in self._outgoing or key in self._pushing:
-            return
-        if run not in self._sent or (edge, sender.node) in self._sent[run]:
-            self.env.send(coordinator_of(sender.node), EdgeGone(run, edge))
+        key = (message.run, message.edge, sender.node)
+        if not (self._is_to_come(key) or key in self._outgoing or key in self._pushing):
+            self.env.send(coordinator_of(sender.node), EdgeGone(message.run, message.edge))
 
     @handles(EdgeGone)
     def _gone(self, sender: Address, message: EdgeGone) -> None:

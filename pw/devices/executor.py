@@ -88,6 +88,8 @@ class _Run:
     """Its place among the runs of this host."""
     made: set[int] = field(default_factory=set)
     """Slots of results whose making op has been handed over."""
+    launched: int = -1
+    """Its newest segment here; segments are launched in their order."""
 
 
 @dataclass(slots=True)
@@ -246,6 +248,7 @@ class HostExecutor(HostMember):
             self._begin(message, self._programs[message.program])
         run = self._runs.get(message.run)
         if message.segment == CANCELLED:
+            self._decline(message, run)
             self._coordinator.drop_run(message.run)
             if run is None:
                 return
@@ -260,6 +263,7 @@ class HostExecutor(HostMember):
         # An edge may fail at once and set the queue going: all are expected before the launch is in it.
         for receive in segment.receives:
             self._expect(run, receive)
+        run.launched = message.segment
         self._queue.append(_Launched(message, run, segment))
         self._advance()
 
@@ -319,6 +323,16 @@ class HostExecutor(HostMember):
 
         devices = run.program.devices(receive.spec)
         self._coordinator.expect(run.run, receive, value, devices, arrived)
+
+    def _decline(self, message: Launch, run: _Run | None) -> None:
+        """The rest of a run will not come: tell who sends to it, and may have been launched already."""
+        program = self._programs.get(message.program) if run is None else run.program
+        launched = -1 if run is None else run.launched
+        segments = {} if program is None else program.segments
+        for index, segment in segments.items():
+            if index > launched:
+                for receive in segment.receives:
+                    self._coordinator.decline(message.run, receive)
 
     # --- the queue -----------------------------------------------------------------------------------
 

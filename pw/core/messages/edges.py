@@ -10,7 +10,7 @@ from pw.core.messages.base import Base
 class EdgeCredit(Base, frozen=True, tag=90):
     """Receiving ShardCoordinator to the sending one: put the bytes of this edge here.
 
-    Without a landing: I have no room for them, do not send.
+    Without a landing: do not send, I have no room for them or will never get the launch that needs them.
     """
 
     run: int
