@@ -134,7 +134,13 @@ class LocalRuntime:
         axes = [entry or None for entry in spec.sharding.spec]
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
-    def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec, keep: bool = False) -> int:
+    def upload(
+        self,
+        value: np.ndarray[Any, Any],
+        spec: ArraySpec,
+        keep: bool = False,
+        for_run: bool = False,
+    ) -> int:
         self._check()
         assert (value.shape, value.dtype) == (spec.shape, dtype_of(spec.dtype))
         self.uploads += 1

@@ -88,7 +88,7 @@ class Launch:
                 if array.nbytes <= runtime.INLINE_BYTES:
                     args.append(array.tobytes())
                 else:
-                    number = session.upload(array, type_.spec)
+                    number = session.upload(array, type_.spec, for_run=True)
                     uploads.append(Array(session, number, type_))
                     args.append(number)
         if self._donated:

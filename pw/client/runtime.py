@@ -2,8 +2,8 @@
 
 A runtime is one session with a cluster. Its actors live on an event loop in a background thread; the
 methods here are called by the user's threads, give names to what they create, post a note, and return.
-Nothing here waits for a reply but `allocate_slice`, `status` and `stats`, and `run` when the client is
-too far ahead.
+Nothing here waits for a reply but `allocate_slice`, `status` and `stats`, and, when the client is too far
+ahead, `run` and uploads for runs.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ RELEASES_KEPT = 64
 RELEASED_BYTES = 16 << 20
 """Handles that may have died, and the size of their arrays, before those are deleted without waiting for the
 next tick: hosts had better use warm pages again than take fresh ones."""
+AHEAD_BYTES = 1 << 30
+"""Bytes of host values that calls have uploaded for runs in flight before a call that has another waits: in a
+loop that waits for nothing, the inputs of every step ahead lie on the hosts. It leaves room for some large
+batches, so that the next is sent while one is computed on."""
 
 
 class SliceHandle:
@@ -114,7 +118,14 @@ class Runtime:
     ) -> None:
         self._lock = threading.RLock()
         self._serial = 0
-        self._credits = threading.Semaphore(0)
+        self._turn = threading.Condition(self._lock)
+        """Runs have ended, or there will be no more."""
+        self._credits = 0
+        """Runs that may be in flight."""
+        self._runs = self._runs_over = 0
+        self._inputs: deque[tuple[int, int]] = deque()
+        """Uploads for runs in flight: the number of runs with that which needs it, and its size."""
+        self._inputs_bytes = 0
         self._released: deque[int] = deque()
         self._released_bytes = 0  # about: several threads may change it at once
         self._sent: set[bytes] = set()
@@ -143,7 +154,7 @@ class Runtime:
             raise
         self.client = answer.client
         self.islands = answer.islands
-        self._credits.release(answer.run_credits)
+        self._credits = answer.run_credits
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -186,11 +197,11 @@ class Runtime:
             if self._closing is not None:
                 return
             self._closing = error or Disconnected("pw.disconnect() was called")
+            self._turn.notify_all()
             self._thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
             closed.result(CLOSE_S)
         self._thread.close()
-        self._credits.release(1)
 
     def _post(self, note: object) -> None:
         """Hand a note to the session; what is posted before `close` is settled by it."""
@@ -200,7 +211,9 @@ class Runtime:
 
     def grant(self, count: int) -> None:
         """Called by the session: so many more runs may be sent."""
-        self._credits.release(min(count, 1 << 20))
+        with self._lock:
+            self._runs_over += count
+            self._turn.notify_all()
 
     def tick(self) -> None:
         """Called on the session's thread now and then: delete what no handle refers to any more."""
@@ -263,31 +276,58 @@ class Runtime:
 
         Blocks only while the client has as many runs in flight as the controller allows.
         """
-        if not self._credits.acquire(blocking=False):
-            self.check_alive()
-            self._credits.acquire()
+        self.check_alive()
         self._make_room()
         with self._lock:
             self.check_alive()
+            while self._runs - self._runs_over >= self._credits:
+                self._turn.wait()
+                self.check_alive()
             *made, run = self._ids(results + 1)
             self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
+            self._runs += 1
         return made
 
     # --- arrays --------------------------------------------------------------------------------------
 
-    def upload(self, value: np.ndarray[Any, Any], spec: ArraySpec, keep: bool = False) -> int:
+    def upload(
+        self,
+        value: np.ndarray[Any, Any],
+        spec: ArraySpec,
+        keep: bool = False,
+        for_run: bool = False,
+    ) -> int:
         """Send a host value straight to the hosts of `spec`; returns the array's id at once.
 
         The value is copied first if somebody could still change it. It is kept, in case that hosts
-        are lost: `keep` exempts it from the budget for that.
+        are lost: `keep` exempts it from the budget for that. An upload `for_run`, which is about to be
+        sent, blocks while those for runs in flight are `AHEAD_BYTES` or more.
         """
         self.check_alive()
         self._make_room()
+        if for_run:
+            self._count_input(value.nbytes)
         if _mutable(value):
             value = value.copy()
         array = self._id()
         self._post(Put(array, spec, value, keep))
         return array
+
+    def _count_input(self, size_bytes: int) -> None:
+        """Wait for room, only ever for runs that have been sent, and take it for the next one that is.
+
+        Which runs have ended is not known, only how many: those that were sent first, it is assumed.
+        """
+        with self._lock:
+            while True:
+                self.check_alive()
+                while self._inputs and self._inputs[0][0] <= self._runs_over:
+                    self._inputs_bytes -= self._inputs.popleft()[1]
+                if self._inputs_bytes < AHEAD_BYTES or self._runs <= self._runs_over:
+                    break
+                self._turn.wait()
+            self._inputs.append((self._runs + 1, size_bytes))
+            self._inputs_bytes += size_bytes
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """The whole value, straight from the hosts that hold it."""
