@@ -10,20 +10,25 @@ import numpy as np
 import pytest
 
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
-from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, session_of
+from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, scheduler_of, session_of
 from pw.core.messages import (
     Answered,
     Checkpoint,
+    CopyArrays,
     CreateArray,
     DrainHost,
     Draining,
+    Explain,
+    Explanation,
     ForgetInputs,
+    Holdings,
     InputGone,
     Inquire,
     LeaveIsland,
     PeerLost,
     SegmentDone,
     SliceBound,
+    Submit,
     Upload,
     UploadAgain,
 )
@@ -77,6 +82,15 @@ class Survivor(Client):
 
     def answered(self, request: int) -> Answered | None:
         return next((m for m in self.of(Answered) if m.request == request), None)
+
+    def why(self) -> str:
+        """The verdict of `pw why`."""
+        number = self.id()
+        self.tell(Explain(number))
+        self.env.world.settle()
+        self.env.world.wait(1)
+        (answer,) = [m for m in self.of(Explanation) if m.request == number]
+        return answer.text.splitlines()[0]
 
     def value(self, array: int) -> Any:
         for _ in range(20):
@@ -134,6 +148,8 @@ class Cluster:
             if not host.finished:
                 left = host.current.census()
                 assert not any(left.values()), f"{host.name}: {left}"
+        for client in self.world.control.ledger.clients.values():
+            assert not any(client.unanswered.values()), client.unanswered
 
 
 def crash_points() -> Any:
@@ -189,6 +205,97 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     world.settle()
     world.wait(5)
     np.testing.assert_array_equal(client.value(state), cluster.x + 10)
+    client.delete(state)
+    client.release(step)
+    cluster.idle()
+
+
+def test_where_the_network_is_too_slow_a_third_checkpoint_waits_with_all_that_is_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hosts keep the copies of all that are under way, so no more than two may be."""
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    (state,) = client.run(step, client.upload(cluster.x, cluster.a))
+    world.settle()
+    under_way: list[Any] = []
+    post = world.post
+
+    def slow(sender: Address, to: Address, message: object) -> None:
+        if isinstance(message, Holdings) and to == CONTROL:
+            under_way.append((sender, to, message))
+        else:
+            post(sender, to, message)
+
+    monkeypatch.setattr(world, "post", slow)
+    asked = []
+    for _ in range(5):
+        asked.append(client.checkpoint(state))
+        (state,) = client.run(step, state)
+
+    def handed_over() -> tuple[int, int]:
+        to = scheduler_of("a")
+        return len(world.to(to, CopyArrays)), len(world.to(to, Submit)) - 1
+
+    answered = 0
+    while answered < 5:
+        world.settle()
+        world.wait(KEEP_S)
+        assert handed_over() == (min(answered + 2, 5),) * 2
+        if answered < 3:
+            assert "waits for 2 checkpoints that are still being copied" in client.why()
+        sent, under_way[:] = list(under_way), []
+        assert sent
+        for held in sent:
+            post(*held)
+        world.settle()
+        answered = sum(client.answered(one) == Answered(one, None) for one in asked)
+    np.testing.assert_array_equal(client.value(state), cluster.x + 6)
+    client.delete(state)
+    client.release(step)
+    monkeypatch.undo()
+    cluster.idle()
+
+
+def test_a_checkpoint_that_is_refused_holds_up_nothing() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    asked = [client.checkpoint(client.id()) for _ in range(3)]
+    array = client.upload(cluster.x, cluster.a)
+    asked.append(client.checkpoint(array))
+    world.settle()
+    world.wait(KEEP_S)
+    kinds = [answer.error and answer.error.kind for answer in map(client.answered, asked) if answer]
+    assert kinds == ["ArrayDeleted"] * 3 + [None]
+    client.delete(array)
+    cluster.idle()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("victim", ["a0", "a1", "b0", "drain"])
+def test_checkpoints_that_wait_for_others_go_on_whatever_becomes_of_these(
+    seed: int, victim: str
+) -> None:
+    cluster = Cluster(seed, spares=1)
+    client, world = cluster.client, cluster.world
+    step = client.program(chain([cluster.a], donated=(0,)))
+    state = client.upload(cluster.x, cluster.a)
+    asked = []
+    for _ in range(6):
+        (state,) = client.run(step, state)
+        asked.append(client.checkpoint(state))
+    world.steps(seed * 6)
+    if victim == "drain":
+        client.tell(DrainHost(client.id(), "a0"))
+    else:
+        cluster.hosts[victim].crash()
+    for _ in range(40):
+        world.wait(0.2)
+    assert all(map(client.answered, asked)), "a checkpoint is never answered"
+    if victim == "drain":
+        assert cluster.hosts["a0"].finished == "drained"
+    np.testing.assert_array_equal(client.value(state), cluster.x + 6)
     client.delete(state)
     client.release(step)
     cluster.idle()

@@ -11,7 +11,8 @@ import pytest
 
 from pw.client.notes import Tell
 from pw.core.errors import CheckpointFailed, ErrorReport
-from pw.core.messages import CreateArray, FileSource, SaveArrays
+from pw.core.ids import scheduler_of
+from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
 from pw.devices import disk, files
 from tests import test_controller_restart as restart
 from tests.scripted import chain
@@ -90,6 +91,15 @@ class Writer:
         self.client.delete(self.x, self.y, *arrays)
         self.client.release(self.there), self.client.release(self.here)
         self.cluster.idle()
+
+    def begun(self) -> int:
+        """How many checkpoints hosts have been told to write."""
+        sent = self.world.to(scheduler_of("a"), CopyArrays)
+        return len({file.checkpoint for copy in sent for _, file in copy.files})
+
+    def stepped(self) -> int:
+        """How many steps have been handed to the scheduler."""
+        return len(self.world.to(scheduler_of("a"), Submit)) - 1
 
     def junk(self) -> set[str]:
         if not self.path.parent.exists():
@@ -210,6 +220,104 @@ def test_what_was_read_from_disk_is_read_again_when_its_host_is_lost(
     assert "CheckpointNotFound" in ends
 
 
+def test_where_the_disk_is_too_slow_the_third_waits_with_all_that_is_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has all that it writes in host memory, so no more than two may be under way."""
+    disk_calls: list[Callable[[], Any]] = []
+
+    def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        disk_calls.append(lambda: done(work()))
+
+    monkeypatch.setattr(files.Files, "_call", call)
+    writer = Writer(0, tmp_path)
+    client, world = writer.client, writer.world
+    saves = []
+    for number in range(5):
+        writer.path = tmp_path / f"{number}"
+        saves.append(writer.save())
+        writer.step()
+    world.settle()
+    assert (writer.begun(), writer.stepped()) == (2, 2)
+    assert "waits for 2 checkpoints that are still being written to disk" in client.why()
+    for number, save in enumerate(saves):
+        assert client.answered(save) is None
+        while client.answered(save) is None:
+            assert (writer.begun(), writer.stepped()) == (min(number + 2, 5),) * 2
+            disk_calls.pop(0)()
+            world.settle()
+        assert writer.error(save) is None
+    assert client.why() == "Nothing is under way"
+    found = writer.on_disk()
+    assert found is not None
+    np.testing.assert_array_equal(found[0], X + 5)
+    np.testing.assert_array_equal(client.value(writer.x), X + 6)
+    writer.end()
+
+
+def test_one_waits_while_another_is_put_in_its_place_at_the_same_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes would be removed with what is left there of none."""
+    disk_calls: list[Callable[[], Any]] = []
+
+    def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        disk_calls.append(lambda: done(work()))
+
+    monkeypatch.setattr(files.Files, "_call", call)
+    writer = Writer(0, tmp_path)
+    client, world = writer.client, writer.world
+    first = writer.save()
+    world.settle()
+    for _ in range(len(disk_calls)):
+        disk_calls.pop(0)()
+    world.settle()
+    assert len(disk_calls) == 1, "it is about to be committed"
+    writer.step()
+    second = writer.save()
+    world.settle()
+    assert f"an earlier checkpoint to be put in its place at {writer.path}" in client.why()
+    while disk_calls:  # the newest first
+        disk_calls.pop()()
+        world.settle()
+    assert writer.error(first) is None
+    assert writer.error(second) is None
+    found = writer.on_disk()
+    assert found is not None
+    np.testing.assert_array_equal(found[0], X + 2)
+    writer.end()
+
+
+@pytest.mark.parametrize("victim", ["a0", "b0", "c"])
+def test_those_that_wait_for_others_go_on_whatever_becomes_of_these(
+    writers: Iterator[Writer], victim: str
+) -> None:
+    for seed, writer in zip(SEEDS, writers, strict=True):
+        saves = []
+        for _ in range(5):
+            saves.append(writer.save())
+            writer.step()
+        writer.world.steps(seed * 6)
+        if victim == "c":
+            writer.world.kill("c")
+            writer.world.settle()
+            assert not writer.world.control._saves._saves
+            assert not writer.junk()
+            writer.cluster.idle()
+            continue
+        writer.cluster.hosts[victim].crash()
+        writer.world.settle()
+        writer.world.wait(5)
+        errors = [writer.error(save) for save in saves]
+        assert {error.kind for error in errors if error} <= {"HostLost", "CheckpointFailed"}
+        last = writer.save()
+        writer.world.settle()
+        assert writer.error(last) is None
+        assert not writer.junk()
+        np.testing.assert_array_equal(writer.client.value(writer.x), X + 6)
+        writer.end()
+
+
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     writer = Writer(0, tmp_path)
     good: dict[str, Any] = {
@@ -245,6 +353,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         assert error is not None
         assert error.kind == kind
     assert not writer.path.parent.exists()
+    writer.end()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -276,6 +385,43 @@ def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -
     np.testing.assert_array_equal(user.value(array), X + 1)
     np.testing.assert_array_equal(user.value(more), X + 2)
     user.delete(x, array, more)
+    user.release(program)
+    cluster.idle()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_another_controller_goes_on_with_those_that_wait_for_others(
+    seed: int, tmp_path: Path
+) -> None:
+    cluster = restart.Cluster(seed)
+    user, world = cluster.user, cluster.world
+    program = user.program(chain([cluster.a]))
+    arrays = [user.run(program, X.tobytes())]
+    asked = []
+
+    def save(number: int) -> Callable[[int], SaveArrays]:
+        id_, array = f"{number:016x}", arrays[-1]
+        return lambda request: SaveArrays(
+            request, id_, f"{tmp_path}/{number}", False, (array,), ("x",), b"[]"
+        )
+
+    for number in range(5):
+        asked += [user.ask(save(number), arrays[-1]), user.checkpoint(arrays[-1])]
+        arrays.append(user.run(program, arrays[-1]))
+    world.steps(seed * 4)
+    cluster.lose()
+    world.steps(seed)
+    cluster.start()
+    cluster.time(20)
+    for checkpoint in asked:
+        assert checkpoint.done(), "a checkpoint is never answered"
+        checkpoint.result(0)
+    assert entries(tmp_path) == {f"{number}" for number in range(5)}
+    (client,) = world.control.ledger.clients.values()
+    assert not client.backlog
+    assert not any(client.unanswered.values())
+    np.testing.assert_array_equal(user.value(arrays[-1]), X + 6)
+    user.delete(*arrays)
     user.release(program)
     cluster.idle()
 

@@ -83,6 +83,9 @@ class Poisoned(Exception):
         self.report = report
 
 
+CHECKPOINTS_AT_ONCE = 2
+"""Of each kind, in memory and on disk, and of each client: every one has all its arrays in host memory."""
+
 REPEATS = 1 << 39
 """Serials from here on are the controller's."""
 
@@ -114,6 +117,8 @@ class Client:
     last_run: int = 0
     in_flight: int = 0
     settled: int = 0
+    unanswered: Counter[type[Checkpoint | SaveArrays]] = field(default_factory=Counter)
+    """Checkpoints of each kind that are under way."""
     lineage: Lineage = field(default_factory=Lineage)
     unbound: dict[int, int] = field(default_factory=dict)
     """Slices whose island was lost and is expected back, and the number of that loss."""
@@ -164,9 +169,21 @@ class Client:
             program = self.programs.get(message.program)
             return program is not None and bool(program.installing)
         if isinstance(message, (Checkpoint, SaveArrays)):
-            arrays = [self.arrays.get(number) for number in message.arrays]
-            return any(array is not None and array.uploading for array in arrays)
+            return self.awaits_checkpoints(message) or self.awaits_uploads(message)
         return False
+
+    def awaits_checkpoints(self, message: Checkpoint | SaveArrays) -> bool:
+        """Whether so many are under way that this one has to wait for the end of one.
+
+        They would fill the memory of hosts if they came faster than disk or network can take them. Nothing
+        that they wait for can be held with what is behind this one: work is queued in the client's order.
+        """
+        return self.unanswered[type(message)] >= CHECKPOINTS_AT_ONCE
+
+    def awaits_uploads(self, message: Checkpoint | SaveArrays) -> bool:
+        """Whether something that is to be checkpointed has not arrived."""
+        arrays = [self.arrays.get(number) for number in message.arrays]
+        return any(array is not None and array.uploading for array in arrays)
 
     def donated_to(self, message: Run) -> tuple[int, ...]:
         """Arrays that a run takes away, whether it can be or not."""

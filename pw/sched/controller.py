@@ -12,7 +12,7 @@ What a client sends is handled in order. While a program is being installed, run
 the client sent after them, wait in the client's backlog, so that compile errors poison a run on all
 its hosts alike and deletes never overtake runs. The stream is held in the same way while something that the
 client had on a lost host, or under an earlier controller (`pw.sched.resume`), is being rebuilt
-(`pw.sched.rebuild`).
+(`pw.sched.rebuild`), and before a checkpoint that comes while earlier ones have not ended.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class Controller(Actor):
             client.resuming.run(client, message)
         elif client.resuming is not None and isinstance(message, CreateArray):
             client.resuming.create(client, message)
-        elif client.backlog or client.must_wait(message):
+        elif client.backlog or self._must_wait(client, message):
             client.backlog.append(message)
         else:
             self._handle(client, message)
@@ -326,8 +326,14 @@ class Controller(Actor):
         self.env.log("info", "client is back", client=client.number, **fields)
         self._rebuilder.resumed(client, resuming.loss)
 
+    def _must_wait(self, client: Client, message: Held) -> bool:
+        """Whether a message, and all behind it, has to wait for what it needs."""
+        if isinstance(message, SaveArrays) and self._saves.must_wait(message):
+            return True
+        return client.must_wait(message)
+
     def _go_on(self, client: Client) -> None:
-        while client.backlog and not client.must_wait(client.backlog[0]):
+        while client.backlog and not self._must_wait(client, client.backlog[0]):
             self._handle(client, client.backlog.popleft())
 
     def _handle(self, client: Client, message: Held) -> None:
@@ -399,11 +405,13 @@ class Controller(Actor):
         self._runs.give_back()
 
     def turn_ended(self) -> None:
-        """Give credits back, and forget what nobody needs."""
-        self._runs.turn_ended()
+        """Go on behind checkpoints that have ended, forget what nobody needs, and give credits back."""
         for client in self._clients.values():
-            if client.lineage.has_unneeded:
+            self._go_on(client)
+            while client.lineage.has_unneeded:
                 self._rebuilder.forget(client)
+                self._go_on(client)  # a checkpoint may have ended with what it was still to copy
+        self._runs.turn_ended()
 
     # --- arrays --------------------------------------------------------------------------------------
 

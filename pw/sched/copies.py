@@ -156,6 +156,7 @@ class Copies:
             self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
         self._offers.start()
         self._checkpoints.append(copying)
+        client.unanswered[Checkpoint] += 1
         self._check(copying)
 
     def offer_again(self) -> None:
@@ -183,6 +184,7 @@ class Copies:
                 copying.client.lineage.copied(array)
         if not copying.missing and copying in self._checkpoints:
             self._checkpoints.remove(copying)
+            copying.client.unanswered[Checkpoint] -= 1
             self._env.send(copying.client.address, Answered(copying.request, copying.error))
 
     # --- hosts -----------------------------------------------------------------------------------------

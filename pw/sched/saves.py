@@ -58,6 +58,16 @@ class Saves:
         self._saves: dict[str, _Save] = {}
         """By id, in the order in which they were begun."""
 
+    def must_wait(self, message: SaveArrays) -> bool:
+        """Whether another one is being put in its place at the same path.
+
+        The host that does so removes what has been left behind there, and would take for that what is
+        written by one of which it has not been told.
+        """
+        return any(
+            save.committing and save.message.path == message.path for save in self._saves.values()
+        )
+
     def begin(self, client: Client, message: SaveArrays) -> None:
         """Have every box of the arrays written once, after the client's earlier work."""
         error = self._objection(client, message)
@@ -89,6 +99,7 @@ class Saves:
         self._saves[message.checkpoint] = _Save(
             client, message, files, islands, set(files), list(files)
         )
+        client.unanswered[SaveArrays] += 1
 
     def _objection(self, client: Client, message: SaveArrays) -> ErrorReport | None:
         """Why arrays cannot be written."""
@@ -203,6 +214,7 @@ class Saves:
             self._env.send(store_of(save.present[0]), AbandonFiles(id_, save.message.path))
 
     def _answer(self, save: _Save, error: ErrorReport | None) -> None:
+        save.client.unanswered[SaveArrays] -= 1
         self._env.count("checkpoints_written" if error is None else "checkpoints_not_written")
         if self._ledger.clients.get(save.client.number) is save.client:
             self._env.send(save.client.address, Answered(save.message.request, error))

@@ -271,7 +271,16 @@ class Explainer:
                 where = ", ".join(sorted(program.installing))
                 yield f"the compilation of {program.body.name!r} on {where}"
         elif isinstance(head, (Checkpoint, SaveArrays)):
-            yield "the uploads of what it checkpoints"
+            if client.awaits_uploads(head):
+                yield "the uploads of what it checkpoints"
+            elif client.awaits_checkpoints(head):
+                doing = "written to disk" if isinstance(head, SaveArrays) else "copied"
+                yield (
+                    f"{client.unanswered[type(head)]} checkpoints that are still being {doing}, which takes "
+                    "longer than the time between them"
+                )
+            elif isinstance(head, SaveArrays) and not client.recovering:
+                yield f"an earlier checkpoint to be put in its place at {head.path}"
         arriving = [
             (number, array)
             for number, array in (*client.arrays.items(), *client.doomed.items())
