@@ -18,6 +18,7 @@ from pw.core.messages import (
     Installed,
     Launch,
     PeerLost,
+    RegisterProgram,
     Run,
     RunFailed,
     RunsSettled,
@@ -397,6 +398,41 @@ def test_who_is_not_known_is_told_so_and_changes_nothing() -> None:
     stage.client.tell(Attach("again", 1.0, 0))
     stage.world.settle()
     assert stage.client.number > number
+
+
+def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() -> None:
+    stage = Stage()
+    client, world = stage.client, stage.world
+    other, slice_ = stage.join("other")
+    artifacts = world.control._programs._artifacts
+
+    def known() -> set[bytes]:
+        world.settle()
+        world.sent.clear()  # the record of all messages
+        return set(artifacts)
+
+    program = client.program(chain([stage.spec], b"7"), b"7")
+    theirs = other.program(chain([split(slice_, 2)], b"7"), b"7")
+    assert known() == {digest(b"7")}
+    held = [
+        p.artifacts[0] for c in world.control.ledger.clients.values() for p in c.programs.values()
+    ]
+    assert held[0] is held[1], "the same bytes are there twice"
+    del held
+    client.release(program)
+    assert known() == {digest(b"7")}
+    again = other.id()  # without the artifact, which is there
+    other.outputs[again] = other.outputs[theirs]
+    other.tell(RegisterProgram(again, chain([split(slice_, 2)], b"7"), ()))
+    other.release(theirs)
+    (y,) = other.run(again, X)
+    np.testing.assert_array_equal(other.value(y), X + 7)
+    other.release(again)
+    assert known() == {digest(b"7")}, "what it made is still there, and may have to be made again"
+    other.delete(y)
+    assert known() == set()
+    assert len(world.control.ledger.clients) == 2
+    stage.check_idle()
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, float("nan"), float("inf")])

@@ -6,6 +6,7 @@ processes of their own.
 
 from __future__ import annotations
 
+import gc
 import random
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
+from pw.client.runtime import Runtime
 from pw.client.session import ClientSession
 from pw.core.errors import CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
@@ -184,6 +186,9 @@ class Cluster:
         assert not journal._runs
         assert not journal._inputs
         assert not journal._held
+        self.world.sent.clear()  # the record of all messages
+        gc.collect()  # former controllers
+        assert not journal._artifacts
 
 
 def work(cluster: Cluster, seed: int, steps: int, happens: dict[int, Any]) -> dict[int, Any]:
@@ -355,6 +360,101 @@ def test_nothing_that_was_ready_is_run_again() -> None:
     cluster.start()
     np.testing.assert_array_equal(user.value(array), cluster.x + 5)
     assert not world.counters["runs_repeated"]
+
+
+class Thread:
+    """A runtime's session in the world of actors, which comes to rest after every note."""
+
+    address = "tcp://controller"
+
+    def __init__(self, world: World, runtime: Runtime) -> None:
+        self._world, self._me = world, session_of("r")
+        bulk = FakeBulk(world, "r")
+        self.session: ClientSession = world.add(
+            self._me, lambda env: ClientSession(env, bulk, runtime.grant)
+        )
+
+    def post(self, note: object) -> None:
+        self._world.post(self._me, self._me, note)
+        self._world.settle()
+
+    def wait_for_hosts(self) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_program_that_was_released_can_be_made_again_under_another_controller() -> None:
+    cluster = Cluster(1)
+    runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    spec = split(runtime.allocate_slice(2, island="a").slice, 2)
+    other = split(spec.placement.slice, 1)
+
+    def make(*specs: ArraySpec) -> int:
+        body = chain(list(specs), b"7")
+        return runtime.register_program(body, {digest(b"7"): b"7"})
+
+    def works(program: int, spec: ArraySpec) -> None:
+        (y,) = runtime.run(program, [cluster.x.tobytes()], 1)
+        fetched = runtime.fetch(y, spec)
+        cluster.time(20)
+        np.testing.assert_array_equal(fetched.result(0), cluster.x + 7)
+        runtime.delete([y])
+
+    def release(program: int) -> None:
+        runtime.release_program(program)
+        runtime.tick()
+
+    first, second = make(spec), make(other)
+    works(first, spec)
+    release(first)
+    third = make(spec)  # the second one has had it sent
+    works(third, spec)
+    release(second)
+    release(third)
+    cluster.lose()
+    cluster.start()
+    cluster.time(20)
+    again = make(spec)
+    works(again, spec)
+    assert runtime._sent == {digest(b"7"): 1}
+    registered = cluster.world.to(CONTROL, RegisterProgram)
+    assert [len(message.artifacts) for message in registered] == [1, 0, 0, 1]
+    release(again)
+    assert not runtime._sent
+    assert not runtime._needs
+    thread = runtime._thread
+    assert isinstance(thread, Thread)
+    del registered
+    cluster.idle()
+    assert not thread.session._link.journal._artifacts
+    assert not cluster.world.control._programs._artifacts
+
+
+def test_an_artifact_is_sent_anew_if_a_program_dies_while_another_one_is_registered() -> None:
+    """The garbage collector may release one at any moment, in the same thread."""
+    cluster = Cluster(1)
+    runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    spec = split(runtime.allocate_slice(2, island="a").slice, 2)
+    blobs = {digest(b"7"): b"7"}
+    first = runtime.register_program(chain([spec], b"7"), blobs)
+
+    class Dying(dict[bytes, bytes]):
+        def items(self) -> Any:
+            yield from super().items()
+            cluster.world.sent.clear()  # the record of all messages
+            runtime.release_program(first)
+
+    second = runtime.register_program(chain([spec], b"7"), Dying(blobs))
+    runtime.tick()
+    (y,) = runtime.run(second, [cluster.x.tobytes()], 1)
+    fetched = runtime.fetch(y, spec)
+    cluster.time(20)
+    np.testing.assert_array_equal(fetched.result(0), cluster.x + 7)
 
 
 def test_what_comes_to_the_next_controller_too_early_does_no_harm() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -48,7 +49,8 @@ class Journal:
         self._runs_of: Counter[int] = Counter()
         self._effects: dict[int, tuple[tuple[int, ...], tuple[ArraySpec, ...]]] = {}
         """Positions of the arguments that a program takes away, and what it makes."""
-        self._artifacts: dict[bytes, Artifact] = {}
+        self._artifacts: WeakValueDictionary[bytes, Artifact] = WeakValueDictionary()
+        """Those of all programs that are kept: some were sent with an earlier one."""
         self._inputs: dict[int, CreateArray] = {}
         self._runs: dict[int, Run] = {}
         self._held: dict[int, ArraySpec] = {}
@@ -90,10 +92,13 @@ class Journal:
         self.slice_refused(message.slice)
 
     def _register(self, message: RegisterProgram) -> None:
-        for artifact in message.artifacts:
-            self._artifacts[artifact.digest] = artifact
-        self._programs[message.program] = msgspec.structs.replace(message, artifacts=())
         body = message.body
+        needed = {computation.artifact for computation in body.computations}
+        sent = {a.digest: self._artifacts.setdefault(a.digest, a) for a in message.artifacts}
+        found = [sent.get(digest) or self._artifacts.get(digest) for digest in sorted(needed)]
+        self._programs[message.program] = msgspec.structs.replace(
+            message, artifacts=tuple(artifact for artifact in found if artifact is not None)
+        )
         self._effects[message.program] = (body.donated, tuple(o.spec for o in body.outputs))
 
     def _release_program(self, message: ReleaseProgram) -> None:
@@ -202,12 +207,9 @@ class Journal:
             yield msgspec.structs.replace(request, resumed=True, formerly=home)
         sent: set[bytes] = set()
         for number, program in self._programs.items():
-            digests = {computation.artifact for computation in program.body.computations}
-            new = [self._artifacts[d] for d in sorted(digests - sent) if d in self._artifacts]
-            sent |= digests
-            yield msgspec.structs.replace(
-                program, artifacts=tuple(new), released=number in self._released
-            )
+            new = tuple(artifact for artifact in program.artifacts if artifact.digest not in sent)
+            sent.update(artifact.digest for artifact in new)
+            yield msgspec.structs.replace(program, artifacts=new, released=number in self._released)
         for created in self._inputs.values():
             yield msgspec.structs.replace(created, bound=0)
         yield from self._runs.values()

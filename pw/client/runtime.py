@@ -13,7 +13,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
@@ -128,7 +128,11 @@ class Runtime:
         self._inputs_bytes = 0
         self._released: deque[int] = deque()
         self._released_bytes = 0  # about: several threads may change it at once
-        self._sent: set[bytes] = set()
+        self._sent: Counter[bytes] = Counter()
+        """Artifacts that the controller has, and how many programs need each: it keeps them no longer."""
+        self._needs: dict[int, tuple[bytes, ...]] = {}
+        self._unused: deque[int] = deque()
+        """Programs that died, of which the controller has not been told."""
         self._saving: set[Future[None]] = set()
         """Checkpoints that are being written to disk."""
         self._closing: Error | None = None
@@ -219,6 +223,8 @@ class Runtime:
         """Called on the session's thread now and then: delete what no handle refers to any more."""
         if self._released:
             self._flush_released()
+        if self._unused:
+            self._release_programs()
 
     def _id(self) -> int:
         return self._ids(1)[0]
@@ -258,18 +264,28 @@ class Runtime:
         number = self._id()
         with self._lock:
             self.check_alive()
-            new = [digest for digest in artifacts if digest not in self._sent]
-            self._sent.update(new)
-            self._thread.post(
-                Tell(
-                    RegisterProgram(number, program, tuple(Artifact(d, artifacts[d]) for d in new))
-                )
-            )
+            new = [Artifact(d, blob) for d, blob in artifacts.items() if d not in self._sent]
+            self._thread.post(Tell(RegisterProgram(number, program, tuple(new))))
+            self._sent.update(artifacts.keys())
+            self._needs[number] = tuple(artifacts)
         return number
 
     def release_program(self, program: int) -> None:
-        """The program will not be run any more."""
-        self._tell(ReleaseProgram(program))
+        """The program will not be run any more; callable from `__del__`, even in the garbage collector.
+
+        The controller hears of it with the next tick, never amid the registration of another program.
+        """
+        self._unused.append(program)
+
+    def _release_programs(self) -> None:
+        with self._lock:
+            while self._unused:
+                program = self._unused.popleft()
+                for digest in self._needs.pop(program, ()):
+                    self._sent[digest] -= 1
+                    if not self._sent[digest]:
+                        del self._sent[digest]
+                self._tell(ReleaseProgram(program))
 
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
         """Run a program on arrays and small host values; returns the ids of its results at once.

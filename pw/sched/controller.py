@@ -219,7 +219,6 @@ class Controller(Actor):
             self._bindings.pop(number, None)
             self.env.send(RESOURCES, ReleaseSlice(number))
         self._runs.client_left(client)
-        self._programs.client_left()
 
     @handles(Directory)
     def _directory_changed(self, sender: Address, message: Directory) -> None:

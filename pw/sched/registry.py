@@ -7,6 +7,7 @@ wrong with it becomes its error, and that of all its runs; so a client hears of 
 from __future__ import annotations
 
 import hashlib
+from weakref import WeakValueDictionary
 
 from pw.core.actor import Env
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
@@ -23,26 +24,25 @@ class ProgramRegistry:
     def __init__(self, env: Env, ledger: Ledger) -> None:
         self._env = env
         self._ledger = ledger
-        self._artifacts: dict[bytes, bytes] = {}
-        """What clients have sent so far, by digest: nobody sends it again."""
+        self._artifacts: WeakValueDictionary[bytes, Artifact] = WeakValueDictionary()
+        """What programs consist of that are still known, by digest: equal ones are there once."""
 
     def register(self, client: Client, message: RegisterProgram) -> None:
         """Take in a program, and have its hosts compile it."""
         if client_of(message.program) != client.number or message.program in client.programs:
             self._env.count("messages_refused")
             return
-        for artifact in message.artifacts:
-            if hashlib.sha256(artifact.blob).digest() == artifact.digest:
-                self._artifacts[artifact.digest] = artifact.blob
+        sent = {
+            artifact.digest: self._artifacts.setdefault(artifact.digest, artifact)
+            for artifact in message.artifacts
+            if hashlib.sha256(artifact.blob).digest() == artifact.digest
+        }
         needed = {computation.artifact for computation in message.body.computations}
+        found = [sent.get(digest) or self._artifacts.get(digest) for digest in sorted(needed)]
         program = RegisteredProgram(
             message.program,
             message.body.with_specs(client.one_spec),
-            tuple(
-                Artifact(digest, self._artifacts[digest])
-                for digest in sorted(needed)
-                if digest in self._artifacts
-            ),
+            tuple(artifact for artifact in found if artifact is not None),
         )
         if client.resuming is not None:
             client.resuming.programs[message.program] = program
@@ -105,8 +105,3 @@ class ProgramRegistry:
         if program is not None:
             for island, hosts in program.hosts.items():
                 self._env.send(scheduler_of(island), UninstallProgram(number, hosts))
-
-    def client_left(self) -> None:
-        """When the last client has left, nobody can refer to what was sent."""
-        if not self._ledger.clients:
-            self._artifacts.clear()

@@ -91,7 +91,7 @@ class SliceLost(Base, frozen=True, tag=38):
     error: ErrorReport
 
 
-class Artifact(msgspec.Struct, frozen=True, array_like=True):
+class Artifact(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """A serialized computation under its SHA-256."""
 
     digest: bytes
