@@ -19,9 +19,12 @@ from pw.core.messages import (
     Launch,
     PeerLost,
     RegisterProgram,
+    ReleaseSlice,
     Run,
     RunFailed,
     RunsSettled,
+    SliceBound,
+    SliceLost,
     Upload,
     Uploaded,
 )
@@ -398,6 +401,23 @@ def test_who_is_not_known_is_told_so_and_changes_nothing() -> None:
     stage.client.tell(Attach("again", 1.0, 0))
     stage.world.settle()
     assert stage.client.number > number
+
+
+def test_a_slice_that_was_given_back_is_forgotten_and_its_client_told_so() -> None:
+    stage = Stage()
+    client, world = stage.client, stage.world
+    program = client.program(chain([stage.spec]))
+    (y,) = client.run(program, X)
+    client.tell(ReleaseSlice(stage.slice))
+    np.testing.assert_array_equal(client.value(y), X + 1)
+    assert client.of(ReleaseSlice) == [ReleaseSlice(stage.slice)]
+    owner = world.control.ledger.clients[client.number]
+    assert not owner.slices
+    assert not owner.bounds
+    world.host("h0", "i", 2)
+    world.settle()
+    assert len(client.of(SliceBound)) == 1, "nothing more is said of it"
+    assert not client.of(SliceLost)
 
 
 def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() -> None:

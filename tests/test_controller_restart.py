@@ -30,6 +30,7 @@ from pw.core.messages import (
     RegisterHost,
     RegisterProgram,
     ReleaseProgram,
+    ReleaseSlice,
     Run,
 )
 from pw.core.program import Program
@@ -360,6 +361,27 @@ def test_nothing_that_was_ready_is_run_again() -> None:
     cluster.start()
     np.testing.assert_array_equal(user.value(array), cluster.x + 5)
     assert not world.counters["runs_repeated"]
+
+
+@pytest.mark.parametrize("when", ["unconfirmed", "in between"])
+def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when: str) -> None:
+    cluster = Cluster(2)
+    user, world = cluster.user, cluster.world
+    given, kept = cluster.a.placement.slice, cluster.b.placement.slice
+    hosts = user.session._hosts
+    if when == "in between":
+        cluster.lose()
+        world.settle()
+    user.note(Tell(ReleaseSlice(given)))
+    world.drain("c")
+    if when == "unconfirmed":
+        cluster.lose()
+    assert given in hosts._former | hosts._slices.keys(), "no controller has heard of it"
+    cluster.start()
+    cluster.time(20)
+    assert hosts._slices.keys() == hosts.bounds.keys() == {kept}
+    assert not hosts._former
+    assert world.control.ledger.clients[user.number].slices == {kept}
 
 
 class Thread:

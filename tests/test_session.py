@@ -52,11 +52,13 @@ from pw.core.messages import (
     PeerRefused,
     Ready,
     RegisterProgram,
+    ReleaseSlice,
     RequestFailed,
     Run,
     RunFailed,
     SliceBound,
     SliceLost,
+    SliceRefused,
     Stats,
     Upload,
     UploadAborted,
@@ -404,6 +406,55 @@ def test_a_new_process_is_told_who_asks(bench: Bench, news: str) -> None:
     bench.get(split(SLICE, 1))
     kinds = [type(m) for m in bench.asked("a")]
     assert kinds == ([Fetch] if news == "none" else [Identify, Fetch])
+
+
+def traces(bench: Bench) -> dict[str, bool]:
+    """Where the session has something of the slice."""
+    hosts = bench.session._hosts
+    places = {"slices": hosts._slices, "bounds": hosts.bounds, "former": hosts._former}
+    return {name: SLICE in place for name, place in places.items()}
+
+
+def test_a_slice_is_forgotten_when_the_controller_has_heard_that_it_was_given_back() -> None:
+    """A run that was asked for before may need an input there, on other hosts than before."""
+    bench = Bench(hosts=("a", "b", "c"))
+    spec = split(SLICE, 2)
+    sent = bench.put(spec)
+    bench.asked(CONTROLLER)
+    bench.note(Tell(ReleaseSlice(SLICE)))
+    assert bench.asked(CONTROLLER) == [ReleaseSlice(SLICE)]
+    bench.tell(SliceLost(SLICE, ERROR))
+    bench.bind("c", "b")
+    bench.asked("b")
+    bench.tell(UploadAgain(X, X))
+    np.testing.assert_array_equal(np.concatenate([inline(bench, "c"), inline(bench, "b")]), sent)
+    bench.tell(ReleaseSlice(SLICE))
+    assert not any(traces(bench).values())
+    bench.tell(ForgetInputs((X,)))
+    bench.world.sent.clear()  # the record of all messages
+    assert bench.session._hosts.devices(spec) is None
+
+
+def test_an_input_gets_to_a_slice_that_was_given_back() -> None:
+    """Its user has let go of everything; a run whose result lies elsewhere still reads it."""
+    bench = Bench()
+    spec = split(SLICE, 2, LARGE)
+    sent = bench.put(spec)
+    bench.note(Forget((X,)))
+    bench.note(Tell(ReleaseSlice(SLICE)))
+    bench.tell(ForgetInputs((X,)), ReleaseSlice(SLICE))
+    assert not any(traces(bench).values())
+    first = bench.take("a")
+    bench.tell(UploadAgain(X, X))  # the link to a host was lost
+    np.testing.assert_array_equal(first, sent[: LARGE // 2])
+    np.testing.assert_array_equal(np.concatenate([bench.take("a"), bench.take("b")]), sent)
+    bench.world.sent.clear()
+    assert not bench.session._hosts._given_back
+
+
+def test_a_slice_that_is_refused_is_forgotten(bench: Bench) -> None:
+    bench.tell(SliceLost(SLICE, ERROR), SliceRefused(SLICE, ERROR))
+    assert not any(traces(bench).values())
 
 
 def test_hosts_knows_where_an_array_lies() -> None:

@@ -8,6 +8,8 @@ do so before the next message. Saying it once too often does no harm.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
+from weakref import WeakValueDictionary
 
 from pw.core.actor import Env
 from pw.core.ids import store_of
@@ -33,6 +35,8 @@ class Hosts:
         """How often each slice was bound."""
         self._former: set[int] = set()
         """Slices that an earlier controller had bound."""
+        self._given_back: WeakValueDictionary[int, SliceBound] = WeakValueDictionary()
+        """Slices that are no more, as long as inputs hold on to them that may still be on their way there."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,9 +63,10 @@ class Hosts:
         """Whoever answers to this name next is a new process."""
         self._identified.discard(node)
 
-    def forget_slices(self) -> None:
-        """Another controller binds them anew."""
+    def forget_slices(self, kept: Set[int]) -> None:
+        """Another controller binds them anew, if it hears of them."""
         self._former.update(self._slices)
+        self._former &= kept
         self._slices.clear()
         self.bounds.clear()
 
@@ -86,16 +91,25 @@ class Hosts:
         """The slice lies nowhere until it is bound again."""
         self._slices.pop(slice, None)
 
+    def forget(self, slice: int) -> None:
+        """The slice is no more."""
+        bound = self._slices.pop(slice, None)
+        if bound is not None:
+            self._given_back[slice] = bound
+        self._former.discard(slice)
+        self.bounds.pop(slice, None)
+
     def devices(self, spec: ArraySpec) -> Devices | None:
         """Where each shard of such an array is; None while its slice is not bound."""
-        bound = self._slices.get(spec.placement.slice)
+        bound = self.binding(spec)
         if bound is None:
             return None
         return tuple(bound.devices[index] for index in spec.placement.devices)
 
     def binding(self, spec: ArraySpec) -> SliceBound | None:
         """How the slice of such an array is bound; None while it is not."""
-        return self._slices.get(spec.placement.slice)
+        slice = spec.placement.slice
+        return self._slices.get(slice) or self._given_back.get(slice)
 
     def bound(self, spec: ArraySpec) -> int:
         """How often the slice of such an array has been bound; 0 while it is not."""

@@ -9,7 +9,7 @@ inputs and at checkpoints, so what is kept here is as much as is kept there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -141,6 +141,11 @@ class Journal:
         if self._failed:
             interest = self._of_interest()
             self._failed = {a: error for a, error in self._failed.items() if a in interest}
+
+    @property
+    def slices(self) -> Set[int]:
+        """Slices that another controller will be told of."""
+        return self._slices.keys()
 
     # --- what the controller says --------------------------------------------------------------------
 

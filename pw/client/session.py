@@ -60,6 +60,7 @@ from pw.core.messages import (
     Ready,
     RegisterProgram,
     ReleaseProgram,
+    ReleaseSlice,
     RequestFailed,
     Run,
     RunFailed,
@@ -133,7 +134,7 @@ class ClientSession(Actor):
         self._hosts.attached(message)
         if not self._link.is_open:
             self.env.log("info", "attached to the controller again")
-            self._hosts.forget_slices()
+            self._hosts.forget_slices(self._link.journal.slices)
             self._on_credits(self._link.resume())
         if self._attaching is not None:
             resolve(self._attaching, message)
@@ -262,6 +263,7 @@ class ClientSession(Actor):
     @handles(SliceRefused)
     def _on_slice_refused(self, sender: Address, message: SliceRefused) -> None:
         self._link.journal.slice_refused(message.slice)
+        self._hosts.forget(message.slice)
         future = self._allocating.pop(message.slice, None)
         if future is not None:
             reject(future, message.error.exception())
@@ -270,6 +272,11 @@ class ClientSession(Actor):
     def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
         self._hosts.unbind(message.slice)
         self._slice_moved(message.slice)
+
+    @handles(ReleaseSlice)
+    def _on_slice_released(self, sender: Address, message: ReleaseSlice) -> None:
+        """What was said before has been dealt with: until then it could still be bound to other hosts."""
+        self._hosts.forget(message.slice)
 
     def _slice_moved(self, slice: int) -> None:
         self._uploads.slice_moved(slice)

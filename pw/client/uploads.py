@@ -31,6 +31,7 @@ from pw.core.messages import (
     INLINE_BYTES,
     CreateArray,
     InputGone,
+    SliceBound,
     Upload,
     UploadAborted,
     UploadLanding,
@@ -49,6 +50,8 @@ class _Input:
     keep: bool
     """Exempt from the budget."""
     attempt: int = 0
+    bound: SliceBound | None = None
+    """How its slice is bound, which the user may give back while the value is under way."""
     missing: set[str] = field(default_factory=set)
     """Hosts that have not got it in this attempt."""
     interrupted: bool = False
@@ -131,7 +134,7 @@ class Uploads:
         spec, devices = upload.spec, self._hosts.devices(upload.spec)
         binding = self._hosts.binding(spec)
         self._attempts += 1
-        upload.attempt = self._attempts
+        upload.attempt, upload.bound = self._attempts, binding
         upload.interrupted = binding is None and not upload.forgotten
         upload.missing.clear()
         if binding is None or devices is None:

@@ -273,8 +273,10 @@ class Controller(Actor):
         if number in client.slices:
             client.slices.discard(number)
             client.unbound.pop(number, None)
+            client.bounds.pop(number, None)
             self._bindings.pop(number, None)
             self.env.send(RESOURCES, ReleaseSlice(number))
+            self.env.send(client.address, ReleaseSlice(number))
 
     # --- programs ------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class AllocateSlice(Base, frozen=True, tag=34):
     """The island on which it was."""
 
 
-class SliceBound(Base, frozen=True, tag=35):
+class SliceBound(Base, frozen=True, weakref=True, tag=35):
     """ResourceManager to Controller and ClientSession: the slice exists, on these devices."""
 
     slice: int
@@ -79,7 +79,10 @@ class SliceRefused(Base, frozen=True, tag=36):
 
 
 class ReleaseSlice(Base, frozen=True, tag=37):
-    """ClientSession to Controller and on to ResourceManager: the slice is no longer used."""
+    """ClientSession to Controller and on to ResourceManager: the slice is no longer used.
+
+    And back to the ClientSession: nothing more will be said of it.
+    """
 
     slice: int
 
