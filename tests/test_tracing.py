@@ -314,6 +314,43 @@ def test_captured_arrays_become_arguments(rt: LocalRuntime) -> None:
         f(2.0)
 
 
+def test_a_jax_array_is_uploaded_once_for_all_traces(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    params = jnp.arange(3000, dtype=jnp.float32)
+    table = np.arange(3000, dtype=np.float32)
+    inner = jax.jit(lambda x: x * params[2])
+    f = jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y + params[1], inner(x)), mesh=mesh)
+    g = jit(lambda x: x + jnp.asarray(table)[1], mesh=mesh)
+    same = jit(lambda x: x + params[2], mesh=mesh)
+    for size in range(1, 4):
+        assert f(np.ones(size, np.float32)).tolist() == [4] * size
+    assert rt.uploads == 1
+    assert same(1.0).tolist() == 3
+    whole = jit(lambda x, y: x.sum() + y, mesh=mesh)
+    for size in range(1, 4):
+        assert program(lambda y: whole(params, y))(np.ones(size, np.float32)).shape == (size,)
+    assert rt.uploads == 1
+    for size in range(1, 4):
+        table[1] = size
+        assert g(np.zeros(size, np.float32)).tolist() == [size] * size
+    assert rt.uploads == 4
+
+
+def test_uploaded_constants_are_those_of_the_values_that_live(rt: LocalRuntime) -> None:
+    part = make_virtual_device_set().add_slice(devices=1)
+    params: list[Any] = [None]
+    f = jit(lambda x: x + params[0][0], devices=part)
+    for step in range(1, 20):  # the next value often gets the address of the one before
+        params[0] = None
+        params[0] = jnp.full(3000, step, jnp.float32)
+        assert f(np.zeros(step, np.float32)).tolist() == [step] * step
+    assert rt.uploads == 19
+    del f
+    gc.collect()
+    assert not part.constants
+    assert not set(rt.arrays) - set(rt.released)
+
+
 def test_errors_of_the_function_are_its_own() -> None:
     class Mine(Exception):
         pass

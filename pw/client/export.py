@@ -5,7 +5,8 @@ configuration, and exported as portable StableHLO for the platform of its slice:
 that platform nor as many devices. Three things change at the boundary. Typed PRNG keys become the
 unsigned integers they consist of, the only form in which the runtime knows them. Arrays that the
 function closes over become arguments: handles stay where they are, and large host constants are
-uploaded once instead of being baked into the artifact. And whatever cannot travel, such as a callback
+uploaded instead of being baked into the artifact: jax arrays once for all traces, NumPy arrays, which may
+change in between, for each. And whatever cannot travel, such as a callback
 into this process, is refused with words.
 
 A checked function gets one result more, a vector that says for each of its floating-point results whether there
@@ -15,6 +16,7 @@ is a NaN in it. It is the same on all devices, so all hosts see the same; its us
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,7 @@ from pw.client.signature import ArrayType, host_value, is_key
 from pw.core.errors import TracingError
 from pw.core.program import Computation
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "constant", "trace"]
 
 BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""
@@ -174,13 +176,32 @@ def _must_lift(value: Any) -> bool:
 
 
 def _on_mesh(value: Any, mesh: Mesh) -> Array:
-    """A captured array; a captured host constant is uploaded to every device of the mesh, once."""
+    """A captured array; a captured host constant goes to every device of the mesh."""
     if isinstance(value, Array):
         value.check_owner(mesh.runtime)
         return value
-    type_ = ArrayType.of(jax.typeof(value), NamedSharding.replicated(mesh))
-    number = mesh.runtime.upload(host_value(value, type_), type_.spec)
-    return Array(mesh.runtime, number, type_)
+    return constant(value, ArrayType.of(jax.typeof(value), NamedSharding.replicated(mesh)))
+
+
+def constant(value: Any, type_: ArrayType) -> Array:
+    """A host value on devices; the same jax array lies there once, for whatever closes over it."""
+    slice_ = type_.sharding.mesh.slice
+    table = slice_.constants
+    key = (id(value), type_)
+    source, uploaded = table.get(key, (None, None))
+    if source is not None and source() is value:
+        array: Array | None = uploaded()
+        if array is not None:
+            return array
+    number = slice_.runtime.upload(host_value(value, type_), type_.spec)
+    array = Array(slice_.runtime, number, type_)
+    if isinstance(value, jax.Array):
+
+        def forget(_: Any) -> None:
+            table.pop(key, None)
+
+        table[key] = (weakref.ref(value, forget), weakref.ref(array, forget))
+    return array
 
 
 def _captured_type(array: Array, mesh: Mesh) -> ArrayType:

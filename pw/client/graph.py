@@ -22,7 +22,7 @@ import numpy as np
 
 from pw.client import jaxtype, runtime
 from pw.client.array import Array, giving_up
-from pw.client.export import Traced
+from pw.client.export import Traced, constant
 from pw.client.mesh import Mesh, NamedSharding
 from pw.client.methods import attribute, elements, item_at
 from pw.client.operators import Operators
@@ -413,9 +413,7 @@ class _Constant:
             return array.copy()
         uploaded = self._uploaded.get(type_.spec)
         if uploaded is None:
-            session = type_.sharding.mesh.runtime
-            uploaded = Array(session, session.upload(array, type_.spec), type_)
-            self._uploaded[type_.spec] = uploaded
+            uploaded = self._uploaded[type_.spec] = constant(self.value, type_)
         return uploaded
 
 

@@ -43,6 +43,7 @@ class Slice:
     __slots__ = (
         "__weakref__",
         "compiled",
+        "constants",
         "id",
         "island",
         "kind",
@@ -61,6 +62,8 @@ class Slice:
         self.size: int = handle.size
         self.compiled: dict[str, Any] = {}
         """Operators and moves for these devices, by name: what pw compiles unasked is forgotten with them."""
+        self.constants: dict[Any, Any] = {}
+        """What functions closed over and lies here, while it does (see `pw.client.export`)."""
         self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         """The types of arrays that lie here, interned (see `pw.client.signature`)."""
 
