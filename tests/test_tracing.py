@@ -22,6 +22,7 @@ from pw.client.jit import jit
 from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
 from pw.client.pmap import pmap
 from pw.client.program import program
+from pw.client.recent import OPERATORS_KEPT, Recent
 from pw.client.transfer import block_until_ready, get, put
 from pw.core import errors
 from tests.local_runtime import LocalRuntime
@@ -617,6 +618,66 @@ def test_programs_are_released(rt: LocalRuntime) -> None:
     del f
     gc.collect()
     assert number in rt.released_programs
+
+
+def programs_kept(rt: LocalRuntime) -> int:
+    gc.collect()
+    assert len(set(rt.released_programs)) == len(rt.released_programs)
+    return len(set(rt.programs) - set(rt.released_programs))
+
+
+def few_kept() -> Any:
+    """A device whose slice keeps few operators, for compiling takes long."""
+    on = devices(1)[0]
+    on.slice.compiled = Recent(20)
+    return on
+
+
+def test_operators_that_are_not_used_for_long_are_forgotten(rt: LocalRuntime) -> None:
+    value = np.arange(100, dtype=np.float32)
+    x = put(value, few_kept())
+    for start in range(50):
+        part = x[start : start + 5 : 2]
+        np.testing.assert_array_equal(np.asarray(part), value[start : start + 5 : 2])
+        assert float(x.sum()) == value.sum()
+    assert 10 <= programs_kept(rt) <= 20
+    (sum_of,) = {run[0] for run in rt.runs if rt.programs[run[0]].name == "sum"}
+    assert sum_of not in rt.released_programs
+    assert x[1:6:2].tolist() == [1, 3, 5]
+    del x, part
+    assert programs_kept(rt) == 0
+
+
+def test_operands_and_moves_of_ever_new_kinds_are_forgotten(rt: LocalRuntime) -> None:
+    on = few_kept()
+    for size in range(1, 13):
+        x = put(np.ones(size, np.float32), on)
+        assert float(x.sum()) == size
+        assert (x * 2).clip(0, 1 / size).tolist() == [np.float32(1 / size)] * size
+        assert program(lambda x: x + 1)(x).tolist() == [2] * size
+    assert programs_kept(rt) <= 20
+    assert put(np.ones(1, np.float32), on).tolist() == [1]
+
+
+def test_operators_are_looked_up_while_others_are_forgotten() -> None:
+    table = devices(1)[0].slice.compiled
+    used = table.add("used", object())
+    wrong: list[Any] = []
+
+    def work(thread: int) -> None:
+        for number in range(20 * OPERATORS_KEPT):
+            key = (thread, number)
+            if table.add(key, key) is not key or table.get("used") is not used:
+                wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert OPERATORS_KEPT // 2 <= len(table) <= OPERATORS_KEPT
+    assert table.get((0, 0)) is None
 
 
 # --- transfers -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pw.client import runtime
+from pw.client.recent import Recent
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.sharding import Placement, Sharding
 
@@ -60,8 +61,8 @@ class Slice:
         self.platform: str = handle.platform
         self.kind: str | None = handle.kind
         self.size: int = handle.size
-        self.compiled: dict[str, Any] = {}
-        """Operators and moves for these devices, by name: what pw compiles unasked is forgotten with them."""
+        self.compiled = Recent()
+        """Operators and moves for these devices: what pw compiles unasked is forgotten with them, or before."""
         self.constants: dict[Any, Any] = {}
         """What functions closed over and lies here, while it does (see `pw.client.export`)."""
         self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()

@@ -1,7 +1,8 @@
 """Python's operators, for arrays and for the tracers of programs.
 
 Each operator is a compiled function of one node, placed on the mesh of its first array operand.
-Elementwise operators leave the result split as that operand is.
+Elementwise operators leave the result split as that operand is. Those that have not been used for long are
+forgotten, each with the kinds of operands that it was compiled for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import jax
 
-_of_host_values: dict[Any, Callable[..., Any]] = {}
+from pw.client.recent import Recent
+
+_of_host_values = Recent()
 
 
 def apply(name: str, *operands: Any) -> Any:
@@ -29,13 +32,24 @@ def apply_built(key: Any, build: Callable[[], Callable[..., Any]] | None, *opera
         if isinstance(operand, Operators) and operand.sharding is not None:
             table = operand.sharding.mesh.slice.compiled
             break
-    function = table.get(key)
+    kinds = (key, *[_kind(operand) for operand in operands])
+    function = table.get(kinds)
     if function is None:
         # Imported late: operators are computations, whose results have operators.
         from pw.client.jit import operator
 
-        function = table.setdefault(key, operator(key if build is None else build()))
+        function = table.add(kinds, operator(key if build is None else build()))
     return function(*operands)
+
+
+def _kind(operand: Any) -> Any:
+    """What operands that share a program have in common, nearly; JAX's rules are for the function."""
+    kind = type(operand)
+    if issubclass(kind, Operators):
+        return operand._type or operand.aval
+    if kind is float or kind is int:
+        return kind
+    return kind, getattr(operand, "shape", None), getattr(operand, "dtype", None)
 
 
 def _unary(name: str) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ import jax
 
 from pw.client import runtime
 from pw.client.array import Array, wait_for
-from pw.client.graph import Launches, ProgramTracer, Recorder, recording
+from pw.client.graph import ProgramTracer, Recorder, recording
 from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
@@ -89,10 +89,8 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
         value = host_value(leaf, type_)
         if value.nbytes > runtime.INLINE_BYTES:
             return Array(session, session.upload(value, type_.spec, keep), type_)
-    moves: Launches | None = target.mesh.slice.compiled.get("put")
-    if moves is None:
-        moves = target.mesh.slice.compiled.setdefault("put", Launches())
-    key = (source, type_)
+    moves = target.mesh.slice.compiled
+    key = ("put", source, type_)
     launch = moves.get(key)
     if launch is None:
         with moves.lock:
