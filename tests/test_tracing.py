@@ -620,6 +620,14 @@ def test_programs_are_released(rt: LocalRuntime) -> None:
     assert number in rt.released_programs
 
 
+def test_equal_arguments_of_methods_are_not_always_the_same() -> None:
+    x = put(np.arange(5, dtype=np.int32))
+    for most in (3, 3.0, np.float16(3), 3):
+        wanted = jnp.arange(5, dtype=jnp.int32)
+        assert x.clip(0, most).dtype == wanted.clip(0, most).dtype
+        assert x.clip(min=0, max=most).dtype == wanted.clip(min=0, max=most).dtype
+
+
 def programs_kept(rt: LocalRuntime) -> int:
     gc.collect()
     assert len(set(rt.released_programs)) == len(rt.released_programs)

@@ -90,7 +90,9 @@ def _call(handle: Operators, name: str, *args: Any, **kwargs: Any) -> Any:
     operands: list[Any] = []
     given = tuple(_template(arg, operands) for arg in args)
     named = tuple((key, _template(value, operands)) for key, value in sorted(kwargs.items()))
-    key = (name, given, named)
+    # Types as well: 3 and 3.0 are equal, but make results of different dtypes.
+    types = tuple(map(type, given)), tuple(type(value) for _, value in named)
+    key = (name, given, named, types)
     try:
         hash(key)
     except TypeError:
