@@ -628,6 +628,34 @@ def test_equal_arguments_of_methods_are_not_always_the_same() -> None:
         assert x.clip(min=0, max=most).dtype == wanted.clip(min=0, max=most).dtype
 
 
+def test_batch_after_batch_is_read_with_one_compilation(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    value = np.arange(160, dtype=np.float32).reshape(40, 4)
+    whole, split = put(value, mesh.devices[0]), put(value, sharding=NamedSharding(mesh, P("x")))
+    before = len(rt.programs)
+    for start in range(1, 30):
+        np.testing.assert_array_equal(
+            np.asarray(whole[start : start + 5]), value[start : start + 5]
+        )
+    np.testing.assert_array_equal(np.asarray(whole[np.int64(-9) : -4 : 1]), value[-9:-4])
+    assert len(rt.programs) == before + 1
+    for row in range(-40, 40, 8):
+        assert whole[row, 1:3].tolist() == value[row, 1:3].tolist()
+    assert len(rt.programs) == before + 2
+    for start in (0, 1, 2, 35, 38, 40, 50, -3, -50):
+        for found in (whole, split):
+            part = found[start : start + 5]
+            np.testing.assert_array_equal(np.asarray(part), value[start : start + 5])
+            assert part.dtype == value.dtype
+    weak = jit(lambda x: jnp.broadcast_to(x, (5,)))(2.0)
+    assert weak[1:3].weak_type
+    keys = jit(lambda key: jax.random.split(key, 6))(jax.random.key(1))
+    wanted = jax.random.key_data(jax.random.split(jax.random.key(1), 6))
+    for start in (1, 2):
+        found = jax.random.key_data(keys[start : start + 3].local())
+        assert found.tolist() == wanted[start : start + 3].tolist()
+
+
 def programs_kept(rt: LocalRuntime) -> int:
     gc.collect()
     assert len(set(rt.released_programs)) == len(rt.released_programs)

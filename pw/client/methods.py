@@ -2,14 +2,15 @@
 
 Each is a compiled function of one node, like an operator. What is an array among the arguments is an
 operand; everything else is part of the function, so that equal calls share one compilation. Integers in
-an index are operands as well: reading element after element compiles once.
+an index are operands as well, and so is where a slice of consecutive elements begins: reading element after
+element, or batch after batch, compiles once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +55,8 @@ METHODS = frozenset(
     )
 )
 PROPERTIES = frozenset({"T", "mT", "real", "imag"})
+
+_INT32_MAX = 2**31 - 1
 
 UNSTACKED_AT_ONCE = 256
 """Arrays with more elements along the first axis are iterated over element by element."""
@@ -134,16 +137,46 @@ def item_at(handle: Any, index: Any) -> Any:
     if not any(isinstance(part, (Operators, jax.Array, np.ndarray, list)) for part in parts):
         # Numpy's own bounds and words, on an array without memory.
         np.broadcast_to(np.empty((), bool), handle.shape)[index]
+        if all(isinstance(part, slice) or _integer(part) for part in parts):
+            parts = tuple(_window(handle, axis, part) for axis, part in enumerate(parts))
     operands: list[Any] = []
     template = tuple(_index_template(part, operands) for part in parts)
     key = ("__getitem__", template)
     return apply_built(key, partial(_indexing, template), handle, *operands)
 
 
+class _Window(NamedTuple):
+    """Consecutive elements of an axis, from somewhere inside of it on."""
+
+    start: int
+    length: int
+
+
+def _window(handle: Any, axis: int, part: Any) -> Any:
+    """`part`, as a window if it is one; at either end of an axis, each has a length of its own anyway."""
+    if not isinstance(part, slice):
+        return part
+    size = handle.shape[axis]
+    start, stop, step = part.indices(size)
+    if step != 1 or not 0 < start < stop < size or size > _INT32_MAX:
+        return part
+    sharding = handle.sharding
+    if sharding is not None and any(sharding.core.spec[axis : axis + 1]):
+        return part  # where an axis is split, hosts would have to gather it to begin anywhere
+    return _Window(start, stop - start)
+
+
+def _integer(part: Any) -> bool:
+    return isinstance(part, (int, np.integer)) and not isinstance(part, bool)
+
+
 def _index_template(part: Any, operands: list[Any]) -> Any:
+    if isinstance(part, _Window):
+        operands.append(np.int32(part.start))
+        return ("window", part.length)
     if isinstance(part, slice):
         return ("slice", part.start, part.stop, part.step)
-    if isinstance(part, (int, np.integer)) and not isinstance(part, (bool, np.bool_)):
+    if _integer(part):
         operands.append(np.int32(part))
         return _OPERAND
     if isinstance(part, (list, bool, np.bool_)):
@@ -157,15 +190,18 @@ def _index_template(part: Any, operands: list[Any]) -> Any:
 def _indexing(template: tuple[Any, ...]) -> Callable[..., Any]:
     def getitem(x: Any, *operands: Any) -> Any:
         rest = iter(operands)
-        index = tuple(
-            next(rest)
-            if part is _OPERAND
-            else slice(*part[1:])
-            if isinstance(part, tuple)
-            else part
-            for part in template
-        )
-        return x[index]
+        index: list[Any] = []
+        for axis, part in enumerate(template):
+            if part is _OPERAND:
+                index.append(next(rest))
+            elif not isinstance(part, tuple):
+                index.append(part)
+            elif part[0] == "slice":
+                index.append(slice(*part[1:]))
+            else:
+                x = jax.lax.dynamic_slice_in_dim(x, next(rest), part[1], axis)
+                index.append(slice(None))
+        return x[tuple(index)]
 
     return getitem
 
