@@ -28,6 +28,19 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
+class QuietThread:
+    """What a runtime asks of its session's thread, but for what it posts there."""
+
+    def wait_for_hosts(self) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
 class LocalRuntime:
     """Runs programs at once, in the caller's thread."""
 

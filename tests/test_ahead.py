@@ -23,6 +23,7 @@ from pw.core.messages import Attached, Run
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.testing import InProcessCluster
 from tests.daemons import until
+from tests.local_runtime import QuietThread
 from tests.stage import BOUND_S, held, mesh_on
 
 SIZE = 10_000
@@ -32,7 +33,7 @@ CREDITS = 8
 SPEC = ArraySpec((SIZE,), "uint8", Sharding((), ()), Placement(1, (0,)))
 
 
-class Scripted:
+class Scripted(QuietThread):
     """A session that gives no credits back."""
 
     address = None
@@ -46,15 +47,6 @@ class Scripted:
             resolve(note.attached, Attached(1, b"", CREDITS, ()))
         elif isinstance(note, Close):
             resolve(note.closed, None)
-
-    def wait_for_hosts(self) -> None:
-        pass
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
     @property
     def puts(self) -> int:

@@ -39,6 +39,7 @@ from pw.sched.resume import CLIENT_NUMBERS, ClientNumbers
 from tests.actors import World
 from tests.daemons import Program as Script
 from tests.fake_devices import FakeBulk
+from tests.local_runtime import QuietThread
 from tests.scripted import LARGE, SMALL, chain, digest, split
 from tests.supervised import SupervisedHost
 
@@ -384,7 +385,7 @@ def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when:
     assert world.control.ledger.clients[user.number].slices == {kept}
 
 
-class Thread:
+class Thread(QuietThread):
     """A runtime's session in the world of actors, which comes to rest after every note."""
 
     address = "tcp://controller"
@@ -399,15 +400,6 @@ class Thread:
     def post(self, note: object) -> None:
         self._world.post(self._me, self._me, note)
         self._world.settle()
-
-    def wait_for_hosts(self) -> None:
-        pass
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_program_that_was_released_can_be_made_again_under_another_controller() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,19 @@ class Edge:
         send = Send(0, 1, self.source, self.routes[rank])
         end.backend.submit([end.actor.send_op(run, end.actor.begin(run), send, value, self.givers)])
 
+    def play(
+        self, order: tuple[str, ...], failing: tuple[int, ...], launch: Callable[[], None]
+    ) -> None:
+        """Let the launch at a0 and both senders act in this order, and all else at any time between."""
+        for act in order:
+            if act == "launch":
+                launch()
+            else:
+                rank = ("first", "second").index(act)
+                self.send(rank, POISON if rank in failing else None)
+            self.world.steps(self.world.random.choice((0, 1, 3, 1000)))
+        self.world.settle()
+
     def census(self) -> dict[str, int]:
         total: dict[str, int] = {}
         for end in self.ends.values():
@@ -123,14 +137,7 @@ def test_either_side_may_be_first(
     """The value arrives once, or the producer's error does, and nothing stays behind."""
     for seed in range(6):
         edge = Edge(elements, seed)
-        for act in order:
-            if act == "launch":
-                edge.expect()
-            else:
-                rank = ("first", "second").index(act)
-                edge.send(rank, POISON if rank in failing else None)
-            edge.world.steps(edge.world.random.choice((0, 1, 3, 1000)))
-        edge.world.settle()
+        edge.play(order, failing, edge.expect)
         assert edge.arrived == 1
         if failing:
             assert edge.value.error == POISON
@@ -383,14 +390,7 @@ def test_what_its_receiver_declines_is_kept_nowhere(
 ) -> None:
     for seed in range(6):
         edge = Edge(elements, seed)
-        for act in order:
-            if act == "launch":
-                edge.decline()
-            else:
-                rank = ("first", "second").index(act)
-                edge.send(rank, POISON if rank in failing else None)
-            edge.world.steps(edge.world.random.choice((0, 1, 3, 1000)))
-        edge.world.settle()
+        edge.play(order, failing, edge.decline)
         assert edge.census()["edges_outgoing"] == 0
         edge.world.wait(under_test.ORPHAN_S)
         assert not any(edge.census().values()), edge.census()

@@ -220,16 +220,22 @@ def test_what_was_read_from_disk_is_read_again_when_its_host_is_lost(
     assert "CheckpointNotFound" in ends
 
 
-def test_where_the_disk_is_too_slow_the_third_waits_with_all_that_is_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each has all that it writes in host memory, so no more than two may be under way."""
-    disk_calls: list[Callable[[], Any]] = []
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
+    """What hosts would do with the disk: it is done when the test does it."""
+    calls: list[Callable[[], Any]] = []
 
     def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        disk_calls.append(lambda: done(work()))
+        calls.append(lambda: done(work()))
 
     monkeypatch.setattr(files.Files, "_call", call)
+    return calls
+
+
+def test_where_the_disk_is_too_slow_the_third_waits_with_all_that_is_behind_it(
+    tmp_path: Path, disk_calls: list[Callable[[], Any]]
+) -> None:
+    """Each has all that it writes in host memory, so no more than two may be under way."""
     writer = Writer(0, tmp_path)
     client, world = writer.client, writer.world
     saves = []
@@ -256,15 +262,9 @@ def test_where_the_disk_is_too_slow_the_third_waits_with_all_that_is_behind_it(
 
 
 def test_one_waits_while_another_is_put_in_its_place_at_the_same_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk_calls: list[Callable[[], Any]]
 ) -> None:
     """What it writes would be removed with what is left there of none."""
-    disk_calls: list[Callable[[], Any]] = []
-
-    def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        disk_calls.append(lambda: done(work()))
-
-    monkeypatch.setattr(files.Files, "_call", call)
     writer = Writer(0, tmp_path)
     client, world = writer.client, writer.world
     first = writer.save()

@@ -406,11 +406,10 @@ class _Constant:
 
     def placed(self, type_: ArrayType, own: bool) -> Array | bytes | np.ndarray[Any, Any]:
         """What to feed at every run: a large value is uploaded once, unless each run eats its own."""
-        array: np.ndarray[Any, Any] = host_value(self.value, type_)
-        if array.nbytes <= runtime.INLINE_BYTES:
-            return array.tobytes()
+        if type_.size_bytes <= runtime.INLINE_BYTES:
+            return host_value(self.value, type_).tobytes()
         if own:
-            return array.copy()
+            return host_value(self.value, type_).copy()
         uploaded = self._uploaded.get(type_.spec)
         if uploaded is None:
             uploaded = self._uploaded[type_.spec] = constant(self.value, type_)

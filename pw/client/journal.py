@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from weakref import WeakValueDictionary
 
 import msgspec
 
+from pw.core.artifacts import Artifacts
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import (
     AllocateSlice,
-    Artifact,
     Checkpoint,
     CreateArray,
     Delete,
@@ -49,7 +48,7 @@ class Journal:
         self._runs_of: Counter[int] = Counter()
         self._effects: dict[int, tuple[tuple[int, ...], tuple[ArraySpec, ...]]] = {}
         """Positions of the arguments that a program takes away, and what it makes."""
-        self._artifacts: WeakValueDictionary[bytes, Artifact] = WeakValueDictionary()
+        self._artifacts = Artifacts()
         """Those of all programs that are kept: some were sent with an earlier one."""
         self._inputs: dict[int, CreateArray] = {}
         self._runs: dict[int, Run] = {}
@@ -93,11 +92,8 @@ class Journal:
 
     def _register(self, message: RegisterProgram) -> None:
         body = message.body
-        needed = {computation.artifact for computation in body.computations}
-        sent = {a.digest: self._artifacts.setdefault(a.digest, a) for a in message.artifacts}
-        found = [sent.get(digest) or self._artifacts.get(digest) for digest in sorted(needed)]
         self._programs[message.program] = msgspec.structs.replace(
-            message, artifacts=tuple(artifact for artifact in found if artifact is not None)
+            message, artifacts=self._artifacts.of(body, message.artifacts)
         )
         self._effects[message.program] = (body.donated, tuple(o.spec for o in body.outputs))
 

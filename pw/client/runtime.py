@@ -231,9 +231,8 @@ class Runtime:
 
     def _ids(self, count: int) -> Sequence[int]:
         with self._lock:
-            given = (
-                self._serial
-            )  # a signal's handler may come between two calls, not between these lines
+            # A signal's handler may come between two calls, not between these lines.
+            given = self._serial
             self._serial = given + count
         first = client_id(self.client, given + 1)
         return range(first, first + count)

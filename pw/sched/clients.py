@@ -188,7 +188,7 @@ class Client:
     def donated_to(self, message: Run) -> tuple[int, ...]:
         """Arrays that a run takes away, whether it can be or not."""
         program = self.programs.get(message.program)
-        if program is None:
+        if program is None or not program.body.donated:
             return ()
         args = message.args
         donated = [args[index] for index in program.body.donated if 0 <= index < len(args)]

@@ -7,12 +7,12 @@ wrong with it becomes its error, and that of all its runs; so a client hears of 
 from __future__ import annotations
 
 import hashlib
-from weakref import WeakValueDictionary
 
 from pw.core.actor import Env
+from pw.core.artifacts import Artifacts
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
 from pw.core.ids import client_of, scheduler_of
-from pw.core.messages import Artifact, ProgramInstalled, RegisterProgram, UninstallProgram
+from pw.core.messages import ProgramInstalled, RegisterProgram, UninstallProgram
 from pw.sched.clients import Client
 from pw.sched.ledger import Ledger
 from pw.sched.programs import RegisteredProgram, check_program
@@ -24,31 +24,25 @@ class ProgramRegistry:
     def __init__(self, env: Env, ledger: Ledger) -> None:
         self._env = env
         self._ledger = ledger
-        self._artifacts: WeakValueDictionary[bytes, Artifact] = WeakValueDictionary()
-        """What programs consist of that are still known, by digest: equal ones are there once."""
+        self._artifacts = Artifacts()
 
     def register(self, client: Client, message: RegisterProgram) -> None:
         """Take in a program, and have its hosts compile it."""
         if client_of(message.program) != client.number or message.program in client.programs:
             self._env.count("messages_refused")
             return
-        sent = {
-            artifact.digest: self._artifacts.setdefault(artifact.digest, artifact)
-            for artifact in message.artifacts
-            if hashlib.sha256(artifact.blob).digest() == artifact.digest
-        }
-        needed = {computation.artifact for computation in message.body.computations}
-        found = [sent.get(digest) or self._artifacts.get(digest) for digest in sorted(needed)]
+        sent = [a for a in message.artifacts if hashlib.sha256(a.blob).digest() == a.digest]
         program = RegisteredProgram(
             message.program,
             message.body.with_specs(client.one_spec),
-            tuple(artifact for artifact in found if artifact is not None),
+            self._artifacts.of(message.body, sent),
         )
         if client.resuming is not None:
             client.resuming.programs[message.program] = program
             if message.released:
                 return
         client.programs[message.program] = program
+        needed = {computation.artifact for computation in message.body.computations}
         if len(program.artifacts) < len(needed):
             program.error = ErrorReport.of(
                 ProtocolError(f"program {message.body.name!r} came without all its artifacts")

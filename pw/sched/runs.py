@@ -63,11 +63,8 @@ class Runs:
             self.refuse(client, message, report)
             drop(self._env, self._ledger, client, client.delete(client.donated_to(message)))
             return
-        donated = []
-        for index in program.body.donated:
-            arg = message.args[index]
-            if isinstance(arg, int) and (given := client.take(arg)) is not None:
-                donated.append((arg, given))
+        given = [(number, client.take(number)) for number in client.donated_to(message)]
+        donated = [(number, array) for number, array in given if array is not None]
         for array, output, home in zip(message.results, program.body.outputs, homes, strict=True):
             client.arrays[array] = Array(output.spec, *home)
         self._env.count("runs")
