@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -254,6 +255,16 @@ async def called_on(
     return set(threads[calls // 2 :])
 
 
+async def install_quick(host: Host, key: bytes, spec: ArraySpec) -> None:
+    """Install `add_one`, and call it until it has proven quick; a busy machine spoils some trials."""
+    deadline_s = time.monotonic() + BOUND_S
+    threads: set[threading.Thread] = set()
+    while threads != {threading.main_thread()}:
+        assert time.monotonic() < deadline_s, f"it never ran on the loop, but on {threads}"
+        assert await host.install(key, export(add_one, [spec], [spec])) is None
+        threads = await called_on(host, key, host.build(spec, range(8)), 40)
+
+
 def heavy_add(x: Any) -> Any:
     """Adds one, after some work without a loop."""
     y = jnp.sin(x[0] + jnp.arange(300_000, dtype=x.dtype))
@@ -268,8 +279,8 @@ def loop_of_one(x: Any) -> Any:
 async def test_a_computation_that_takes_no_time_runs_on_the_loop(host: Host) -> None:
     """Other people's may take as long as they like, and hold up nobody."""
     spec = spec_of()
+    await install_quick(host, b"quick", spec)
     for key, function, donated in (
-        (b"quick", add_one, ()),
         (b"heavy", heavy_add, ()),
         (b"loop", loop_of_one, ()),
         (b"branch", branch_add, ()),
@@ -277,8 +288,8 @@ async def test_a_computation_that_takes_no_time_runs_on_the_loop(host: Host) -> 
     ):
         assert await host.install(key, export(function, [spec], [spec], donated)) is None
         threads = await called_on(host, key, host.build(spec, range(8)), 40)
-        assert (threads == {threading.main_thread()}) == (key == b"quick"), key
-        assert len(threads) == 1
+        assert len(threads) == 1, key
+        assert threading.main_thread() not in threads, key
 
 
 def branch_add(x: Any) -> Any:
@@ -299,9 +310,8 @@ async def test_the_loop_computes_nothing_while_the_devices_have_as_much_as_they_
 ) -> None:
     """JAX holds who brings more than 32 computations at a time."""
     spec = spec_of()
-    for key, function in ((b"quick", add_one), (b"slow", slow_add)):
-        assert await host.install(key, export(function, [spec], [spec])) is None
-    await called_on(host, b"quick", host.build(spec, range(8)), 40)
+    assert await host.install(b"slow", export(slow_add, [spec], [spec])) is None
+    await install_quick(host, b"quick", spec)
     value = host.build(spec, np.zeros(8))
     chain = [value, *[Value() for _ in range(32)]]
     assert await host.watch(value) is None
@@ -342,10 +352,8 @@ async def test_a_computation_with_other_hosts_never_runs_on_the_loop(host: Host)
 @on_host
 async def test_what_takes_no_time_overtakes_nothing(host: Host) -> None:
     spec = spec_of()
-    for key, function in ((b"quick", add_one), (b"slow", slow_add)):
-        assert await host.install(key, export(function, [spec], [spec])) is None
-    quick = await called_on(host, b"quick", host.build(spec, range(8)), 40)
-    assert quick == {threading.main_thread()}
+    assert await host.install(b"slow", export(slow_add, [spec], [spec])) is None
+    await install_quick(host, b"quick", spec)
     first = host.build(spec, np.zeros(8))
     gate = Gate(host)
     (behind,) = host.execute(b"quick", first)
@@ -368,8 +376,7 @@ async def test_what_takes_no_time_overtakes_nothing(host: Host) -> None:
 @on_host
 async def test_many_computations_at_once_are_not_for_the_loop(host: Host) -> None:
     spec = spec_of()
-    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
-    await called_on(host, b"k", host.build(spec, range(8)), 40)
+    await install_quick(host, b"k", spec)
     values = [host.build(spec, np.zeros(8)), *[Value() for _ in range(2000)]]
     assert await host.watch(values[0]) is None
     await at_rest(host)
