@@ -54,12 +54,12 @@ if TYPE_CHECKING:
     from pw.client.checkpoint import Checkpoint, checkpoint, drain
     from pw.client.checkpoint_files import restore
     from pw.client.cluster import LocalCluster
+    from pw.client.current import connect, disconnect, stats, why
     from pw.client.host_function import host_function
     from pw.client.jit import jit
     from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
     from pw.client.pmap import pmap
     from pw.client.program import program
-    from pw.client.runtime import connect, disconnect, stats, why
     from pw.client.transfer import block_until_ready, get, put, ready
 
 try:
@@ -68,8 +68,8 @@ except metadata.PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+checkout"
 
 _LAZY = {
-    "connect": "pw.client.runtime",
-    "disconnect": "pw.client.runtime",
+    "connect": "pw.client.current",
+    "disconnect": "pw.client.current",
     "LocalCluster": "pw.client.cluster",
     "make_virtual_device_set": "pw.client.mesh",
     "Mesh": "pw.client.mesh",
@@ -89,8 +89,8 @@ _LAZY = {
     "Checkpoint": "pw.client.checkpoint",
     "restore": "pw.client.checkpoint_files",
     "drain": "pw.client.checkpoint",
-    "stats": "pw.client.runtime",
-    "why": "pw.client.runtime",
+    "stats": "pw.client.current",
+    "why": "pw.client.current",
 }
 
 __all__ = [

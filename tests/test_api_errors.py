@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import runtime as runtime_module
+from pw.client import current
 from pw.testing import InProcessCluster
 from tests.stage import held, interrupted_in_its_wait, mesh_on, numbers, split
 
@@ -180,7 +180,7 @@ def test_arrays_of_another_client(cluster: InProcessCluster, east: pw.Mesh) -> N
     f = pw.jit(lambda v: v + 1, mesh=east)
     mine = pw.connect()
     other = cluster.client()
-    runtime_module.use(other)
+    current.use(other)
     try:
         there = mesh_on(0)
         for use in (
@@ -197,7 +197,7 @@ def test_arrays_of_another_client(cluster: InProcessCluster, east: pw.Mesh) -> N
             other.fetch(x._id, x._type.spec).result(30)
         other.delete([x._id])
     finally:
-        runtime_module.use(mine)
+        current.use(mine)
     np.testing.assert_array_equal(f(x), numbers(4) + 1)
     other.close()
     np.testing.assert_array_equal(f(x), numbers(4) + 1)
@@ -248,7 +248,7 @@ def test_disconnecting_with_work_in_flight_and_connecting_again(cluster: InProce
     unread.delete()
     assert unread.is_deleted()
     assert fetched.shape == (4,)
-    runtime_module.use(cluster.client())
+    current.use(cluster.client())
     assert float(anywhere(3.0)) == 6
     assert float(program(3.0)) == 6
     assert float(pw.jit(lambda x: x + 1, mesh=mesh_on(0))(1.0)) == 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import runtime
+from pw.client import current
 from pw.client.runtime import Runtime
 from pw.client.uploads import KEEP_BYTES, Uploads
 from pw.testing import InProcessCluster
@@ -125,13 +125,13 @@ def test_deleted_and_foreign_arrays_are_refused(
     gone.delete()
     with pytest.raises(pw.ArrayDeleted):
         pw.checkpoint([x, gone])
-    mine = runtime.current()
+    mine = current.runtime()
     other = cluster.client()
-    runtime.use(other)
+    current.use(other)
     try:
         foreign = pw.put(numbers(8))
     finally:
-        runtime.use(mine)
+        current.use(mine)
     with pytest.raises(pw.NotOwner):
         pw.checkpoint([x, foreign])
     assert not asked
@@ -192,7 +192,7 @@ def test_put_can_exempt_values_from_the_budget(mesh: pw.Mesh, kept: list[tuple[i
 
 
 def test_a_kept_value_is_what_it_was(mesh: pw.Mesh) -> None:
-    session: Any = runtime.current()._thread
+    session: Any = current.runtime()._thread
     value = numbers(5000)
     x = pw.put(value, sharding=split(mesh))
     value[:] = -1
@@ -202,7 +202,7 @@ def test_a_kept_value_is_what_it_was(mesh: pw.Mesh) -> None:
 
 
 def test_inputs_are_let_go_when_nothing_can_need_them(mesh: pw.Mesh) -> None:
-    session: Any = runtime.current()._thread
+    session: Any = current.runtime()._thread
     inputs = session._node._actors["session"]._uploads._inputs
     x = pw.put(numbers(5000), sharding=split(mesh), keep=True)
     number = x._id
@@ -224,15 +224,15 @@ def test_the_budget_is_an_argument_or_a_variable(
     else:
         monkeypatch.setenv("PW_KEEP_BYTES", variable)
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(runtime, "_current", None)
-    monkeypatch.setattr(runtime, "Runtime", lambda *args, **kwargs: made.append(kwargs))
+    monkeypatch.setattr(current, "_current", None)
+    monkeypatch.setattr(current, "Runtime", lambda *args, **kwargs: made.append(kwargs))
     pw.connect("tcp://127.0.0.1:1", keep_bytes=argument)
     assert [options["keep_bytes"] for options in made] == [budget]
 
 
 @pytest.mark.parametrize("wrong", ["-1", "1e9", "256MB"])
 def test_a_budget_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    monkeypatch.setattr(runtime, "_current", None)
+    monkeypatch.setattr(current, "_current", None)
     monkeypatch.setenv("PW_KEEP_BYTES", wrong)
     with pytest.raises(ValueError, match=f"PW_KEEP_BYTES.*'{wrong}'"):
         pw.connect("tcp://127.0.0.1:1")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
 import pw
-from pw.client import runtime
+from pw.client import current
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding
 from pw.devices import disk
 from pw.testing import InProcessCluster
@@ -295,14 +295,14 @@ def test_a_session_ends_when_its_checkpoints_are_on_disk(
         write(job, shards)
 
     monkeypatch.setattr(disk, "write", slow)
-    mine = runtime.use(cluster.client())
+    mine = current.use(cluster.client())
     try:
         pw.checkpoint(pw.put(numbers(8)), path=path)
         assert reached.wait(BOUND_S)
         threading.Timer(0.05, gate.set).start()
         pw.disconnect()
     finally:
-        runtime.use(mine)
+        current.use(mine)
     np.testing.assert_array_equal(
         pw.restore(path, jax.ShapeDtypeStruct((8,), "float32")), numbers(8)
     )
@@ -322,13 +322,13 @@ def test_nothing_is_left_of_the_checkpoint_of_a_client_that_is_lost(
 
     monkeypatch.setattr(disk, "write", slow)
     client = cluster.client()
-    mine = runtime.use(client)
+    mine = current.use(client)
     try:
         saving = pw.checkpoint(pw.put(numbers(8)), path=path)
         assert reached.wait(BOUND_S)
         client.close(pw.Disconnected("lost"))
     finally:
-        runtime.use(mine)
+        current.use(mine)
     with pytest.raises(pw.Disconnected):
         saving.result(BOUND_S)
     gate.set()

@@ -327,8 +327,8 @@ def test_version(start: Start) -> None:
 
 SCRIPT = """
 import os, signal, sys
-from pw.client import runtime
-islands = runtime.connect().status().islands
+from pw.client import current
+islands = current.connect().status().islands
 print(__name__, sys.argv[1:], [(i.island, sum(h.devices for h in i.hosts)) for i in islands], flush=True)
 if "wait" in sys.argv:
     signal.pause()

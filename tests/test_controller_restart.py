@@ -35,6 +35,7 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, box_slices
+from pw.sched import resume
 from pw.sched.resume import CLIENT_NUMBERS, ClientNumbers
 from tests.actors import World
 from tests.daemons import Program as Script
@@ -595,7 +596,7 @@ def test_what_is_asked_of_the_controller_is_asked_again() -> None:
 
 
 def test_client_numbers_begin_elsewhere_and_are_not_given_twice() -> None:
-    numbers = ClientNumbers(CLIENT_NUMBERS * 5 - 2)
+    numbers = ClientNumbers(CLIENT_NUMBERS * 5 - 2, ())
     assert numbers.claim(1)
     assert not numbers.claim(1)
     assert not numbers.claim(0)
@@ -605,13 +606,24 @@ def test_client_numbers_begin_elsewhere_and_are_not_given_twice() -> None:
     assert client_id(CLIENT_NUMBERS - 1, (1 << 40) - 1) < 1 << 63
 
 
+def test_client_numbers_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "CLIENT_NUMBERS", 12)
+    monkeypatch.setattr(resume, "GIVEN_KEPT", 4)
+    numbers = ClientNumbers(1, {5})
+    given = [numbers.take({7}) for _ in range(30)]
+    assert given == ([1, 2, 3, 4, 6, 8, 9, 10, 11] * 4)[:30]
+    assert not any(numbers.claim(number) for number in (5, *given[-4:]))
+    assert numbers.is_known(5)
+    assert not numbers.is_known(given[-5])
+
+
 # --- with processes ----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import pw
-from pw.client import runtime
+from pw.client import current
 from pw.client.children import Child, read_announcement
 
 hosts, stop = int(sys.argv[1]), getattr(signal, sys.argv[2])
@@ -665,7 +677,7 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     assert float(before) == 28
     new = pw.jit(lambda x: x - 1)(state)
     assert np.array_equal(new, np.arange(8.0) + steps - 1)
-    while runtime.current().status().clients[0].runs_in_flight:
+    while current.runtime().status().clients[0].runs_in_flight:
         time.sleep(0.01)
     print("went on after", restarts)
 """

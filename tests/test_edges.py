@@ -32,13 +32,13 @@ def test_a_value_that_has_not_arrived_yet_can_be_sent_on(meshes: list[pw.Mesh], 
 
 
 def test_everything_asked_for_is_settled_when_the_session_ends() -> None:
-    from pw.client import runtime
+    from pw.client import current
 
     with InProcessCluster(islands=1, devices_per_island=1):
         devices = pw.make_virtual_device_set().add_slice(devices=1).devices
         x = pw.put(np.zeros(4, np.float32), devices)
         spec = x._type.spec
-        futures = [runtime.current().fetch(x._id, spec) for _ in range(20_000)]
+        futures = [current.runtime().fetch(x._id, spec) for _ in range(20_000)]
         pw.disconnect()
         for future in futures:
             error = future.exception(timeout=10)

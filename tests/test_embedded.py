@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import runtime
+from pw.client import current
 from tests.scripts import PRELUDE, ROOT, finish, start_client
 
 SUM = """
@@ -59,7 +59,7 @@ def test_where_jax_has_accelerators_the_host_lives_in_this_process(
     monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
     connected = pw.connect()
     assert connected.address is None
-    assert pw.connect() is connected is runtime.current()
+    assert pw.connect() is connected is current.runtime()
     mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=4).devices, ("x",))
     f = pw.jit(lambda x: x * jnp.sum(x), mesh=mesh, in_shardings=pw.PartitionSpec("x"))
     np.testing.assert_array_equal(np.asarray(f(np.arange(4.0, dtype=np.float32))), [0, 6, 12, 18])
@@ -79,10 +79,10 @@ def test_a_local_cluster_sets_the_session_before_it_aside(unconnected: None) -> 
     from pw.testing import InProcessCluster
 
     with InProcessCluster(islands=1, devices_per_island=2):
-        before = runtime.current()
+        before = current.runtime()
         kept = pw.put(np.arange(3), pw.make_virtual_device_set().add_slice(devices=1).devices)
         with pw.LocalCluster() as cluster:
-            assert runtime.current().address == cluster.address
+            assert current.runtime().address == cluster.address
             np.testing.assert_array_equal(np.asarray(kept), np.arange(3))
-        assert runtime.current() is before
+        assert current.runtime() is before
         np.testing.assert_array_equal(np.asarray(kept), np.arange(3))

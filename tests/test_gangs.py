@@ -129,10 +129,10 @@ def test_a_killed_client_is_released_and_others_notice_nothing(address: str) -> 
     watcher = start_client(
         address,
         """
-        from pw.client import runtime
+        from pw.client import current
         deadline = time.monotonic() + 25
         while True:
-            clients = runtime.current().status().clients
+            clients = current.runtime().status().clients
             held = {n: c["live_arrays"] for n, c in pw.stats().items() if n.startswith("island-0")}
             if len(clients) == 1 and not any(held.values()):
                 break
@@ -171,7 +171,6 @@ def test_large_arrays_between_islands_never_touch_the_controller(address: str) -
 def test_a_client_far_ahead_blocks_and_memory_stays_bounded(address: str) -> None:
     body = """
         import resource
-        from pw.client import runtime
         devices = pw.make_virtual_device_set().add_slice(devices=1).devices
         f = pw.jit(lambda x: x + 1, devices=devices)
         x = f(np.int32(0))

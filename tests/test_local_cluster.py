@@ -20,8 +20,9 @@ pytestmark = [
 
 PRELUDE = """
 import os, signal, sys, threading
-from pw.client import runtime
+from pw.client import current
 from pw.client.cluster import LocalCluster
+from pw.client.runtime import Runtime
 from pw.core.errors import Disconnected, Error
 """
 
@@ -142,11 +143,11 @@ def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_paren
         tmp_path,
         """
         with LocalCluster(log_level="info") as cluster:
-            session = runtime.current()
+            session = current.runtime()
             for anew in (False, True):
                 forked = os.fork()
                 if not forked:
-                    for use in (runtime.current, session.status, lambda: session.allocate_slice(1)):
+                    for use in (current.runtime, session.status, lambda: session.allocate_slice(1)):
                         try:
                             use()
                         except Disconnected as error:
@@ -154,8 +155,8 @@ def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_paren
                         else:
                             os._exit(9)
                     if anew:
-                        assert runtime.connect(cluster.address).allocate_slice(1).size == 1
-                        assert len(runtime.current().status().clients) == 2
+                        assert current.connect(cluster.address).allocate_slice(1).size == 1
+                        assert len(current.runtime().status().clients) == 2
                     sys.exit(5)
                 assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 5
                 assert session.allocate_slice(1).size == 1
@@ -184,7 +185,7 @@ def test_threads_hear_that_the_session_is_over(scripts: list[Program], tmp_path:
         asked = threading.Event()
         with LocalCluster():
             for _ in range(4):
-                threading.Thread(target=ask, args=(runtime.current(),)).start()
+                threading.Thread(target=ask, args=(current.runtime(),)).start()
             asked.wait()
             sys.exit(4)
         """,
@@ -203,7 +204,7 @@ def test_clusters_may_be_nested_and_started_from_threads(
         """
         def in_thread():
             with LocalCluster(connect=False) as other:
-                session = runtime.Runtime(runtime_threads.remote(other.address), 1.0, 0)
+                session = Runtime(runtime_threads.remote(other.address), 1.0, 0)
                 assert len(session.status().clients) == 1
                 session.close()
 
@@ -212,8 +213,8 @@ def test_clusters_may_be_nested_and_started_from_threads(
             thread = threading.Thread(target=in_thread)
             thread.start()
             thread.join()
-            assert runtime.current().address == outer.address
-            assert runtime.current().allocate_slice(1).island == "island-0"
+            assert current.runtime().address == outer.address
+            assert current.runtime().allocate_slice(1).island == "island-0"
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         print("ok")
         """,
@@ -251,7 +252,7 @@ def test_the_processes_of_hosts_can_be_found_and_ended(
                 time.sleep(0.01)
 
         def ready():
-            (island,) = runtime.current().status().islands
+            (island,) = current.runtime().status().islands
             return [(host.node, host.process) for host in island.hosts if island.state == "ready"]
 
         with LocalCluster(spare_hosts=1) as cluster:

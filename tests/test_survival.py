@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import runtime
+from pw.client import current
 from pw.core.messages import Status
 from tests.daemons import Program, send, start_module, until
 
@@ -35,7 +35,7 @@ BOUND_S = 60.0
 
 
 def status() -> Status:
-    return runtime.current().status(20.0)
+    return current.runtime().status(20.0)
 
 
 def members(island: str = "island-0") -> dict[str, int]:

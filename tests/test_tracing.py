@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pw.client import runtime
+from pw.client import current
 from pw.client.array import Array
 from pw.client.jit import jit
 from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
@@ -25,16 +25,17 @@ from pw.client.program import program
 from pw.client.recent import OPERATORS_KEPT, Recent
 from pw.client.transfer import block_until_ready, get, put
 from pw.core import errors
+from pw.core.messages import INLINE_BYTES
 from tests.local_runtime import LocalRuntime
 
 
 @pytest.fixture(autouse=True)
 def rt() -> Iterator[LocalRuntime]:
     local = LocalRuntime()
-    runtime.use(local)
+    current.use(local)
     yield local
     local.close()
-    runtime.use(None)
+    current.use(None)
 
 
 def devices(count: int, island: str | None = None) -> Any:
@@ -440,7 +441,7 @@ def test_under_other_transformations() -> None:
 
 def test_large_arguments_are_uploaded(rt: LocalRuntime) -> None:
     f = jit(lambda x: x.sum(), devices=devices(1))
-    big = np.ones(runtime.INLINE_BYTES, np.float32)
+    big = np.ones(INLINE_BYTES, np.float32)
     assert float(f(big)) == big.size
     assert rt.uploads == 1
     assert isinstance(rt.runs[-1][1][0], int)
@@ -486,7 +487,7 @@ def test_one_recording_for_many_threads(rt: LocalRuntime) -> None:
 
 def test_artifacts_for_another_platform() -> None:
     other = LocalRuntime(platform="cuda")
-    runtime.use(other)
+    current.use(other)
     mesh = Mesh(devices(4), "x")
     f = jit(lambda x: x * 2, mesh=mesh, in_shardings=P("x"))
     f._trace(f_key(f, np.ones(4, np.float32)))
@@ -597,7 +598,7 @@ def test_sessions_do_not_mix(rt: LocalRuntime) -> None:
     get(fetched)
     f = jit(lambda v: v + 1, devices=devices(1))
     second = LocalRuntime()
-    runtime.use(second)
+    current.use(second)
     g = jit(lambda v: v + 1, devices=devices(1))
     with pytest.raises(errors.NotOwner, match="session"):
         g(x)

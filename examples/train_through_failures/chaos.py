@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pw
-from pw.client import runtime
+from pw.client import current
 
 LONGEST_DELAY_S = 0.4
 
@@ -125,7 +125,7 @@ class Chaos:
             self._changed.wait_for(lambda: self._over or condition())
 
     def _kill(self, when: str) -> None:
-        islands = runtime.current().status().islands
+        islands = current.runtime().status().islands
         members = [host.node for island in islands for host in island.hosts]
         name = self._draw.choice(
             [name for name in members if name in self._hosts] or [*self._hosts]

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from pw.client import checkpoint_files, runtime
+from pw.client import checkpoint_files, current
 from pw.client.array import Array, wait_for
 from pw.client.graph import ProgramTracer
 from pw.client.jit import under_jax_trace
@@ -154,7 +154,7 @@ def drain(host: str, *, timeout_s: float | None = None) -> None:
         TimeoutError: it took longer.
         Error: there is no such host, or nothing that could take its place.
     """
-    future = runtime.current().drain(host)
+    future = current.runtime().drain(host)
     if timeout_s is None:
         wait_for(future)
     else:

@@ -18,9 +18,9 @@ import types
 from pathlib import Path
 from typing import Self
 
-from pw.client import runtime as runtime_module
+from pw.client import current
 from pw.client.children import Child, read_announcement
-from pw.client.runtime import Runtime
+from pw.client.runtime import Runtime, SessionThread
 from pw.client.threads import remote
 from pw.core.watchdog import STALL_S
 
@@ -193,14 +193,14 @@ class LocalCluster:
     def _wait(self, hosts: int, connect: bool) -> None:
         """A session that sees all hosts has seen all islands formed."""
 
-        def start(runtime: Runtime) -> runtime_module.SessionThread:
+        def start(runtime: Runtime) -> SessionThread:
             session = remote(self.address)(runtime)
             session.expect_hosts(hosts, self._children)
             return session
 
         session = Runtime(start, 1.0, 0)
         if connect:
-            self._previous = runtime_module.use(session)
+            self._previous = current.use(session)
             self._runtime = session
         else:
             session.close()
@@ -219,9 +219,9 @@ class LocalCluster:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self._runtime is not None and runtime_module.is_current(self._runtime):
-            runtime_module.disconnect()
-            runtime_module.use(self._previous)
+        if self._runtime is not None and current.is_current(self._runtime):
+            current.disconnect()
+            current.use(self._previous)
         elif self._runtime is not None:
             self._runtime.close()
         workers, controller = self._children[1:], self._children[:1]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from pw.client import jaxtype, runtime
+from pw.client import current, jaxtype
 from pw.client.array import Array, giving_up
 from pw.client.export import Traced, constant
 from pw.client.mesh import Mesh, NamedSharding
@@ -28,6 +28,7 @@ from pw.client.methods import attribute, elements, item_at
 from pw.client.operators import Operators
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
+from pw.core.messages import INLINE_BYTES
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
 
@@ -85,7 +86,7 @@ class Launch:
                 args.append(value)
             else:
                 array = host_value(value, type_)
-                if array.nbytes <= runtime.INLINE_BYTES:
+                if array.nbytes <= INLINE_BYTES:
                     args.append(array.tobytes())
                 else:
                     number = session.upload(array, type_.spec, for_run=True)
@@ -357,7 +358,7 @@ class Recorder:
             types.append(type_)
         donated = {v.index: name for v, name in self._given.items() if v.node < 0}
         if not self._nodes and not delivered:
-            return Launch(runtime.current(), self.name, None, (), (), {}, tree)
+            return Launch(current.runtime(), self.name, None, (), (), {}, tree)
         program = Program(
             self.name,
             tuple(traced.computation for traced in self._traced),
@@ -406,7 +407,7 @@ class _Constant:
 
     def placed(self, type_: ArrayType, own: bool) -> Array | bytes | np.ndarray[Any, Any]:
         """What to feed at every run: a large value is uploaded once, unless each run eats its own."""
-        if type_.size_bytes <= runtime.INLINE_BYTES:
+        if type_.size_bytes <= INLINE_BYTES:
             return host_value(self.value, type_).tobytes()
         if own:
             return host_value(self.value, type_).copy()

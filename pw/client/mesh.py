@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pw.client import runtime
+from pw.client import current
 from pw.client.recent import Recent
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.sharding import Placement, Sharding
@@ -174,7 +174,7 @@ class VirtualDeviceSet:
 
 def make_virtual_device_set() -> VirtualDeviceSet:
     """Begin asking for virtual devices; connects to a cluster if nobody did."""
-    return VirtualDeviceSet(runtime.current())
+    return VirtualDeviceSet(current.runtime())
 
 
 class Mesh:
@@ -363,7 +363,7 @@ _defaults: dict[tuple[Any, int], Mesh] = {}
 
 def default_mesh(size: int = 1) -> Mesh:
     """So many devices of the current session, allocated once: where calls run that name none."""
-    session = runtime.current()
+    session = current.runtime()
     mesh = _defaults.get((session, size))
     if mesh is None:
         for other in [known for known in list(_defaults) if not known[0].alive]:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pw.client import runtime
+from pw.client import current
 from pw.client.array import Array
 from pw.client.graph import Launch, Launches, ProgramTracer, Recorder, Recording, recording
 from pw.client.jit import (
@@ -93,7 +93,7 @@ class ProgramFunction:
         if under_jax_trace(leaves):
             return self.__wrapped__(*args, **kwargs)
         signature = tuple([_leaf_signature(leaf) for leaf in leaves])
-        key = (tree, signature, statics, runtime.current(), tracing_configuration())
+        key = (tree, signature, statics, current.runtime(), tracing_configuration())
         launch = self._launches.get(key)
         if launch is None:
             with self._launches.lock:

@@ -8,7 +8,6 @@ ahead, `run` and uploads for runs.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import secrets
@@ -28,7 +27,6 @@ from pw.client.waiting import Waiting
 from pw.core.errors import ConnectionFailed, Disconnected, Error
 from pw.core.ids import client_id
 from pw.core.messages import (
-    INLINE_BYTES,
     AllocateSlice,
     Artifact,
     Attached,
@@ -53,8 +51,6 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, Placement, Sharding
-
-__all__ = ["INLINE_BYTES", "Runtime", "SliceHandle", "connect", "current", "disconnect", "use"]
 
 CONNECT_S = 30.0
 CLOSE_S = 30.0
@@ -495,143 +491,13 @@ def _mutable(value: np.ndarray[Any, Any]) -> bool:
     return isinstance(array, (bytearray, memoryview)) and not memoryview(array).readonly
 
 
-# --- the one runtime of a process ----------------------------------------------------------------------
-
-_current: Runtime | None = None
-_guard = threading.RLock()
 _process = object()
 """Another one in a forked child: asking the system who we are takes longer than a call may."""
 
 
-def current() -> Runtime:
-    """The connected runtime; connects by itself (see `connect`) if nobody did."""
-    runtime = _current
-    if runtime is not None:
-        if runtime.alive:
-            return runtime
-        if runtime.forked:
-            runtime.check_alive()
-    return connect()
-
-
-def connect(
-    address: str | None = None,
-    *,
-    share: float = 1.0,
-    priority: int = 0,
-    keep_bytes: int | None = None,
-    reconnect_s: float = RECONNECT_S,
-) -> Runtime:
-    """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
-
-    While it is connected, the threads of this process take turns every 0.5 ms (`sys.setswitchinterval`)
-    instead of every 5 ms: the session has a thread of its own, which a thread that computes in Python would
-    hold up at every step of a call. An interval that is shorter already is left alone.
-
-    Args:
-        address: the controller's `tcp://host:port`.
-        share: weight of this client under `pw-controller --policy share`.
-        priority: importance of this client under `pw-controller --policy priority`.
-        keep_bytes: memory in this process for copies of what was put on devices, from which an array
-            is made again when its hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. What was sent first
-            goes first. See also `pw.put(..., keep=True)` and `pw.checkpoint`.
-        reconnect_s: how long calls wait, in seconds, for a controller that was there and has gone. When it
-            is started again at its address, everything goes on as if nothing had been.
-
-    Returns:
-        The runtime. If this process is connected already, to the same address or none was given, that
-        session is returned.
-
-    Raises:
-        ConnectionFailed: nobody answers at the address.
-        VersionMismatch: the controller runs other versions of pw or jax.
-        ValueError: a share, keep_bytes or reconnect_s that is none.
-        Error: this process is connected to another address.
-    """
-    from pw.client import threads
-
-    address = address or os.environ.get("PW_ADDRESS") or None
-    with _guard:
-        if _current is not None and _current.alive:
-            if address is None or address == _current.address:
-                return _current
-            raise Error(
-                f"already connected to {_current.address or 'an embedded cluster'}; call "
-                f"pw.disconnect() before connecting to {address}"
-            )
-        if share <= 0:
-            raise ValueError(f"share must be positive, not {share}")
-        if reconnect_s < 0:
-            raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
-        start = threads.embedded if address is None else threads.remote(address)
-        runtime = Runtime(
-            start, share, priority, keep_bytes=_keep_bytes(keep_bytes), reconnect_s=reconnect_s
-        )
-        use(runtime)
-        return runtime
-
-
-def _keep_bytes(given: int | None) -> int:
-    text = os.environ.get("PW_KEEP_BYTES", str(KEEP_BYTES)) if given is None else str(given)
-    if not text.isdecimal():
-        raise ValueError(f"keep_bytes (PW_KEEP_BYTES) must be a number of bytes, not {text!r}")
-    return int(text)
-
-
-def use(runtime: Any) -> Any:
-    """Make `runtime` the one that this process's calls go to; returns the one before."""
-    global _current
-    with _guard:
-        previous, _current = _current, runtime
-        return previous
-
-
-def is_current(runtime: Any) -> bool:
-    """Whether this process's calls go to `runtime`."""
-    return _current is runtime
-
-
-def disconnect() -> None:
-    """Close the session; its arrays, programs and slices are released on every host."""
-    global _current
-    with _guard:
-        runtime, _current = _current, None
-        if runtime is not None:
-            runtime.close()
-
-
 def _forked() -> None:
-    """Another thread of the parent may have held the lock."""
-    global _guard, _process
-    _guard, _process = threading.RLock(), object()
+    global _process
+    _process = object()
 
 
-def stats() -> dict[str, dict[str, int]]:
-    """Counters of every process of the cluster: `controller`, each host by name, and `client`.
-
-    `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the controller has
-    none, so its are zero); `launches`, `computations` and `compilations` what was done;
-    `live_arrays` and `live_bytes` what is held.
-
-    Raises:
-        HostLost: a host was lost while it was asked.
-        ConnectionFailed: the controller was.
-    """
-    return current().stats()
-
-
-def why() -> str:
-    """Why it does not go on: the most likely culprit in the first line, and what was found out below.
-
-    Names the run, the computation and its program, the host that has not received, delivered, enqueued or
-    finished what others wait for, since when, and where its threads are in the code. Call it from
-    another thread (or `pw why` from another terminal) while something waits.
-
-    Raises:
-        ConnectionFailed: the controller does not answer.
-    """
-    return current().explain().text
-
-
-atexit.register(disconnect)
 os.register_at_fork(after_in_child=_forked)

@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-from pw.client import runtime
 from pw.client.array import Array, wait_for
 from pw.client.graph import ProgramTracer, Recorder, recording
 from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ShardingError, TracerError
+from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
 
 __all__ = ["block_until_ready", "get", "put"]
@@ -87,7 +87,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
         source = aval_of(signature_of(leaf))
         type_ = ArrayType.of(source, target)
         value = host_value(leaf, type_)
-        if value.nbytes > runtime.INLINE_BYTES:
+        if value.nbytes > INLINE_BYTES:
             return Array(session, session.upload(value, type_.spec, keep), type_)
     moves = target.mesh.slice.compiled
     key = ("put", source, type_)

@@ -264,6 +264,7 @@ class Controller(Actor):
         client = self._clients.get(client_of(message.slice))
         if client is not None:
             client.slices.discard(message.slice)
+            client.bounds.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self.env.send(client.address, message)
             if message.slice in client.unbound:

@@ -12,6 +12,7 @@ Numbers of clients never repeat while anybody remembers them: each start of a co
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ from pw.sched.programs import RegisteredProgram
 CLIENT_NUMBERS = 1 << 23
 """Numbers below this one: an id has 63 bits, and 40 of them are the client's to give."""
 
+GIVEN_KEPT = 1 << 16
+"""Numbers of clients that have left are known until so many others have come: each `pw status` is a client."""
+
 RESTARTED = ErrorReport.of(HostLost("the controller was started again"))
 
 
@@ -31,35 +35,42 @@ class ClientNumbers:
 
     Args:
         first: the first one; another start has another one.
+        here: those of the clients that are here.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, here: Container[int]) -> None:
         self.first = first % CLIENT_NUMBERS or 1
+        self._here = here
         self._next = self.first
-        self._given: set[int] = set()
+        self._given: OrderedDict[int, None] = OrderedDict()
 
     def take(self, taken: Container[int]) -> int:
         """A number that is not `taken`."""
-        while self._next in taken or self._next in self._given:
+        while self._next in taken or self.is_known(self._next):
             self._skip()
         number = self._next
-        self._given.add(number)
+        self._give(number)
         self._skip()
         return number
+
+    def _give(self, number: int) -> None:
+        self._given[number] = None
+        if len(self._given) > GIVEN_KEPT:
+            self._given.popitem(last=False)
 
     def _skip(self) -> None:
         self._next = (self._next + 1) % CLIENT_NUMBERS or 1
 
     def claim(self, number: int) -> bool:
         """A client of an earlier controller has this number; false if it cannot have it (any more)."""
-        if not 0 < number < CLIENT_NUMBERS or number in self._given:
+        if not 0 < number < CLIENT_NUMBERS or self.is_known(number):
             return False
-        self._given.add(number)
+        self._give(number)
         return True
 
     def is_known(self, number: int) -> bool:
-        """Whether a client had this number here, whatever has become of it."""
-        return number in self._given
+        """Whether a client has this number here, or had it not long ago, whatever has become of it."""
+        return number in self._here or number in self._given
 
 
 @dataclass(slots=True)

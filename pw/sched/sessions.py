@@ -37,7 +37,7 @@ class Sessions:
         self._env = env
         self._ledger = ledger
         self._secret = secret
-        self._numbers = ClientNumbers(first_client)
+        self._numbers = ClientNumbers(first_client, ledger.clients)
         self._nodes: dict[str, Client] = {}
         self._shares: dict[int, tuple[float, int]] = {}
         """The share and priority of each client."""
@@ -61,7 +61,7 @@ class Sessions:
         return client
 
     def is_known(self, number: int) -> bool:
-        """Whether a client had this number here, whatever has become of it."""
+        """Whether a client has this number here, or had it not long ago, whatever has become of it."""
         return self._numbers.is_known(number)
 
     def attach(self, sender: Address, message: Attach, taken: Container[int]) -> Client | None:

@@ -20,7 +20,7 @@ import jax
 
 from pw.cli.assembly import add_controller
 from pw.cli.in_process import InProcessHost
-from pw.client import runtime as runtime_module
+from pw.client import current
 from pw.client.runtime import Runtime
 from pw.client.threads import LoopThread, SessionOnNode
 from pw.core.ids import CONTROLLER
@@ -88,8 +88,8 @@ class InProcessCluster:
 
         self._thread.call(build)
         if connect:
-            runtime_module.disconnect()
-            runtime_module.use(self.client())
+            current.disconnect()
+            current.use(self.client())
 
     def _node(self, name: str) -> Node:
         node = Node(name, self._thread.loop, self.hub.network(name))
@@ -100,7 +100,7 @@ class InProcessCluster:
         self.crashes.append("".join(traceback.format_exception(error)))
 
     def client(self, *, share: float = 1.0, priority: int = 0) -> Runtime:
-        """Another client of this cluster; `pw.client.runtime.use` makes calls go to it."""
+        """Another client of this cluster; `pw.client.current.use` makes calls go to it."""
         name = f"client-{len(self._clients)}"
 
         def start(runtime: Runtime) -> SessionOnNode:
@@ -124,8 +124,8 @@ class InProcessCluster:
             return
         self._closed = True
         for client in self._clients:
-            if runtime_module.is_current(client):
-                runtime_module.disconnect()
+            if current.is_current(client):
+                current.disconnect()
             client.close()
         self._thread.call(self.controller.close)
         for host in self.hosts:
