@@ -25,6 +25,7 @@ from pw.core.messages import (
     RunRefused,
 )
 from pw.core.program import Program
+from pw.core.sharding import Placement
 from pw.sched import scheduler
 from pw.sched.cancelling import GRACE_S, Deadlines, LookAtDeadlines
 from pw.sched.scheduler import HEAD_S
@@ -173,6 +174,33 @@ def test_a_timeout_does_not_end_the_epoch_for_what_waits_behind_others() -> None
     world.wait(10 * HEAD_S)
     assert not ended_epochs(cluster)
     assert long not in other.failed
+
+
+def on_second_host(cluster: Cluster) -> Program:
+    """A computation that never ends on a1, of an input that lies on a0."""
+    number = cluster.a.placement.slice
+    first = split(number, 1)
+    second = msgspec.structs.replace(first, placement=Placement(number, (1,)))
+    return msgspec.structs.replace(chain([second], b"forever"), inputs=(first,))
+
+
+def test_what_another_host_than_the_first_computes_is_under_way_until_it_ends() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    endless = client.program(timed(on_second_host(cluster)), b"forever")
+    (stuck,) = client.run(endless, X)
+    world.settle()
+    assert deadlines(cluster) == 1
+    assert client.credits == 0
+    world.wait(TIMEOUT_S + 0.1)
+    world.wait(2 * GRACE_S)
+    assert kind(client.value(stuck)) == "ComputationTimeout"
+    patient = client.program(on_second_host(cluster), b"forever")
+    (given_up,) = client.run(patient, X)
+    world.settle()
+    client.tell(Cancel((given_up,)))
+    world.settle()
+    assert kind(client.value(given_up)) == "Cancelled"
 
 
 def test_a_run_that_is_repeated_has_its_time_again() -> None:

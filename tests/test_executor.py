@@ -54,7 +54,7 @@ from pw.core.messages import (
 from pw.core.packing import pack
 from pw.core.plan import Execute
 from pw.core.program import Computation, Node, Output, Program, Value
-from pw.core.sharding import Binding, DeviceAddress
+from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.devices import backend as ops
 from pw.devices.executor import PROGRESS_SHARE
 from pw.devices.replicas import KEEP_S, Saved
@@ -563,6 +563,30 @@ def test_a_launch_that_only_receives_ends_when_all_has_come() -> None:
     bench.edge(run, "b0", X)
     assert bench.finished() == {0: False}
     np.testing.assert_array_equal(bench.value(result), X)
+
+
+def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> None:
+    bench = Bench()
+    bench.slices[5] = Binding(5, "a", tuple(DeviceAddress("a0", ordinal) for ordinal in (0, 1)))
+    one, other = (replace(bench.here, placement=Placement(5, (at,))) for at in (0, 1))
+    body = chain([one, one])
+    aside = Computation("aside", digest(b"1"), other.placement, (other,), (other,))
+    program = bench.install(
+        replace(
+            body,
+            computations=(*body.computations, aside),
+            nodes=(body.nodes[0], Node(2, (Value(-1, 1),)), Node(1, (Value(0, 0),))),
+            inputs=(one, other),
+            outputs=(Output(Value(2, 0), one), Output(Value(1, 0), other)),
+        )
+    )
+    how = {"results": (client_id(1, 800), client_id(1, 801))}
+    bench.launch(program, X.tobytes(), X.tobytes(), **how)
+    queue = bench.host.backend.queue
+    made = [op.results[-1] for op in queue if isinstance(op, ops.Execute)]
+    watches = [op for op in queue if isinstance(op, ops.Watch)]
+    assert [op.values for op in watches] == [(made[1],), (made[2],)]
+    assert bench.finished() == {0: False}
 
 
 def test_what_a_cancelled_run_has_not_made_is_lost_on_all_hosts_alike() -> None:

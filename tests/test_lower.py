@@ -138,6 +138,23 @@ def check_shape(plan: Plan) -> None:
                     assert producer in here.depends or there.island == here.island
 
 
+def check_reporters(program: Program, plan: Plan) -> None:
+    """Who says that a segment has ended sees the end of all that is computed and received there."""
+    outputs = {slot for host in plan.hosts for _, slot in host.outputs}
+    parts = {(h.host, s.segment): s.instructions for h in plan.hosts for s in h.segments}
+    for index, segment in enumerate(plan.segments):
+        teams: defaultdict[object, set[str]] = defaultdict(set)
+        for host in segment.hosts:
+            for each in parts[host, index]:
+                if isinstance(each, Execute):
+                    teams[program.computations[each.computation].placement].add(host)
+                elif isinstance(each, Receive) and each.slot in outputs:
+                    teams[each.spec.placement].add(host)
+        reporters = set(segment.hosts[: segment.reporters])
+        assert 1 <= len(reporters) <= max(1, len(teams))
+        assert all(reporters & team for team in teams.values())
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     specs = draw(st.lists(st.sampled_from(SPECS), min_size=1, max_size=4))
@@ -177,6 +194,7 @@ def programs(draw: st.DrawFn) -> Program:
 def test_every_program_computes_what_it_says(program: Program, seed: int, strict: bool) -> None:
     plan = lower(program, BINDINGS)
     check_shape(plan)
+    check_reporters(program, plan)
     check_run(program, plan, seed, strict)
     assert format_plan(plan, program)
     assert lower(program, BINDINGS) == plan

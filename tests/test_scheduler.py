@@ -223,6 +223,7 @@ class Bench:
             client_id(client, 1),
             (7,),
             (how.get("hosts", self.hosts),),
+            (how.get("reporters", 1),),
             (producers,),
             (),
             (),
@@ -241,9 +242,9 @@ class Bench:
     def owners(self) -> list[int]:
         return [launch.run >> 40 for launch in self.launches()]
 
-    def end(self, launch: Launch, device_time_us: int = 100) -> None:
+    def end(self, launch: Launch, device_time_us: int = 100, host: str = "h0") -> None:
         finished = (Finished(launch.sequence, device_time_us),)
-        self.tell(Progress(launch.epoch, finished), sender=executor_of("h0"))
+        self.tell(Progress(launch.epoch, finished), sender=executor_of(host))
 
 
 def test_a_consumer_waits_for_the_launch_of_its_producers_but_not_for_their_end() -> None:
@@ -321,6 +322,24 @@ def test_what_a_lost_host_has_spoilt_is_told_as_such() -> None:
     bench.tell(lost, sender=executor_of("h0"))
     for told in (CONTROL, scheduler_of("j")):
         assert bench.world.to(told, SegmentDone) == [SegmentDone(submit.run, 7, 5, True)]
+
+
+def test_a_segment_has_ended_when_all_have_said_so_who_see_its_end() -> None:
+    bench = Bench(hosts=("h0", "h1", "h2"))
+    bench.client(1)
+    submit = bench.submission(1, reporters=2)
+    bench.tell(submit)
+    (launch,) = bench.launches()
+    reports = [bench.world.to(executor_of(host), Launch)[0].report for host in bench.hosts]
+    assert reports == [True, True, False]
+    bench.end(launch, 7, host="h1")
+    bench.end(launch, 7, host="h2")
+    assert not bench.world.to(CONTROL, SegmentDone)
+    assert bench.scheduler.launched == 1
+    bench.end(launch, 5)
+    assert bench.world.to(CONTROL, SegmentDone) == [SegmentDone(submit.run, 7, 7)]
+    assert bench.scheduler.launched == 0
+    assert not bench.scheduler._reporting
 
 
 def test_copies_are_made_between_the_runs_before_and_after_them() -> None:

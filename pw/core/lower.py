@@ -138,11 +138,34 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
                 tuple(physical.bindings[number] for number in sorted(named)),
             )
         )
-    segments = tuple(
-        Segment(draft.island, tuple(hosts), tuple(sorted(draft.depends)))
-        for draft, hosts in zip(schedule.segments, members, strict=True)
-    )
-    return Plan(segments, tuple(plans)), executes
+    segments = []
+    for draft, hosts in zip(schedule.segments, members, strict=True):
+        reporters = _reporters(program, schedule, draft, hosts[0])
+        others = (host for host in hosts if host not in reporters)
+        depends = tuple(sorted(draft.depends))
+        segments.append(Segment(draft.island, (*reporters, *others), depends, len(reporters)))
+    return Plan(tuple(segments), tuple(plans)), executes
+
+
+def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -> list[str]:
+    """Hosts of a segment that together see the end of all that is computed there, or received for good.
+
+    One is enough for all computations on the same devices, where they run one after the other. It is the
+    `first` of the segment, where that takes part.
+    """
+    physical = schedule.physical
+    teams: dict[tuple[str, ...], None] = {}
+    for step in draft.steps:
+        if not isinstance(step, Edge):
+            computation = program.computations[program.nodes[step].computation]
+            teams[physical.hosts(computation.placement)] = None
+        elif step.slot in schedule.output_slots:
+            teams[physical.hosts(step.destination.placement)] = None
+    reporters = [first] if not teams or any(first in team for team in teams) else []
+    for team in teams:
+        if not any(host in reporters for host in team):
+            reporters.append(team[0])
+    return reporters
 
 
 def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) -> Execute:

@@ -85,6 +85,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     island: str
     hosts: tuple[str, ...]
     depends: tuple[int, ...]
+    reporters: int = 1
+    """So many of the hosts, the first ones, are to say when it has ended: one of those of each computation and
+    of each output that is received."""
 
 
 class HostSegment(msgspec.Struct, frozen=True, array_like=True):

@@ -100,7 +100,8 @@ class _Launched:
     run: _Run
     segment: Segment
     position: int = 0
-    last_results: tuple[Value, ...] = ()
+    made: list[Value] = field(default_factory=list)
+    """The last result of the last computation at each placement."""
     lost: ErrorReport | None = None
     """It reads a value that was lost on its way here."""
     began_s: float | None = None
@@ -395,10 +396,12 @@ class HostExecutor(HostMember):
             failed = partial(self._break_gang, run) if together else None
             kept = head.segment.kept.get(head.position, ())
             guarded = head.position in head.segment.unread and not (
-                head.launch.report and head.position == head.segment.last
+                head.launch.report and head.position in head.segment.watched
             )
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
-            head.last_results = results or head.last_results
+            if head.position in head.segment.watched:
+                # All are there at once. The last is the one that is least often donated.
+                head.made.append(results[-1])
             if results and instruction.computation in run.program.judged:
                 self._hold(head, instruction, results)
                 return True
@@ -537,20 +540,19 @@ class HostExecutor(HostMember):
     def _end(self, head: _Launched) -> None:
         """All instructions of a launch have been handed over."""
         launch, run = head.launch, head.run
-        # All results of a computation are there at once. The last is the one that is least often donated.
-        values = list(head.last_results[-1:])
-        self._account.handed(run.run, launch.segment, run.program, values)
+        self._account.handed(run.run, launch.segment, run.program, head.made)
+        come: list[Value] = []
         if launch.arguments is not None:
             for slot in run.program.passed_on:
-                values.append(run.slots[slot])
-                self._when_there(values[-1:], partial(self._made, run, slot))
+                come.append(run.slots[slot])
+                self._when_there(come[-1:], partial(self._made, run, slot))
         if launch.report:
-            values += [
+            come += [
                 run.slots[receive.slot]
                 for receive in head.segment.receives
                 if receive.slot in run.program.outputs_of_slot
             ]
-            self._when_there(values, partial(self._watch, head, tuple(values)))
+            self._when_there([*head.made, *come], partial(self._watch, head, come))
         if launch.segment == CANCELLED:
             self._cut_off(run)
         if launch.last:
@@ -572,23 +574,30 @@ class HostExecutor(HostMember):
         for value in missing:
             self._arriving[value].append(partial(arrived, value))
 
-    def _watch(self, head: _Launched, values: tuple[Value, ...]) -> None:
-        """Report a launch when all it makes is ready."""
+    def _watch(self, head: _Launched, come: list[Value]) -> None:
+        """Report a launch when all it makes is ready, or has failed, and all that has come."""
         started_s = self.env.now_s() if head.began_s is None else head.began_s
+        # A watch ends with the first failure among its values: what is elsewhere has an end of its own.
+        watched = [(*head.made[:1], *come), *[(value,) for value in head.made[1:]]]
+        left = len(watched)
 
         def done(error: ErrorReport | None) -> None:
+            nonlocal left
+            left -= 1
+            if error is not None and any(value.alone for value in head.made):
+                self._break_gang(head.run, error)
+            if error is not None and error.kind in INFRASTRUCTURE:
+                head.lost = head.lost or error
+            if left:
+                return
             now_s = self.env.now_s()
             busy_s = now_s - max(started_s, self._busy_until_s)
             self._busy_until_s = now_s
-            lost = head.lost
-            if error is not None and any(value.alone for value in head.last_results):
-                self._break_gang(head.run, error)
-            if error is not None and error.kind in INFRASTRUCTURE:
-                lost = lost or error
-            self._report(Finished(head.launch.sequence, int(busy_s * 1e6), lost))
+            self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
 
         self._reported += 1
-        self._ops.append(ops.Watch(values, done, hurried=self._reported <= PROGRESS_SHARE))
+        hurried = self._reported <= PROGRESS_SHARE
+        self._ops += [ops.Watch(values, done, hurried=hurried) for values in watched]
 
     def _flush(self) -> None:
         if self._queue:

@@ -29,8 +29,8 @@ class Segment:
 
     instructions: tuple[Instruction, ...] = ()
     receives: tuple[Receive, ...] = ()
-    last: int = -1
-    """Position of the last computation with results, those that a report waits for."""
+    watched: tuple[int, ...] = ()
+    """Positions of the last computation with results at each placement: what a report waits for."""
     unread: frozenset[int] = frozenset()
     """Positions of computations together with other hosts of which no later such one reads a result. The
     failure of any other is that of one of these as well."""
@@ -42,15 +42,18 @@ class Segment:
         """Index the instructions of one segment of a program, in which `gangs` run on several hosts."""
         receives = (i for i in instructions if isinstance(i, Receive))
         segment = cls(instructions, tuple(receives))
+        last: dict[Placement, int] = {}
         for position, instruction in enumerate(instructions):
             if isinstance(instruction, Execute):
+                computation = body.computations[instruction.computation]
                 if instruction.results:
-                    segment.last = position
-                donated = body.computations[instruction.computation].donated
+                    last[computation.placement] = position
+                donated = computation.donated
                 taken = set(instruction.donated)
                 kept = tuple(index for index in donated if index not in taken)
                 if kept:
                     segment.kept[position] = kept
+        segment.watched = tuple(sorted(last.values()))
         segment.unread = _unread(instructions, gangs)
         return segment
 

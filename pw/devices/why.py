@@ -1,6 +1,6 @@
 """What a host can say about work that does not end: how far each launch has got here.
 
-The executor does not watch what it hands over; only the first host of a gang reports. So that every host
+The executor does not watch what it hands over; only some hosts of a gang report. So that every host
 can be asked all the same, the last launches are remembered, each with a weak reference to the last value
 that it makes: the value itself tells how far it is, and one that nobody holds any more has been enqueued
 at least.

@@ -27,6 +27,7 @@ class _IslandPart:
 
     segments: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
+    reporters: tuple[int, ...]
     depends: tuple[tuple[tuple[str, int], ...], ...]
     notify: tuple[tuple[str, ...], ...]
 
@@ -126,6 +127,7 @@ class RegisteredProgram:
                     self.program,
                     part.segments,
                     part.hosts,
+                    part.reporters,
                     part.depends,
                     args,
                     results,
@@ -154,9 +156,10 @@ def _parts(plan: Plan) -> dict[str, _IslandPart]:
                 waiters.setdefault(producer, set()).add(segment.island)
     parts: dict[str, _IslandPart] = {}
     for index, segment in enumerate(plan.segments):
-        part = parts.setdefault(segment.island, _IslandPart((), (), (), ()))
+        part = parts.setdefault(segment.island, _IslandPart((), (), (), (), ()))
         part.segments += (index,)
         part.hosts += (segment.hosts,)
+        part.reporters += (segment.reporters,)
         part.depends += (
             tuple(
                 (plan.segments[producer].island, producer)

@@ -116,6 +116,9 @@ class IslandScheduler(Actor):
         self._clients: dict[int, ClientQueue] = {}
         self._runs: dict[int, list[SegmentTask]] = {}
         self._in_flight: dict[tuple[str, int], SegmentTask] = {}
+        """By its first host and that one's launch number."""
+        self._reporting: dict[tuple[str, int], tuple[str, int]] = {}
+        """The other hosts that are to say when one of these has ended, and their launch numbers."""
         self._in_flight_us = 0.0
         self._waiting_uploads: dict[int, list[SegmentTask]] = {}
         self._estimates_us: dict[int, dict[int, float]] = {}
@@ -162,6 +165,7 @@ class IslandScheduler(Actor):
         self._next_sequence = {}
         self._runs.clear()
         self._in_flight.clear()
+        self._reporting.clear()
         self._in_flight_us = 0.0
         self._waiting_uploads.clear()
         self._installing.clear()
@@ -279,6 +283,7 @@ class IslandScheduler(Actor):
                     set(depends),
                     set(message.awaits) if index == 0 else set(),
                     self._arrival(),
+                    message.reporters[index],
                 )
             )
             for host in message.hosts[index]:
@@ -474,9 +479,9 @@ class IslandScheduler(Actor):
         if here.is_timed:
             here.is_timed = False
             self.env.send(CONTROL, RunStarted(here.run))
-        leader = task.hosts[0]
+        key: tuple[str, int] | None = None
         alike: Alike = {}
-        for host in task.hosts:
+        for index, host in enumerate(task.hosts):
             first = host not in here.introduced
             here.introduced.add(host)
             sequence = self._send_launch(
@@ -485,11 +490,14 @@ class IslandScheduler(Actor):
                 task.segment,
                 here.arguments if first else None,
                 last=here.last_segment[host] == task.segment,
-                report=host == leader,
+                report=index < task.reporters,
                 alike=alike,
             )
-            if host == leader:
-                self._in_flight[(host, sequence)] = task
+            if key is None:
+                key = (host, sequence)
+                self._in_flight[key] = task
+            elif index < task.reporters:
+                self._reporting[host, sequence] = key
         self._watchdog.went_on()
         task.launched_s = self._watchdog.progress_s
         self._in_flight_us += task.estimate_us
@@ -668,24 +676,34 @@ class IslandScheduler(Actor):
             self._ended(sender.node, finished)
 
     def _ended(self, host: str, finished: Finished) -> None:
-        task = self._in_flight.pop((host, finished.sequence), None)
+        key = (host, finished.sequence)
+        if self._reporting:
+            key = self._reporting.pop(key, key)
+        task = self._in_flight.get(key)
         if task is None:
             self.env.count("messages_stale")
             return
+        task.reporters -= 1
+        task.device_time_us = max(task.device_time_us, finished.device_time_us)
+        task.lost = task.lost or finished.lost
+        if task.reporters:
+            return
+        del self._in_flight[key]
+        device_time_us = task.device_time_us
         self._in_flight_us -= task.estimate_us
         if task.here.request is not None:
             self._admission.segments_ended(task.here.request)
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
             queue.launched -= 1
-            self.policy.charge(queue, finished.device_time_us - task.estimate_us)
+            self.policy.charge(queue, device_time_us - task.estimate_us)
         if self._suspects:
             self._suspects.ran(task.here.program)
         estimates_us = self._estimates_us.get(task.here.program)
         if estimates_us is not None:
-            known = estimates_us.get(task.segment, float(finished.device_time_us))
-            estimates_us[task.segment] = 0.8 * known + 0.2 * finished.device_time_us
-        done = SegmentDone(task.here.run, task.segment, finished.device_time_us, finished.lost)
+            known = estimates_us.get(task.segment, float(device_time_us))
+            estimates_us[task.segment] = 0.8 * known + 0.2 * device_time_us
+        done = SegmentDone(task.here.run, task.segment, device_time_us, task.lost)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
         self.env.send(CONTROL, done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from pw.core.errors import ErrorReport
 from pw.core.messages import Arguments, Copy, CopyFile
 from pw.sched.admission import Request
 
@@ -39,7 +40,13 @@ class SegmentTask:
     awaits: set[int]
     """Uploads that have not ended."""
     arrival: int
+    reporters: int
+    """How many of the hosts, the first ones, are to say that it has ended, or have not said so yet."""
     estimate_us: float = 0.0
+    device_time_us: int = 0
+    """The longest that a host has told."""
+    lost: ErrorReport | None = None
+    """What a host has told: it has no value there because another host was lost."""
     launched_s: float = -1.0
     """When it was launched; negative while it is queued."""
 

@@ -31,6 +31,8 @@ class Submit(Base, frozen=True, tag=61):
     program: int
     segments: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
+    reporters: tuple[int, ...]
+    """How many hosts of each segment, the first ones, say when it has ended."""
     depends: tuple[tuple[tuple[str, int], ...], ...]
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
