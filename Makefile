@@ -16,6 +16,10 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test bench lint format lock clean
+# An environment whose Python has gone is made anew.
+ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
+.PHONY: $(STAMP)
+endif
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
