@@ -414,6 +414,9 @@ def test_a_slice_that_was_given_back_is_forgotten_and_its_client_told_so() -> No
     owner = world.control.ledger.clients[client.number]
     assert not owner.slices
     assert not owner.bounds
+    client.delete(y)
+    world.settle()
+    assert not owner.requests, "nothing can be made there again"
     world.host("h0", "i", 2)
     world.settle()
     assert len(client.of(SliceBound)) == 1, "nothing more is said of it"

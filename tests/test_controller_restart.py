@@ -18,7 +18,7 @@ import pytest
 from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
 from pw.client.runtime import Runtime
 from pw.client.session import ClientSession
-from pw.core.errors import CompileError, ConnectionFailed, Disconnected
+from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
     AllocateSlice,
@@ -41,7 +41,7 @@ from tests.actors import World
 from tests.daemons import Program as Script
 from tests.fake_devices import FakeBulk
 from tests.local_runtime import QuietThread
-from tests.scripted import LARGE, SMALL, chain, digest, split
+from tests.scripted import LARGE, SMALL, chain, copy, digest, split
 from tests.supervised import SupervisedHost
 
 CREDITS = 512
@@ -384,6 +384,43 @@ def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when:
     assert hosts._slices.keys() == hosts.bounds.keys() == {kept}
     assert not hosts._former
     assert world.control.ledger.clients[user.number].slices == {kept}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_was_made_on_a_slice_that_was_given_back_is_made_again_or_says_why_not(
+    restarts: bool,
+) -> None:
+    cluster = Cluster(3)
+    user, world = cluster.user, cluster.world
+    number = cluster.a.placement.slice
+    moved = user.program(copy(cluster.a, cluster.b))
+    x = user.put(cluster.x, cluster.a)
+    y = user.run(moved, x)
+    user.delete(x)
+    user.note(Tell(ReleaseSlice(number)))
+    user.release(moved)
+    world.settle()
+    if restarts:
+        cluster.lose()
+    for host in cluster.hosts.values():
+        if host.name.startswith(cluster.island_b):
+            host.crash()
+    world.settle()
+    if restarts:
+        cluster.start()
+        cluster.time(20)
+        with pytest.raises(ArrayLost, match="was given back"):
+            user.value(y)
+    else:
+        np.testing.assert_array_equal(user.value(y), cluster.x)
+        assert world.counters["inputs_sent_again"] == 1
+    hosts, journal = user.session._hosts, user.session._link.journal
+    kept = {cluster.b.placement.slice}
+    assert hosts._slices.keys() == hosts.bounds.keys() == journal._islands.keys() == kept
+    assert world.control.ledger.clients[user.number].slices == kept
+    user.delete(y)
+    cluster.idle()
+    assert world.control.ledger.clients[user.number].requests.keys() == kept
 
 
 class Thread(QuietThread):

@@ -8,7 +8,7 @@ import pytest
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Source
-from pw.core.program import Program
+from pw.core.program import Output, Program, Value
 from pw.sched.lineage import Lineage, Record
 from pw.sched.programs import RegisteredProgram
 from pw.sched.recovery import ATTEMPTS, RecoveryPlan, plan_recovery
@@ -79,6 +79,40 @@ def test_a_checkpoint_ends_lineage_and_is_kept_while_somebody_needs_it() -> None
     assert not plan.uploads
     history.lineage.copied(4)
     assert 3 in history.lineage.drain().copies, "the newer checkpoint does without the older"
+
+
+def test_it_knows_the_slices_of_what_can_be_made_again() -> None:
+    lineage = Lineage(records_kept=2)
+    there, back = (RegisteredProgram(n, chain([split(1, 2), split(n, 2)]), ()) for n in (2, 3))
+    lineage.add_run(1, there, (X,), (1,))
+    lineage.add_run(2, back, (1,), (2,))
+    lineage.release([1])
+    assert [lineage.touches(slice) for slice in (1, 2, 3, 4)] == [True, True, True, False]
+    assert not lineage.drain().slices
+    lineage.add_run(3, back, (2,), (3,))
+    assert lineage.drain().slices == [2], "the first run is kept no longer"
+    lineage.release([2, 3])
+    assert sorted(lineage.drain().slices) == [1, 3]
+    assert not any(map(lineage.touches, (1, 2, 3)))
+
+
+def test_what_was_on_a_slice_that_cannot_be_had_again_is_lost() -> None:
+    history = History()
+    body = chain([SPEC])
+    aside = Program(
+        "two",
+        body.computations,
+        body.nodes,
+        body.inputs,
+        (*body.outputs, Output(Value(0, 0), split(9, 2))),
+    )
+    history.lineage.add_run(1, program(aside), (X,), (1, 2))
+    history.lineage.release([2])
+    plan = plan_recovery(
+        history.lineage, [1], lambda array: False, {}, {1: WHY}, lambda slice: slice != 9
+    )
+    assert not plan.runs
+    assert "given back" in plan.lost[1].message
 
 
 def test_what_exists_is_not_made_again() -> None:

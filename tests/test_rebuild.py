@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
-from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, scheduler_of, session_of
+from pw.core.ids import (
+    CONTROL,
+    CONTROLLER,
+    RESOURCES,
+    Address,
+    scheduler_of,
+    session_of,
+    store_of,
+)
 from pw.core.messages import (
     Answered,
+    ArraysLost,
     Checkpoint,
     CopyArrays,
     CreateArray,
@@ -26,6 +35,7 @@ from pw.core.messages import (
     Inquire,
     LeaveIsland,
     PeerLost,
+    ReleaseSlice,
     SegmentDone,
     SliceBound,
     Submit,
@@ -33,12 +43,12 @@ from pw.core.messages import (
     UploadAgain,
 )
 from pw.core.packing import pack
-from pw.core.program import Node, Value
+from pw.core.program import Node, Output, Value
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.devices.replicas import KEEP_S
 from pw.sched.rebuild import AGAIN_S, DOUBLINGS
 from tests.actors import World
-from tests.scripted import LARGE, SMALL, Client, chain, split
+from tests.scripted import LARGE, SMALL, Client, chain, copy, split
 from tests.supervised import SupervisedHost
 
 X = np.arange(SMALL)
@@ -605,6 +615,128 @@ def test_slices_move_to_another_island_when_theirs_does_not_come_back() -> None:
     assert not client.failed, "its other slice waits for its own island"
     world.wait(61)
     np.testing.assert_array_equal(client.value(array), X + 1)
+
+
+def given_back(kind: str, cluster: Cluster, given: ArraySpec) -> tuple[int, int, Any]:
+    """An array on island b that was made by way of a slice which is given back: it, its program, its value."""
+    client, world = cluster.client, cluster.world
+    if kind == "intermediate":
+        program = client.program(chain([cluster.b, given, cluster.b]))
+        (y,) = client.run(program, X)
+        value = X + 3
+    elif kind == "second result":
+        two = (Output(Value(0, 0), cluster.b), Output(Value(0, 0), given))
+        program = client.program(msgspec.structs.replace(chain([cluster.b]), outputs=two))
+        y, aside = client.run(program, X)
+        client.delete(aside)
+        value = X + 1
+    else:
+        program = client.program(copy(given, cluster.b))
+        if kind == "input":
+            z, value = client.upload(X, given), X
+        else:
+            on_given = client.program(chain([given]))
+            (z,), value = client.run(on_given, X), X + 1
+            client.release(on_given)
+        (y,) = client.run(program, z)
+        client.delete(z)
+    client.tell(ReleaseSlice(given.placement.slice))
+    world.settle()
+    return y, program, value
+
+
+KINDS = ("input", "result", "intermediate", "second result")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("island", ["a", "b"])
+@pytest.mark.parametrize("loss", ["host", "both", "link"])
+@pytest.mark.parametrize("released", [True, False])
+def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
+    kind: str, island: str, loss: str, released: bool
+) -> None:
+    cluster = Cluster(KINDS.index(kind))
+    client, world = cluster.client, cluster.world
+    given = split(client.slice(1, island), 1)
+    world.settle()
+    y, program, value = given_back(kind, cluster, given)
+    if released:
+        client.release(program)
+        world.settle()
+    number = given.placement.slice
+    assert number not in world.control.ledger.bindings
+    if loss == "link":
+        world.post(store_of("b0"), CONTROL, ArraysLost((y,)))
+        world.settle()
+        world.wait(1)
+    else:
+        cluster.hosts["b0"].crash()
+        if loss == "both":
+            world.steps(10)
+            cluster.hosts["a0"].crash()
+        world.settle()
+        world.wait(5)
+    np.testing.assert_array_equal(client.value(y), value)
+    owner = world.control.ledger.clients[client.number]
+    assert sum(m.slice == number for m in client.of(SliceBound)) >= 2
+    assert client.of(ReleaseSlice)[-1] == ReleaseSlice(number)
+    assert not owner.borrowed
+    assert number not in world.control.ledger.bindings
+    assert sum(world.resources._slices.counts().values()) == 2
+    assert number in owner.requests, "it may be needed once more"
+    client.delete(y)
+    if not released:
+        client.release(program)
+    world.settle()
+    assert number not in owner.requests, "nothing leads back to it"
+    cluster.idle()
+
+
+def given_back_on_an_island_that_is_gone(cluster: Cluster) -> int:
+    """An array on island b that was made on island a, of which the client has nothing any more."""
+    client, world = cluster.client, cluster.world
+    given = split(client.slice(1, "a"), 1)
+    world.settle()
+    y, _, _ = given_back("result", cluster, given)
+    client.tell(ReleaseSlice(cluster.a.placement.slice))
+    world.settle()
+    cluster.hosts["a0"].die()
+    world.settle()
+    return y
+
+
+def test_a_slice_that_was_given_back_and_cannot_be_had_again_holds_up_nobody() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    y = given_back_on_an_island_that_is_gone(cluster)
+    step = client.program(chain([cluster.b]))
+    (fine,) = client.run(step, X)
+    np.testing.assert_array_equal(client.value(fine), X + 1)
+    cluster.hosts["b0"].crash()
+    world.settle()
+    (late,) = client.run(step, X)
+    world.settle()
+    assert not client.failed, "its island may come back"
+    for _ in range(3):
+        world.wait(31)
+    assert client.failed[y].kind == "ArrayLost"
+    assert "given back" in client.failed[y].message
+    np.testing.assert_array_equal(client.value(fine), X + 1)
+    np.testing.assert_array_equal(client.value(late), X + 1)
+    assert not world.control.ledger.clients[client.number].borrowed
+
+
+def test_a_client_that_leaves_does_not_wait_for_slices_that_it_gave_back() -> None:
+    cluster = Cluster()
+    world = cluster.world
+    given_back_on_an_island_that_is_gone(cluster)
+    cluster.hosts["b0"].crash()
+    world.settle()
+    assert [request.island for request in world.resources._slices._parked] == ["a"]
+    world.kill("c")
+    world.settle()
+    assert not world.resources._slices._parked
+    assert not world.resources._slices.counts()
 
 
 @pytest.mark.parametrize("seed", range(10))

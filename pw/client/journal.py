@@ -147,7 +147,8 @@ class Journal:
 
     def slice_bound(self, message: SliceBound) -> None:
         """The slice lies there."""
-        self._islands[message.slice] = message.island
+        if message.slice in self._slices:  # one that was given back may be bound once more
+            self._islands[message.slice] = message.island
 
     def slice_refused(self, slice: int) -> None:
         """There is no such slice."""

@@ -21,6 +21,7 @@ from pw.core.errors import (
 )
 from pw.core.ids import Address, arrays_in, client_id, client_of
 from pw.core.messages import (
+    AllocateSlice,
     Checkpoint,
     ClientStatus,
     CreateArray,
@@ -106,6 +107,10 @@ class Client:
     number: int
     name: str
     slices: set[int] = field(default_factory=set)
+    requests: dict[int, AllocateSlice] = field(default_factory=dict)
+    """How its slices were asked for; also those that it gave back, while runs that used them are kept."""
+    borrowed: set[int] = field(default_factory=set)
+    """Slices that it gave back, and that are bound once more while something is rebuilt."""
     programs: dict[int, RegisteredProgram] = field(default_factory=dict)
     arrays: dict[int, Array] = field(default_factory=dict)
     doomed: dict[int, Array] = field(default_factory=dict)
@@ -143,6 +148,19 @@ class Client:
     def recovering(self) -> bool:
         """Whether what the client sends has to wait."""
         return bool(self.unbound or self.lost or self.resuming)
+
+    def has_slice(self, number: int) -> bool:
+        """Whether a slice is to be bound for it."""
+        return number in self.slices or number in self.borrowed
+
+    def may_borrow(self, number: int) -> bool:
+        """Whether a slice that it gave back can be bound once more."""
+        return number in self.requests and not self.has_slice(number)
+
+    def forget_request(self, number: int) -> None:
+        """A slice need not be bound again, unless it is in use or what was made there may be needed."""
+        if not self.has_slice(number) and not self.lineage.touches(number):
+            self.requests.pop(number, None)
 
     def one_spec(self, spec: ArraySpec) -> ArraySpec:
         """The one object for all specs that equal `spec`.

@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import (
     ArrayDeleted,
@@ -215,7 +217,7 @@ class Controller(Actor):
         self._copies.client_left(client)
         self._saves.client_left(client)
         self._sessions.leave(client)
-        for number in client.slices:
+        for number in client.slices | client.borrowed:
             self._bindings.pop(number, None)
             self.env.send(RESOURCES, ReleaseSlice(number))
         self._runs.client_left(client)
@@ -232,13 +234,15 @@ class Controller(Actor):
         client = self._sessions.of(sender)
         if client is None:
             return
-        if client_of(message.slice) != client.number or message.slice in client.slices:
+        if client_of(message.slice) != client.number or message.slice in client.requests:
             self._refuse_slice(client, message, ProtocolError("bad slice number"))
         elif message.devices < 1:
             words = f"a slice has at least 1 device, not {message.devices}"
             self._refuse_slice(client, message, InsufficientDevices(words))
         else:
             client.slices.add(message.slice)
+            anew = msgspec.structs.replace(message, resumed=False, formerly="")
+            client.requests[message.slice] = anew
             if client.resuming is not None:
                 client.unbound[message.slice] = client.resuming.loss
             self.env.send(RESOURCES, message)
@@ -249,7 +253,7 @@ class Controller(Actor):
     @handles(SliceBound)
     def _bound(self, sender: Address, message: SliceBound) -> None:
         client = self._clients.get(client_of(message.slice))
-        if client is None or message.slice not in client.slices:
+        if client is None or not client.has_slice(message.slice):
             self.env.send(RESOURCES, ReleaseSlice(message.slice))
             return
         self._bindings[message.slice] = Binding(message.slice, message.island, message.devices)
@@ -264,6 +268,8 @@ class Controller(Actor):
         client = self._clients.get(client_of(message.slice))
         if client is not None:
             client.slices.discard(message.slice)
+            client.borrowed.discard(message.slice)
+            client.requests.pop(message.slice, None)
             client.bounds.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self.env.send(client.address, message)
@@ -273,11 +279,23 @@ class Controller(Actor):
     def _release_slice(self, client: Client, number: int) -> None:
         if number in client.slices:
             client.slices.discard(number)
-            client.unbound.pop(number, None)
-            client.bounds.pop(number, None)
-            self._bindings.pop(number, None)
-            self.env.send(RESOURCES, ReleaseSlice(number))
-            self.env.send(client.address, ReleaseSlice(number))
+            self._unbind(client, number)
+
+    def _return_slices(self, client: Client) -> None:
+        """What was borrowed to rebuild something goes back, if nothing lies or arrives there any more."""
+        arrays = (*client.arrays.values(), *client.doomed.values())
+        used = {array.spec.placement.slice for array in arrays}
+        for number in sorted(client.borrowed - used):
+            client.borrowed.discard(number)
+            self._unbind(client, number)
+
+    def _unbind(self, client: Client, number: int) -> None:
+        client.unbound.pop(number, None)
+        client.bounds.pop(number, None)
+        client.forget_request(number)
+        self._bindings.pop(number, None)
+        self.env.send(RESOURCES, ReleaseSlice(number))
+        self.env.send(client.address, ReleaseSlice(number))
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -413,6 +431,8 @@ class Controller(Actor):
             while client.lineage.has_unneeded:
                 self._rebuilder.forget(client)
                 self._go_on(client)  # a checkpoint may have ended with what it was still to copy
+            if client.borrowed and not client.recovering:
+                self._return_slices(client)
         self._runs.turn_ended()
 
     # --- arrays --------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ are copies in host memory needs no record any more, so a checkpoint is where lin
 which the client keeps. What is kept is bounded: the oldest records go first, and what they made can then
 no longer be rebuilt.
 
-Nothing here sends a message: `drain` says which copies and inputs have lost their last reader.
+Nothing here sends a message: `drain` says which copies and inputs have lost their last reader, and which
+slices the last run that can be run again.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -85,6 +86,7 @@ class Unneeded:
     copies: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
+    slices: list[int] = field(default_factory=list)
 
 
 class Lineage:
@@ -93,6 +95,8 @@ class Lineage:
     def __init__(self, records_kept: int = RECORDS_KEPT, values_kept: int = VALUES_KEPT) -> None:
         self.origins: dict[int, Origin] = {}
         self._records: OrderedDict[int, Record] = OrderedDict()
+        self._slices: Counter[int] = Counter()
+        """How many programs of kept records touch each slice."""
         self._records_kept = records_kept
         self._weight = 0
         self._values_kept = values_kept
@@ -104,6 +108,10 @@ class Lineage:
     def programs(self) -> set[int]:
         """Numbers of the programs of all kept records."""
         return {record.program.program for record in self._records.values()}
+
+    def touches(self, slice: int) -> bool:
+        """Whether some kept record has something on this slice."""
+        return slice in self._slices
 
     def add_input(self, array: int, spec: ArraySpec, source: FileSource | None = None) -> None:
         """The client uploads an array, or it is read from a file."""
@@ -131,6 +139,9 @@ class Lineage:
             origins[array] = Origin(output.spec, record)
         if results:
             self._records[order] = record
+            program.kept += 1
+            if program.kept == 1:
+                self._slices.update(program.slices)
             for arg in arrays_in(args):
                 if (origin := origins.get(arg)) is not None:
                     origin.readers += 1
@@ -213,6 +224,9 @@ class Lineage:
             return []
         self._weight -= record.weight
         self._unneeded.runs.append(record.order)
+        record.program.kept -= 1
+        if not record.program.kept:
+            self._leave(record.program.slices)
         unneeded = []
         for arg in arrays_in(record.args):
             read = self.origins.get(arg)
@@ -223,6 +237,14 @@ class Lineage:
                 self._forget(arg, read)
                 unneeded.append(read)
         return unneeded
+
+    def _leave(self, slices: Iterable[int]) -> None:
+        """No kept record is of one program any more, which touched these slices."""
+        for slice in slices:
+            self._slices[slice] -= 1
+            if not self._slices[slice]:
+                del self._slices[slice]
+                self._unneeded.slices.append(slice)
 
     def _cut(self, record: Record) -> None:
         """Too much is kept: what this record made can not be rebuilt from now on."""

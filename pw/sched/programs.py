@@ -50,9 +50,16 @@ class RegisteredProgram:
     """How often it was lowered: what is said of an earlier time does not count."""
     admitting: tuple[str, ...] = ()
     """All its islands, if they must admit a run before any of them starts it."""
+    kept: int = 0
+    """Runs of it that can be run again."""
+    slices: frozenset[int] = field(init=False)
+    """All that it touches."""
     _bound: dict[int, Binding | None] | None = None
     """How the slices of the results were bound when `_homes` was worked out."""
     _homes: list[Home] | None = None
+
+    def __post_init__(self) -> None:
+        self.slices = frozenset(self.body.slices())
 
     def result_homes(self, bindings: Mapping[int, Binding]) -> list[Home] | None:
         """The island and hosts that hold each result; None while a slice of one is not bound."""

@@ -9,6 +9,9 @@ arrays are made from copies in host memory where there are any, and the rest is 
 attempt can be taken for one of the new, and their results have the ids that the client knows. Then the
 client's stream goes on; it has noticed nothing but the time that it took.
 
+What is to be run again may need a slice that the client has given back since. Such a slice is *borrowed*: asked
+for once more, as the client had asked for it, and returned when nothing lies or arrives there any more.
+
 What can not be had back fails, with the reason. An island that does not come back at all is given up after
 a while.
 """
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 
 from pw.core.actor import Env
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
-from pw.core.ids import arrays_in, client_of, scheduler_of, store_of
+from pw.core.ids import RESOURCES, arrays_in, client_of, scheduler_of, store_of
 from pw.core.messages import (
     CancelRun,
     CreateArray,
@@ -35,7 +38,6 @@ from pw.core.messages import (
     UninstallProgram,
     UploadAgain,
 )
-from pw.core.sharding import ArraySpec
 from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
 from pw.sched.copies import Copies
@@ -57,6 +59,12 @@ AGAIN_S = 0.02
 """How long to wait before another try, at first: a link may have to come back."""
 DOUBLINGS = 7
 """How often that is doubled, with every try that was in vain."""
+
+_NOT_BORROWED = ErrorReport.of(
+    HostLost(
+        "no island had room for a slice that was given back, and on which it would be made again"
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +228,7 @@ class Rebuilder:
             if self._waits_for_copies(client, plan):
                 self._looks.start()
                 return
-            if self._waits_for_programs(client, plan):
+            if self._waits_for_slices(client, plan) or self._waits_for_programs(client, plan):
                 return
             lost = set(client.lost)
             client.lost.clear()
@@ -251,8 +259,8 @@ class Rebuilder:
 
         wanted = [array for array in client.lost if array in client.arrays]
 
-        def bound(spec: ArraySpec) -> bool:
-            return holders(spec, self._ledger.bindings) is not None
+        def bound(slice: int) -> bool:
+            return slice in self._ledger.bindings or client.may_borrow(slice)
 
         def failed(array: int) -> ErrorReport | None:
             held = client.arrays.get(array) or client.lineage.origins.get(array)
@@ -260,6 +268,24 @@ class Rebuilder:
 
         copies = self._copies.of(client)
         return plan_recovery(client.lineage, wanted, exists, copies, client.lost, bound, failed)
+
+    def _waits_for_slices(self, client: Client, plan: RecoveryPlan) -> bool:
+        """Borrow the slices that the client gave back and that are needed now; true if there are any."""
+        needed = {
+            client.lineage.origins[array].spec.placement.slice
+            for array in (*plan.restores, *plan.uploads)
+        }
+        needed.update(*(record.program.slices for record in plan.runs))
+        missing = needed - self._ledger.bindings.keys()
+        if not missing:
+            return False
+        self._losses += 1
+        for number in sorted(missing):
+            client.borrowed.add(number)
+            client.unbound[number] = self._losses
+            self._env.send(RESOURCES, client.requests[number])
+        self._env.call_later(self._recovery_s, GiveUp("", _NOT_BORROWED, self._losses))
+        return True
 
     def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
         """Have the hosts compile what is to be run again; true while they are at it."""
@@ -445,7 +471,7 @@ class Rebuilder:
         for number in gone:
             client.unbound.pop(number, None)
         for program in client.programs.values():
-            if not gone.isdisjoint(program.body.slices()):
+            if not gone.isdisjoint(program.slices):
                 program.error = error
         failed = {
             number: error
@@ -473,6 +499,8 @@ class Rebuilder:
             self._env.send(client.address, ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
             self._env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
+        for slice in unneeded.slices:
+            client.forget_request(slice)
         self._copies.forget(client, unneeded.copies)
 
     # --- clients of an earlier controller ------------------------------------------------------------

@@ -54,7 +54,7 @@ def plan_recovery(
     exists: Callable[[int], bool],
     copies: Copies,
     why: Mapping[int, ErrorReport],
-    bound: Callable[[ArraySpec], bool] = lambda spec: True,
+    bound: Callable[[int], bool] = lambda slice: True,
     failed: Callable[[int], ErrorReport | None] = lambda array: None,
 ) -> RecoveryPlan:
     """How to get the `wanted` arrays back.
@@ -65,7 +65,7 @@ def plan_recovery(
         exists: whether an array is on devices, and good.
         copies: what is in host memory, and on which hosts.
         why: how an array was lost, where that is known.
-        bound: whether there are devices for such an array; its island may have been given up.
+        bound: whether a slice has devices, or can have them; its island may have been given up.
         failed: how an array that the client holds has failed for good.
     """
     plan = RecoveryPlan()
@@ -79,7 +79,7 @@ def plan_recovery(
         seen.add(array)
         origin = lineage.origins.get(array)
         sources = sources_of(origin.spec, copies.get(array, {})) if origin else None
-        if origin is not None and not bound(origin.spec):
+        if origin is not None and not bound(origin.spec.placement.slice):
             plan.lost[array] = _lost(why.get(array), _NOWHERE)
         elif sources is not None:
             plan.restores[array] = sources
@@ -93,6 +93,8 @@ def plan_recovery(
             plan.lost[array] = _lost(
                 why.get(array), f"it was made again {ATTEMPTS} times, and lost again each time"
             )
+        elif not all(map(bound, origin.maker.program.slices)):
+            plan.lost[array] = _lost(why.get(array), _NOWHERE)
         else:
             records[origin.maker.order] = origin.maker
             stack += arrays_in(origin.maker.args)
@@ -112,7 +114,7 @@ _NO_ORIGIN = (
     "there are no copies of it, and how it was made is not known any more. Call pw.checkpoint on what "
     "a program cannot do without"
 )
-_NOWHERE = "the island on which it lay, or something that it is made of, did not come back"
+_NOWHERE = "the slice on which it lay, or something that it is made of, did not come back, or was given back"
 _IMPURE = "a Python function had a part in making it, which may have run already and is not run again by itself"
 
 

@@ -54,12 +54,13 @@ class ProgramRegistry:
         """Bind a program to devices and have it installed there, if all its slices are bound."""
         bindings = self._ledger.bindings
         try:
-            foreign = program.body.slices() - client.slices
+            foreign = program.slices - client.slices - client.borrowed
             if foreign:
                 raise NotOwner(
-                    f"program {program.body.name!r} names slices that this client has not allocated"
+                    f"program {program.body.name!r} names slices that this client has not allocated, or has "
+                    "given back"
                 )
-            unbound = program.body.slices() - bindings.keys()
+            unbound = program.slices - bindings.keys()
             if unbound and unbound <= client.unbound.keys():
                 return  # it is lowered when they are bound
             if unbound:
@@ -75,7 +76,7 @@ class ProgramRegistry:
     def slice_bound(self, client: Client, number: int) -> None:
         """A slice has other devices: lower the programs that use it again."""
         for program in (*client.programs.values(), *client.retired.values()):
-            if number in program.body.slices():
+            if number in program.slices:
                 self.lower(client, program)
 
     def installed(self, message: ProgramInstalled) -> Client | None:
