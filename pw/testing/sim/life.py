@@ -89,6 +89,8 @@ class Life:
         self.open: dict[int, str] = {}
         """What has been asked and not been answered."""
         self.slices: dict[int, SliceBound] = {}
+        self.given_back: dict[int, SliceBound] = {}
+        """Slices that it had."""
         self.refused = 0
         self.kinds: list[ArraySpec] = []
         self.programs: dict[int, Draft] = {}
@@ -109,7 +111,7 @@ class Life:
         )
 
     def _nodes_of(self, number: int) -> tuple[str, ...]:
-        bound = self.slices.get(number)
+        bound = self.slices.get(number) or self.given_back.get(number)
         hosts = () if bound is None else self.cluster.hosts_of(bound.island)
         return (self.name, CONTROLLER, *hosts)
 

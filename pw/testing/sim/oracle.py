@@ -5,7 +5,8 @@ always fails) or if a fault excuses it: one that was injected, and that touched 
 or a host of an island that the array, or anything it was made from, has been on. And no fault of a host
 excuses the loss of what can be made again: an array of a client that keeps all its inputs, in whose making
 nothing was donated. Where a checkpoint has a part in it, how that array was made is forgotten, and its copies
-are all there is: they outlive every process, and all machines but the last that has them.
+are all there is: they outlive every process, and all machines but the last that has them. A slice that
+was given back is unknown to the next controller.
 """
 
 from __future__ import annotations
@@ -153,7 +154,10 @@ class Oracle:
         lasts = truth.durable and not self._ledger.injected["drain"]  # it has a place
         if not self._copied.isdisjoint(truth.made_of):
             lasts = lasts and self._ledger.injected["machine crash"] < COPIES
-        if held and lasts and f"{self._client} has no room" not in words:
+        injected = self._ledger.injected
+        restarted = injected["controller killed"] or injected["controller stopped"]
+        forgotten = restarted and "was given back" in words
+        if held and lasts and not forgotten and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
         return None if self._ledger.touched(nodes) else f"{said} (no fault excuses that)"

@@ -44,6 +44,8 @@ class Profile:
     """Probability that a client has one host drained."""
     join_failures: float = 0.0
     """Probability that a group cannot be joined."""
+    slices_given_back: float = 0.0
+    """For each act of a client, the probability that it gives a slice back, and asks for another."""
     device_memory_bytes: int = 0
     """Memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
@@ -111,6 +113,7 @@ PROFILES = {
         Profile("network", span_s=20.0, **_NETWORK),
         Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3),
         Profile("crashes", span_s=20.0, **_CRASHES),
+        Profile("slices", span_s=20.0, slices_given_back=0.1, **(_CRASHES | _RESTARTS)),
         Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
         Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
     )

@@ -61,6 +61,10 @@ class SimClient(Life):
         self.world.after(pause_s, self.act, life)
 
     def _do_something(self) -> None:
+        moves = self.world.profile.slices_given_back
+        if moves and len(self.slices) > 1 and self.random.random() < moves:
+            self._give_back()
+            return
         draw = self.random.random()
         if not self.kinds or len(self.programs) < 2 or draw < 0.04:
             self._register()
@@ -224,6 +228,21 @@ class SimClient(Life):
         array = self.random.choice(list(self.arrays))
         del self.arrays[array]
         self._post(Forget((array,)))
+
+    def _give_back(self) -> None:
+        """Have another slice instead of one, and nothing any more that lies there."""
+        number = self.random.choice(list(self.slices))
+        for program in [n for n, draft in self.programs.items() if number in draft.body.slices()]:
+            del self.programs[program]
+            self._post(Tell(ReleaseProgram(program)))
+        lay = [array for array, spec in self.arrays.items() if spec.placement.slice == number]
+        for array in lay:
+            del self.arrays[array]
+        self._post(Forget(tuple(lay)))
+        self.kinds = [spec for spec in self.kinds if spec.placement.slice != number]
+        self.given_back[number] = self.slices.pop(number)
+        self._post(Tell(ReleaseSlice(number)))
+        self._allocate()
 
     def _finish(self) -> None:
         """Fetch everything once; when that has come, delete it and leave."""
