@@ -57,6 +57,19 @@ def delay(source: str, delay_ms: int) -> bool:
     return run("ip", *where, "netem", "delay", f"{delay_ms}ms", needed=False)
 
 
+def fetch_from(island: str) -> None:
+    """A value that is too large for a message comes back from hosts on another machine."""
+    import numpy as np
+
+    import pw
+
+    devices = pw.make_virtual_device_set().add_slice(1, island=island).devices
+    given = np.arange(100_000)
+    doubled = pw.jit(lambda x: x * 2, mesh=pw.Mesh(devices, ("x",)))(given)
+    assert np.array_equal(np.asarray(doubled), 2 * given)
+    print("fetched", flush=True)
+
+
 def main() -> None:
     build()
     import pw
@@ -81,6 +94,7 @@ def main() -> None:
         while not all(members(name) for name in HOSTS):
             assert time.monotonic() < deadline_s, "no islands"
             time.sleep(0.05)
+        fetch_from("two")
         training = Training("one", 1, via="two")
         for what, source, address in (
             ("one host to another", "one", HOSTS["two"]),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from pw.client import threads
+from pw.client.runtime import Runtime
 from pw.client.threads import SWITCH_INTERVAL_S, LoopThread
+from pw.core.errors import ConnectionFailed
+from pw.transport.bulk import BulkPlane
 
 
 @pytest.fixture
@@ -48,3 +53,20 @@ def test_an_interval_that_the_user_has_chosen_stays(
     assert sys.getswitchinterval() == pytest.approx(0.0001)
     other.stop()
     assert sys.getswitchinterval() == pytest.approx(0.0001)
+
+
+def test_hosts_dial_a_client_at_its_address_towards_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hosts on other machines would find nobody on their own loopback."""
+    listens_at = []
+
+    def plane(loop: asyncio.AbstractEventLoop, *, bind_host: str = "127.0.0.1") -> BulkPlane:
+        listens_at.append(bind_host)
+        return BulkPlane(loop)
+
+    monkeypatch.setattr(threads, "BulkPlane", plane)
+    monkeypatch.setattr(threads, "address_towards", {"tcp://127.0.0.1:9": "192.0.2.7"}.get)
+    with pytest.raises(ConnectionFailed):
+        Runtime(threads.remote("tcp://127.0.0.1:9"), 1.0, 0, connect_s=0.1)
+    assert listens_at == ["192.0.2.7"]

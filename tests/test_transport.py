@@ -24,6 +24,7 @@ from pw.core.messages import (
 )
 from pw.transport import codec, connection, nearby, stream_network
 from pw.transport import node as node_module
+from pw.transport.endpoints import LOOPBACK, address_towards
 from pw.transport.link import Versions
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
@@ -384,6 +385,34 @@ def test_a_wildcard_is_advertised_as_something_to_dial(tcp: Cluster) -> None:
     b.env.send(a.env.address, Ready(0))
     tcp.until(lambda: a.received)
     assert "0.0.0.0" not in tcp.endpoint(tcp.node("c", bind="tcp://*:0"))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://127.0.0.1:7777",
+        "tcp://localhost:7777",
+        "ipc:///tmp/controller",
+        "tcp://" + 80 * "x" + ":1",  # too long for a name, so nobody is asked
+    ],
+)
+def test_this_machine_and_what_cannot_be_dialled_are_met_on_the_loopback(endpoint: str) -> None:
+    assert address_towards(endpoint) == LOOPBACK
+
+
+def test_another_machine_is_met_at_the_address_on_the_way_there() -> None:
+    """The address is reserved for examples, and nothing is sent there."""
+    own = address_towards("tcp://198.51.100.1:7777")
+    if own == LOOPBACK:
+        pytest.skip("this machine has no network")
+    assert address_towards(f"tcp://{own}:7777") == own
+    with socket.socket() as listener:
+        listener.bind((own, 0))
+
+
+def test_what_is_no_endpoint_has_no_way_there() -> None:
+    with pytest.raises(ConnectionFailed, match="looks like tcp://host:port"):
+        address_towards("tcp://nowhere")
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")

@@ -21,6 +21,7 @@ from pw.client.session import ClientSession
 from pw.core.errors import ConnectionFailed
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
+from pw.transport.endpoints import address_towards
 from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork
 
@@ -184,6 +185,7 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
             raise ConnectionFailed(
                 f"{address!r} is not the address of a controller; it looks like tcp://host:port"
             )
+        own_address = address_towards(address)  # hosts dial it, to send what is fetched
         thread = LoopThread("pw-session")
 
         def make() -> SessionOnNode:
@@ -191,9 +193,8 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
             network = StreamNetwork(thread.loop, name, incarnation())
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)
-            return SessionOnNode(
-                thread, node, BulkPlane(thread.loop), runtime, address, thread.stop
-            )
+            bulk = BulkPlane(thread.loop, bind_host=own_address)
+            return SessionOnNode(thread, node, bulk, runtime, address, thread.stop)
 
         try:
             return thread.call(make)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
+LOOPBACK = "127.0.0.1"
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 
@@ -105,6 +106,24 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
     return f"tcp://{host}:{port}"
 
 
+def address_towards(endpoint: str) -> str:
+    """The address of this machine at which whoever is at `endpoint` can dial it, if nothing is in between.
+
+    That of the loopback for this machine itself, and if there is no way to the endpoint: dialling it will say
+    what is wrong. Looking up the name of a host may take seconds.
+
+    Raises:
+        ConnectionFailed: the endpoint makes no sense.
+    """
+    place = parse(endpoint)
+    if place.family != socket.AF_INET:
+        return LOOPBACK
+    try:
+        return _address_towards(look_up(place))
+    except OSError:
+        return LOOPBACK
+
+
 def _look_up(place: Place, flags: int) -> Place:
     if isinstance(place.address, str):
         return place
@@ -128,9 +147,13 @@ def _remove_remains(place: Place) -> None:
 
 def _own_address() -> str:
     """The address of this machine on its default route, or of the loopback where there is none."""
+    try:
+        return _address_towards(Place(socket.AF_INET, ("192.0.2.1", 9)))  # reserved for examples
+    except OSError:
+        return LOOPBACK
+
+
+def _address_towards(place: Place) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; the address is reserved for examples
-        except OSError:
-            return "127.0.0.1"
+        probe.connect(place.address)  # sends nothing
         return str(probe.getsockname()[0])
