@@ -8,11 +8,12 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pw.devices.coordination_service import CoordinationServices
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 30.0
+LISTENS = 10  # a state in the kernel's table of tcp sockets
 
 pytestmark = pytest.mark.processes
 
@@ -173,12 +175,10 @@ def services() -> Iterator[Services]:
         yield started
 
 
-def form(members: list[Script], address: str, epoch: int, thread: bool = False) -> list[Any]:
+def form(members: list[Script], address: str, epoch: int, **how: Any) -> list[Any]:
     """Let all members join, and return what each of them sees."""
     for rank, member in enumerate(members):
-        member.tell(
-            do="join", address=address, rank=rank, size=len(members), epoch=epoch, thread=thread
-        )
+        member.tell(do="join", address=address, rank=rank, size=len(members), epoch=epoch, **how)
     return [member.hear() for member in members]
 
 
@@ -201,11 +201,41 @@ def test_two_hosts_add_up_leave_and_do_it_again_in_the_next_epoch(services: Serv
     with workers(2, devices=2) as pair:
         for epoch, thread in ((1, False), (2, True)):
             address = services.address(epoch)
-            assert form(pair, address, epoch, thread) == [[0, 0, 1, 1]] * 2
+            assert form(pair, address, epoch, thread=thread) == [[0, 0, 1, 1]] * 2
             assert sums(pair) == [[11.0, 11.0]] * 2
             for member in pair:
                 assert member.ask(do="leave") == "freed"
             services.services.stop("east", epoch)
+
+
+def listens_at(process: int) -> set[str]:
+    """The addresses at which a process of this machine listens."""
+    descriptors = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            descriptors.add(os.readlink(descriptor))
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if int(state, 16) == LISTENS and f"socket:[{inode}]" in descriptors:
+            found.add(socket.inet_ntoa(struct.pack("=I", int(local.partition(":")[0], 16))))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
+def test_a_host_listens_where_the_others_dial_it(services: Services) -> None:
+    """And not where the name of the machine leads, in no epoch."""
+    with workers(2) as pair:
+        for epoch, host in ((1, "127.0.0.3"), (2, "127.0.0.4")):
+            form(pair, services.address(epoch), epoch, host=host)
+            assert sums(pair) == [[4.0], [4.0]]
+            for member in pair:
+                assert listens_at(member.process.pid) == {host}
+            for member in pair:
+                assert member.ask(do="leave") == "freed"
+            services.services.stop("east", epoch)
+        assert pair[0].ask(do="join", address="", rank=0, size=1, epoch=3) == [0]
+        assert pair[0].ask(do="psum") == [2.0]
 
 
 def test_a_killed_host_is_replaced_in_the_next_epoch(services: Services) -> None:

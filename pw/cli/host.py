@@ -63,9 +63,11 @@ class HostRuntime:
         loop: asyncio.AbstractEventLoop,
         platform: str,
         local_devices: int,
+        address: str,
         supervisor: SupervisorLink | None,
     ) -> None:
         self._supervisor = supervisor
+        self._address = address
         self._name = name
         self._platform = platform
         self._daemon = daemon
@@ -87,7 +89,13 @@ class HostRuntime:
         def work() -> None:
             answer: IslandJoined | IslandJoinFailed
             try:
-                devices = group.join(form.group_address, form.rank, len(form.hosts), form.epoch)
+                devices = group.join(
+                    form.group_address,
+                    form.rank,
+                    len(form.hosts),
+                    form.epoch,
+                    host=self._address,
+                )
                 own = [device for device in devices if device.process_index == form.rank]
                 local_count = len(own if len(form.hosts) > 1 else devices)
                 if local_count != self._local_devices:
@@ -202,11 +210,12 @@ def serve(
             own_silence_s=SILENT_HEARTBEATS * heartbeat,
             connect_s=connect_timeout,
         )
-        bulk = BulkPlane(loop, bind_host=host_of(network.endpoint))
+        address = host_of(network.endpoint)
+        bulk = BulkPlane(loop, bind_host=address)
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
-    runtime = HostRuntime(name, daemon, loop, platform, devices, supervisor)
+    runtime = HostRuntime(name, daemon, loop, platform, devices, address, supervisor)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     folder = Path(compile_cache) if compile_cache else None

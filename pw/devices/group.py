@@ -25,6 +25,7 @@ import json
 import os
 import socket
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -79,7 +80,12 @@ def prepare(platform: str, local_devices: int) -> None:
 
 
 def join(
-    address: str, rank: int, size: int, epoch: int, timeout_s: float = 60.0
+    address: str,
+    rank: int,
+    size: int,
+    epoch: int,
+    timeout_s: float = 60.0,
+    host: str = "127.0.0.1",
 ) -> list[jax.Device]:
     """Enter the island's group and see all its devices.
 
@@ -92,6 +98,7 @@ def join(
         epoch: the island's epoch.
         timeout_s: how long to wait for the other hosts, in seconds. Should one of them die within
             milliseconds after all have come, exchanging topologies may take a minute more.
+        host: the address of this machine at which the other hosts' CPU collectives dial it.
 
     Returns:
         The devices of the whole island, those of rank 0 first. `jax.local_devices()` are ours.
@@ -111,6 +118,9 @@ def join(
         line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
         _lifeline.append(line)
         _connect(address, rank, size, where)
+        jax.extend.backend.register_backend_factory(
+            "cpu", partial(_make_cpu_client, host), priority=0, fail_quietly=False
+        )
     try:
         devices = list(jax.devices())
     except RuntimeError as error:
@@ -168,6 +178,19 @@ def _connect(address: str, rank: int, size: int, where: str) -> None:
     state.process_id = rank
     state.num_processes = size
     state.coordinator_address = address
+
+
+def _make_cpu_client(host: str) -> Any:
+    """JAX's own CPU client, but for where Gloo listens.
+
+    Left alone, that is wherever this machine's name leads: to the loopback on stock Debian, or to a network
+    that nobody has allowed.
+    """
+    client = distributed.global_state.client
+    if client is None:  # alone in its island, after an epoch in a larger one
+        return xla_bridge.make_cpu_client()
+    gloo = private_runtime().make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+    return xla_bridge.make_cpu_client(gloo)
 
 
 def _answer_roll_call(
