@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+import tomllib
 
 import pytest
 
 from tests.scripts import ROOT, finish, start_client
 
-BLOCKS = [
-    block
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    if "import" in block and "..." not in block
-]
+README = (ROOT / "README.md").read_text()
+SHOWN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = [block for block in SHOWN if "import" in block and "..." not in block]
 
 
 def test_there_are_whole_programs() -> None:
     assert len([block for block in BLOCKS if "print(" in block]) >= 2
+
+
+def test_what_its_programs_import_is_installed_the_way_it_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = re.findall(r'`pip install -e "\.\[(\w+)\]"`', README)
+    wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    installed = {re.split(r"\W", requirement)[0] for requirement in wanted}
+    imported = set()
+    for node in ast.walk(ast.parse("\n".join(SHOWN))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).partition(".")[0])
+    assert "optax" in imported
+    assert imported - set(sys.stdlib_module_names) - {"pw"} <= installed
 
 
 @pytest.mark.processes
