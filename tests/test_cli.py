@@ -192,6 +192,11 @@ MISTAKES = {
     "controller": ("worker", "--controller nonsense --island i", "looks like tcp://host:port"),
     "no island": ("worker", "--controller tcp://h:1", "--island"),
     "worker bind": ("worker", "--controller tcp://h:1 --island i --bind nonsense", "cannot listen"),
+    "worker port": (
+        "worker",
+        "--controller tcp://127.0.0.1:9 --island i --bind tcp://127.0.0.1:*",
+        "cannot listen on 'tcp://127.0.0.1:.'; it looks like",
+    ),
     "worker open": (
         "worker",
         "--controller tcp://h:1 --island i --bind tcp://0.0.0.0:0",

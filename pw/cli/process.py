@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from pw.core.errors import Error
+from pw.core.errors import ConnectionFailed, Error
+from pw.transport.endpoints import parse
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -75,12 +76,12 @@ def check_log_level(level: str) -> None:
 
 def check_bind(bind: str, allow_remote: bool) -> None:
     """Raise BadParameter for what is no endpoint, Error if others could reach it unasked."""
-    if bind.startswith("ipc://"):
-        return
-    host, _, port = bind.removeprefix("tcp://").rpartition(":")
-    if not bind.startswith("tcp://") or not host or not (port.isdigit() or port == "*"):
-        raise typer.BadParameter(f"cannot listen on {bind!r}; it looks like tcp://127.0.0.1:7777")
-    if not allow_remote and not _is_loopback(host):
+    try:
+        place = parse(bind)
+    except ConnectionFailed as error:
+        words = f"cannot listen on {bind!r}; it looks like tcp://127.0.0.1:7777"
+        raise typer.BadParameter(words) from error
+    if isinstance(place.address, tuple) and not (allow_remote or _is_loopback(place.address[0])):
         raise Error(
             f"{bind} can be reached from other machines, and links are not authenticated; add "
             "--allow-remote if the network is trusted"
