@@ -222,6 +222,15 @@ def test_a_mistake_is_answered_in_one_line(mistake: str, start: Start) -> None:
     fails(start(f"pw.cli.{module}", *arguments.split()), who, words)
 
 
+def test_a_worker_on_another_system_says_what_works_there(tmp_path: Path) -> None:
+    body = "import os; del os.memfd_create; from pw.cli.worker import main; main()"
+    one = Program(tmp_path, ["-c", body, "--controller", "tcp://127.0.0.1:9", "--island", "i"])
+    try:
+        fails(one, "pw-worker", "workers run on Linux only")
+    finally:
+        one.kill()
+
+
 def test_two_controllers_cannot_share_a_port(cluster: Cluster, start: Start) -> None:
     taken = start("pw.cli.controller", "--bind", cluster.address)
     fails(taken, "pw-controller", f"cannot listen on {cluster.address}: Address already in use")

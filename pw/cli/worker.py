@@ -52,6 +52,7 @@ from pw.cli.process import (
     fail,
 )
 from pw.cli.supervision import ChildLink, Parcel, Watch
+from pw.core.errors import Error
 from pw.core.watchdog import STALL_S
 from pw.transport.log import log
 
@@ -322,6 +323,11 @@ def serve(
     Exit codes: 0 after SIGTERM or Ctrl-C, or when drained; 1 after an error, which is one line on
     standard error.
     """
+    if not hasattr(os, "memfd_create"):  # what one runtime leaves to the next lies in such files
+        raise Error(
+            "workers run on Linux only; what works here is the cluster that a script starts beside itself "
+            "when it is given no address"
+        )
     if platform not in ("cpu", "cuda", "tpu"):
         raise typer.BadParameter(f"no platform {platform!r}; there are cpu, cuda and tpu")
     if not island and not spare:
