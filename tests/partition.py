@@ -87,7 +87,8 @@ def main() -> None:
         for name, address in HOSTS.items():
             worker = ["ip", "netns", "exec", name, *python, "pw.cli.worker"]
             worker += ["--controller", endpoint, "--island", name]
-            worker += ["--bind", f"tcp://{address}:0", "--allow-remote", "--name", name]
+            listens_at = address if name == "one" else "*"
+            worker += ["--bind", f"tcp://{listens_at}:0", "--allow-remote", "--name", name]
             processes.append(subprocess.Popen([*worker, "--log-level", "error"]))
         pw.connect(endpoint)
         deadline_s = time.monotonic() + 60

@@ -22,7 +22,7 @@ from pw.core.messages import (
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec, connection, nearby, stream_network
+from pw.transport import codec, connection, endpoints, nearby, stream_network
 from pw.transport import node as node_module
 from pw.transport.endpoints import LOOPBACK, address_towards
 from pw.transport.link import Versions
@@ -290,7 +290,7 @@ def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
 def test_a_tcp_endpoint_on_this_machine_is_reached_over_a_unix_socket(
     tcp: Cluster, bind: str
 ) -> None:
-    a, b = tcp.node("a", bind=bind), tcp.node("b", listens=False)
+    a, b = tcp.node("a", bind=bind, advertise="127.0.0.1"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
     b.env.send(a.env.address, Ready(0))
     tcp.until(lambda: numbers(a) == [0])
@@ -384,7 +384,20 @@ def test_a_wildcard_is_advertised_as_something_to_dial(tcp: Cluster) -> None:
     tcp.introduce(a, b)
     b.env.send(a.env.address, Ready(0))
     tcp.until(lambda: a.received)
-    assert "0.0.0.0" not in tcp.endpoint(tcp.node("c", bind="tcp://*:0"))
+
+
+def test_a_wildcard_is_advertised_as_the_address_on_the_default_route_or_refused(
+    tcp: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "_address_towards", lambda place: "192.0.2.7")
+    assert tcp.endpoint(tcp.node("a", bind="tcp://*:0")).startswith("tcp://192.0.2.7:")
+
+    def no_route(place: endpoints.Place) -> str:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(endpoints, "_address_towards", no_route)
+    with pytest.raises(ConnectionFailed, match=r"no default route; listen at that address"):
+        tcp.node("b", bind="tcp://0.0.0.0:0")
 
 
 @pytest.mark.parametrize(
@@ -408,6 +421,26 @@ def test_another_machine_is_met_at_the_address_on_the_way_there() -> None:
     assert address_towards(f"tcp://{own}:7777") == own
     with socket.socket() as listener:
         listener.bind((own, 0))
+
+
+@pytest.mark.parametrize(
+    ("bind", "controller", "told"),
+    [
+        ("tcp://*:0", "tcp://198.51.100.1:7777", "10.0.0.2"),
+        ("tcp://0.0.0.0:0", "tcp://198.51.100.1:7777", "10.0.0.2"),
+        ("tcp://0.0.0.0:0", "tcp://127.0.0.1:7777", None),
+        ("tcp://0.0.0.0:0", "ipc://*controller", None),
+        ("tcp://10.0.0.3:0", "tcp://198.51.100.1:7777", None),
+        ("ipc://*host", "tcp://198.51.100.1:7777", None),
+    ],
+)
+def test_with_a_wildcard_others_are_told_the_address_on_the_way_to_the_controller(
+    bind: str, controller: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is 10.0.0.2 there, whatever its default route is, if any."""
+    ways = {"198.51.100.1": "10.0.0.2", "127.0.0.1": LOOPBACK}
+    monkeypatch.setattr(endpoints, "_address_towards", lambda place: ways[place.address[0]])
+    assert endpoints.advertised(bind, controller) == told
 
 
 def test_what_is_no_endpoint_has_no_way_there() -> None:

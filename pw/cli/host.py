@@ -45,6 +45,7 @@ from pw.devices.file_threads import FileThreads
 from pw.devices.jax_backend import JaxBackend
 from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
+from pw.transport.endpoints import advertised
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork
@@ -205,6 +206,7 @@ def serve(
             name,
             begin.incarnation,
             bind=bind,
+            advertise=advertised(bind, controller),
             heartbeat_s=heartbeat,
             silence_s=lease,
             own_silence_s=SILENT_HEARTBEATS * heartbeat,

@@ -13,6 +13,7 @@ from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
 LOOPBACK = "127.0.0.1"
+_WILDCARDS = ("*", "0.0.0.0")
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 
@@ -96,7 +97,11 @@ def unlisten(listener: socket.socket) -> None:
 
 
 def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
-    """What others should dial to reach `listener`; `advertise` stands in for a wildcard address."""
+    """What others should dial to reach `listener`; `advertise` stands in for a wildcard address.
+
+    Raises:
+        ConnectionFailed: it is a wildcard, and nothing says at which address others reach this machine.
+    """
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"ipc://{name}" if isinstance(name, str) else f"ipc://@{name[1:].decode()}"
@@ -104,6 +109,21 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
     if host == "0.0.0.0":
         host = advertise or _own_address()
     return f"tcp://{host}:{port}"
+
+
+def advertised(bind: str, towards: str) -> str | None:
+    """What others are told in place of a wildcard in `bind`: the address on the way to the endpoint `towards`.
+
+    None, for the address on the default route, if `towards` is on this machine: others need not be.
+
+    Raises:
+        ConnectionFailed: an endpoint makes no sense.
+    """
+    place = parse(bind)
+    if place.family != socket.AF_INET or place.address[0] not in _WILDCARDS:
+        return None
+    own = address_towards(towards)
+    return None if own == LOOPBACK else own
 
 
 def address_towards(endpoint: str) -> str:
@@ -146,11 +166,14 @@ def _remove_remains(place: Place) -> None:
 
 
 def _own_address() -> str:
-    """The address of this machine on its default route, or of the loopback where there is none."""
+    """The address of this machine on its default route."""
     try:
         return _address_towards(Place(socket.AF_INET, ("192.0.2.1", 9)))  # reserved for examples
-    except OSError:
-        return LOOPBACK
+    except OSError as error:
+        raise ConnectionFailed(
+            "nobody could be told at which of its addresses to dial this machine, which has no default route; "
+            "listen at that address (--bind tcp://ADDRESS:PORT) instead of at all of them"
+        ) from error
 
 
 def _address_towards(place: Place) -> str:

@@ -121,7 +121,11 @@ class StreamNetwork:
         self._listeners: list[socket.socket] = []
         if bind is not None:
             listener = listen(bind)
-            self.endpoint = reachable_endpoint(listener, advertise)
+            try:
+                self.endpoint = reachable_endpoint(listener, advertise)
+            except ConnectionFailed:
+                unlisten(listener)
+                raise
             near = nearby.listen(self.endpoint)
             self._listeners = [listener] if near is None else [listener, near]
 
