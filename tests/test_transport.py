@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from pw.core.errors import ConnectionFailed, ProtocolError
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
     Delete,
     EdgeData,
@@ -384,6 +384,29 @@ def test_a_wildcard_is_advertised_as_something_to_dial(tcp: Cluster) -> None:
     tcp.introduce(a, b)
     b.env.send(a.env.address, Ready(0))
     tcp.until(lambda: a.received)
+
+
+def test_a_host_on_the_loopback_is_no_host_for_other_machines(
+    tcp: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner is told by those who are; what is all on one machine is fine."""
+    inside = tcp.node("inside")
+    outside = tcp.node("outside", bind="tcp://*:0", advertise="192.0.2.7")
+    client = tcp.node("client", listens=False)
+    for each in (inside, outside, client):
+        for name, endpoint in (
+            ("local", "tcp://127.0.0.1:1"),
+            ("local", "tcp://127.0.0.1:2"),
+            ("far", "tcp://192.0.2.8:1"),
+            ("near", "ipc:///tmp/near"),
+            (CONTROLLER, "tcp://127.0.0.1:7777"),
+        ):
+            each.env.introduce(name, endpoint)
+    (warning,) = caplog.messages
+    assert warning == (
+        "no other machine can dial this host, unless it gets another --bind "
+        "node=outside peer=local endpoint=tcp://127.0.0.1:1"
+    )
 
 
 def test_a_wildcard_is_advertised_as_the_address_on_the_default_route_or_refused(

@@ -111,6 +111,16 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
     return f"tcp://{host}:{port}"
 
 
+def is_on_loopback(endpoint: str) -> bool:
+    """Whether the numeric tcp endpoint of somebody who listens can be dialled on his own machine only."""
+    return endpoint.startswith("tcp://127.")
+
+
+def is_off_loopback(endpoint: str) -> bool:
+    """Whether it can be dialled from other machines."""
+    return endpoint.startswith("tcp://") and not is_on_loopback(endpoint)
+
+
 def advertised(bind: str, towards: str) -> str | None:
     """What others are told in place of a wildcard in `bind`: the address on the way to the endpoint `towards`.
 

@@ -34,11 +34,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
 from pw.transport import codec, nearby
 from pw.transport.connection import LOST, Connection
-from pw.transport.endpoints import Place, listen, parse, reachable_endpoint, unlisten
+from pw.transport.endpoints import (
+    Place,
+    is_off_loopback,
+    is_on_loopback,
+    listen,
+    parse,
+    reachable_endpoint,
+    unlisten,
+)
 from pw.transport.link import Link, Versions, version_mismatch
 from pw.transport.log import log
 from pw.transport.network import Mailroom
@@ -175,6 +183,10 @@ class StreamNetwork:
     def introduce(self, node: str, endpoint: str) -> None:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
         self._endpoints[node] = endpoint
+        if node != CONTROLLER and is_off_loopback(self.endpoint) and is_on_loopback(endpoint):
+            # It is on this machine, while we can be reached from others: from there it cannot.
+            words = "no other machine can dial this host, unless it gets another --bind"
+            self._warn_once(("loopback", node), words, node, endpoint=endpoint)
         link = self._links.get(node)
         if link is not None and link.endpoint not in ("", endpoint):
             self._lose(link, f"moved to {endpoint}", Goodbye())
