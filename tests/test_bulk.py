@@ -745,6 +745,58 @@ def test_pages_that_never_come_back_are_not_used_again() -> None:
     on_loop(scenario)
 
 
+def test_a_forked_process_goes_on_reading_what_was_lent() -> None:
+    """As `multiprocessing` does with what `pw.get` has returned, where it forks."""
+    pool = SegmentPool(1 << 30, lambda number: None)
+    array = pool.lend(pool.lease(LARGE, 1), LARGE)
+    array[:] = 1
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        is_unchanged = False
+        try:
+            os.close(write)
+            os.read(read, 1)
+            is_unchanged = bool((array == 1).all())
+        finally:
+            os._exit(0 if is_unchanged else 1)
+    del array
+    pool.reclaim()
+    assert pool.live_segments == 0
+    later = pool.lease(LARGE, 2)
+    later.bytes[:] = 2
+    os.write(write, b"!")
+    os.close(read)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.restore(later)
+    assert pool.lease(LARGE, 3) is later  # it was made after the fork
+    pool.close()
+
+
+def test_shared_pages_are_not_used_again_once_their_reader_has_forked() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            landed = await moved(first, second, noise(LARGE))
+            shared_array = await moved(second, third, landed)
+            del landed
+            await no_lent_segments(second)
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+            del shared_array
+            await no_lent_segments(third)
+            await until(lambda: second.counters()["live_segments"] == 0 or _is_idle(second))
+            assert not _is_idle(second)
+
+    on_loop(scenario)
+
+
+def _is_idle(plane: BulkPlane) -> bool:
+    return plane.counters()["pooled_bytes"] > 0
+
+
 def test_shared_pages_for_a_cancelled_landing_come_back() -> None:
     async def scenario() -> None:
         async with three_planes() as (first, second, third):

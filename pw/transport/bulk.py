@@ -324,13 +324,13 @@ class BulkPlane:
         self._deliver(transfer)
 
     def arrived_shared(
-        self, transfer: int, mapping: Mapping, give_back: Callable[[], None]
+        self, transfer: int, mapping: Mapping, give_back: Callable[[bool], None]
     ) -> None:
         """Its bytes lie in pages of the sender, which waits for them to be given back."""
         expected = self._expected.get(transfer)
         if expected is None:
             self._late += 1
-            give_back()
+            give_back(True)
             return
         if expected.segment is None or expected.inflow.target.size > mapping.capacity_bytes:
             raise Malformed("it shared other pages than those of this transfer")

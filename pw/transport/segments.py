@@ -16,7 +16,7 @@ A segment is in one of three states:
                   leased -restore-> idle        leased -retire-> gone
                   idle -too much is idle-> gone
 
-Three rules keep somebody's bytes from changing under them:
+Four rules keep somebody's bytes from changing under them:
 
 1. A lease that is given up is *retired*, never made idle: a sender that has the pages mapped may
    still be copying, and nobody can tell it to stop. Its pages live until that sender lets go.
@@ -27,6 +27,8 @@ Three rules keep somebody's bytes from changing under them:
 3. Nobody writes to a lent segment: JAX takes what it aliases for immutable, even when it is donated. So
    its pages may be shared with other processes, but one that is gone without having given its share
    back may still have readers, so that segment is never used again.
+4. A process that is forked while a segment is lent reads its very pages, and nothing is heard of that either:
+   such a segment is never used again, wherever it belongs.
 
 The end of a lent segment is noticed by a weak reference to the *exporter* at the bottom of the
 array's chain of bases, because numpy shortens that chain and an intermediate array may die long
@@ -193,13 +195,18 @@ class Segment:
 class _Alias(weakref.ref[_Exporter]):
     """Tells, by being called back, which pages nobody aliases any more."""
 
-    __slots__ = ("unaliased",)
-    unaliased: Callable[[], None]
+    __slots__ = ("safe", "unaliased")
+    safe: bool
+    """Nor does a process that was forked from this one."""
+    unaliased: Callable[[bool], None]
 
 
 def size_class(size_bytes: int) -> int:
     """The capacity that a transfer of that many bytes is given."""
     return max(SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length())
+
+
+_pools: set[weakref.ref[SegmentPool]] = set()
 
 
 class SegmentPool:
@@ -221,6 +228,7 @@ class SegmentPool:
         self._aliases: set[_Alias] = set()
         self._unaliased: deque[weakref.ref[_Exporter]] = deque()
         self._last_number = 0
+        _pools.add(weakref.ref(self, _pools.discard))
 
     @property
     def live_segments(self) -> int:
@@ -259,11 +267,15 @@ class SegmentPool:
         self._lent[segment.mapping.address] = segment
         return self.borrow(segment.mapping, size_bytes, partial(self._unlent, segment))
 
-    def borrow(self, mapping: Mapping, size_bytes: int, unaliased: Callable[[], None]) -> Bytes:
-        """An array over a mapping; `unaliased` is called by `reclaim` when its aliases are dead."""
+    def borrow(self, mapping: Mapping, size_bytes: int, unaliased: Callable[[bool], None]) -> Bytes:
+        """An array over a mapping.
+
+        `unaliased` is called by `reclaim` when its aliases are dead: with False if a process that was
+        forked meanwhile may still read it.
+        """
         exporter, everything = mapping.export()
         alias = _Alias(exporter, self._unaliased.append)
-        alias.unaliased = unaliased
+        alias.safe, alias.unaliased = True, unaliased
         self._aliases.add(alias)
         return everything[:size_bytes]
 
@@ -287,8 +299,14 @@ class SegmentPool:
             self._rest(segment)
             self.reclaim()
 
-    def _unlent(self, segment: Segment) -> None:
+    def forked(self) -> None:
+        """Another process reads from now on all that is lent; from any thread."""
+        for alias in tuple(self._aliases):
+            alias.safe = False
+
+    def _unlent(self, segment: Segment, safe: bool) -> None:
         del self._lent[segment.mapping.address]
+        segment.unsafe = segment.unsafe or not safe
         self._rest(segment)
 
     def _rest(self, segment: Segment) -> None:
@@ -314,7 +332,7 @@ class SegmentPool:
             alias = self._unaliased.popleft()
             assert isinstance(alias, _Alias)
             self._aliases.discard(alias)
-            alias.unaliased()
+            alias.unaliased(alias.safe)
         while self.pooled_bytes > self._keep_bytes:
             number = next(iter(self._order))
             segment = self._order.pop(number)
@@ -333,3 +351,14 @@ class SegmentPool:
         self._lent.clear()
         self._aliases.clear()
         self.pooled_bytes = 0
+
+
+def _fork() -> None:
+    for known in tuple(_pools):  # at once: other threads go on, and may make pools
+        pool = known()
+        if pool is not None:
+            pool.forked()
+
+
+# Afterwards as well: another thread may have lent something before this one was copied.
+os.register_at_fork(before=_fork, after_in_parent=_fork)

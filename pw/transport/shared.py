@@ -16,6 +16,7 @@ so that its own segment was not touched then:
 
       | SHARE transfer, descriptor  -------------->  |     delivers an array over the sender's pages
       |  <------------------------  RETURN transfer  |     nobody aliases it any more
+      |  <------------------------  RETIRE transfer  |     nor here, but perhaps in a forked process
 
 All records have one fixed size. Anything else on the socket, a record that breaks the protocol,
 or a peer that runs as another user, closes that connection and nothing more.
@@ -56,7 +57,7 @@ _BURST_BYTES = 256 * 1024
 
 _RECORD = struct.Struct("<4sIQQ")
 _MAGIC = b"pwb1"
-WANT, FINISH, INLINE, SEGMENT, MISSING, DROP, SHARE, RETURN = range(1, 9)
+WANT, FINISH, INLINE, SEGMENT, MISSING, DROP, SHARE, RETURN, RETIRE = range(1, 10)
 _DESCRIPTORS_AT_ONCE = 16
 
 
@@ -97,7 +98,7 @@ class Arrivals(Protocol):
     def inline_size(self, transfer: int) -> int | None: ...
     def arrived_inline(self, transfer: int, payload: Bytes) -> None: ...
     def arrived_shared(
-        self, transfer: int, mapping: Mapping, give_back: Callable[[], None]
+        self, transfer: int, mapping: Mapping, give_back: Callable[[bool], None]
     ) -> None: ...
     def reject(self) -> None: ...
 
@@ -219,9 +220,9 @@ class Listener:
             os.close(descriptor)
         self._arrivals.arrived_shared(transfer, mapping, partial(self._give_back, caller, transfer))
 
-    def _give_back(self, caller: _Caller, transfer: int) -> None:
+    def _give_back(self, caller: _Caller, transfer: int, safe: bool) -> None:
         if caller in self._callers:
-            self._send(caller, RETURN, transfer)
+            self._send(caller, RETURN if safe else RETIRE, transfer)
 
     def _take_payload(self, caller: _Caller) -> bool:
         """False while the payload of an inline transfer is still under way."""
@@ -543,8 +544,8 @@ class Copier:
         if kind == DROP:
             peer.targets.pop(number, None)
             return
-        if kind == RETURN and number in peer.shares:
-            self._unshare(peer.shares.pop(number), True)
+        if kind in (RETURN, RETIRE) and number in peer.shares:
+            self._unshare(peer.shares.pop(number), kind == RETURN)
             return
         if kind not in (SEGMENT, MISSING) or number not in peer.waiting:
             raise Malformed(f"record {kind} about segment {number} was not asked for")
