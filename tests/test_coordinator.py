@@ -315,6 +315,34 @@ def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
     assert edge.census()["edges_outgoing"] == 0, "nor is kept what nobody will fetch"
 
 
+def test_a_credit_waits_as_long_as_the_run_of_its_sender_is_queued() -> None:
+    """Its receiver gives it once, however long what is before that run takes."""
+    edge = Edge(LARGE)
+    for end in edge.ends.values():
+        end.actor.begin(RUN)
+    edge.expect()
+    edge.world.settle()
+    edge.world.wait(under_test.PARKED_S + under_test.EXPIRY_S)
+    for rank in (0, 1):
+        edge.send(rank)
+    edge.world.settle()
+    assert edge.arrived == 1
+    np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
+    assert not any(edge.census().values()), edge.census()
+
+
+def test_a_credit_for_what_is_not_sent_any_more_is_dropped() -> None:
+    edge = Edge(LARGE)
+    edge.ends["b0"].actor.begin(RUN)
+    edge.tell("b0", EdgeCredit(RUN, 0, edge.ends["a0"].bulk.land(LARGE * 4, print)), "a0")
+    edge.world.wait(under_test.PARKED_S)
+    assert edge.census()["edges_parked"] == 1
+    edge.ends["b0"].actor.end(RUN)
+    edge.world.wait(under_test.PARKED_S)
+    assert edge.census()["edges_parked"] == 0
+    assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+
+
 @pytest.mark.parametrize("waited_s", [0.0, under_test.ORPHAN_S + 1])
 def test_what_is_queued_is_sent_though_its_client_has_left(waited_s: float) -> None:
     """Other hosts of the gang have their part, so this one must not be refused its own."""

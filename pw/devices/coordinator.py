@@ -56,7 +56,8 @@ PARKED_BYTES = 256 << 20
 
 PARKED_S = 600.0
 """How long what came early waits for the launch that receives it. After that, the launch has been cancelled
-with the host that bore this name before; if not, the receiver will ask and hear that it was sent."""
+with the host that bore this name before; if not, the receiver will ask and hear that it was sent. A credit for
+a run whose turn has not come waits on."""
 
 EXPIRY_S = 1.0
 """How often to look, at most, what has waited that long."""
@@ -493,6 +494,9 @@ class ShardCoordinator(Actor):
     def _expire(self, sender: Address, note: _Expire) -> None:
         now_s = self.env.now_s()
         for place in [p for p, since_s in self._parked_at.items() if now_s - since_s >= PARKED_S]:
+            if place[3] and self._is_queued(place[:3]):
+                self._parked_at[place] = now_s  # nobody would give it again
+                continue
             self._unpark(place)
             self.env.count("edges_expired")
         self._expiry.ticked(more=False)
