@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from pw.client.link import ControllerLink
 from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
 from pw.client.runtime import Runtime
 from pw.client.session import ClientSession
-from pw.core.errors import ArrayLost, CompileError, ConnectionFailed, Disconnected
+from pw.core.errors import ArgumentError, ArrayLost, CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
     AllocateSlice,
     Artifact,
     Checkpoint,
+    CreateArray,
     DrainHost,
     GetStatus,
     PeerLost,
@@ -37,6 +41,7 @@ from pw.core.program import Program
 from pw.core.sharding import ArraySpec, box_slices
 from pw.sched import resume
 from pw.sched.resume import CLIENT_NUMBERS, ClientNumbers
+from pw.transport import codec
 from tests.actors import World
 from tests.daemons import Program as Script
 from tests.fake_devices import FakeBulk
@@ -507,6 +512,43 @@ def test_an_artifact_is_sent_anew_if_a_program_dies_while_another_one_is_registe
     fetched = runtime.fetch(y, spec)
     cluster.time(20)
     np.testing.assert_array_equal(fetched.result(0), cluster.x + 7)
+
+
+def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(1)
+    runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    spec = split(runtime.allocate_slice(2, island="a").slice, 2)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20_000)
+    large = bytes(20_000)
+    words = r"takes 20\d+ bytes .* holds 20000; .* 'stage 0', takes 20000 bytes; .* pw\.put\(x\)"
+    with pytest.raises(ArgumentError, match=re.compile(words)):
+        runtime.register_program(chain([spec], large), {digest(large): large})
+    halves = {digest(blob): blob for blob in (bytes(9_000), b"7" * 9_000)}
+    with pytest.raises(ArgumentError, match="cannot be sent"):  # a host gets both in one message
+        runtime.register_program(chain([spec], b"7" * 9_000), halves)
+    assert not runtime._sent
+    assert not runtime._needs
+    assert not cluster.world.to(CONTROL, RegisterProgram)
+    program = runtime.register_program(chain([spec], b"7"), {digest(b"7"): b"7"})
+    (y,) = runtime.run(program, [cluster.x.tobytes()], 1)
+    fetched = runtime.fetch(y, spec)
+    cluster.time(20)
+    np.testing.assert_array_equal(fetched.result(0), cluster.x + 7)
+
+
+def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
+    def send(to: Address, message: object) -> None:
+        raise codec.MessageTooLarge("no frame holds it")
+
+    nothing = dict.fromkeys(("now_s", "call_later", "introduce", "forget", "log", "count"))
+    link = ControllerLink(cast(Any, SimpleNamespace(send=send, **nothing)))
+    link.keeps = True
+    with pytest.raises(codec.MessageTooLarge):
+        link.send(CONTROL, CreateArray(1, split(1, 2)))
+    assert 1 not in link.journal
+    assert len(list(link.journal.retold())) == 1, "nothing but that there is nothing"
 
 
 def test_what_comes_to_the_next_controller_too_early_does_no_harm() -> None:

@@ -59,9 +59,9 @@ class ControllerLink:
         if to != CONTROL:
             self._env.send(to, message)
         elif self._held is None:
-            if self.keeps:
-                self.journal.told(message)
             self._env.send(to, message)
+            if self.keeps:  # what could not be sent would stop the next controller's being told
+                self.journal.told(message)
         elif not isinstance(message, _OF_NO_USE):
             self._held.append(message)
 

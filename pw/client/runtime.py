@@ -24,7 +24,7 @@ from pw.client.fetching import Fetching
 from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Look, Open, Put, Tell
 from pw.client.uploads import KEEP_BYTES
 from pw.client.waiting import Waiting
-from pw.core.errors import ConnectionFailed, Disconnected, Error
+from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error
 from pw.core.ids import client_id
 from pw.core.messages import (
     AllocateSlice,
@@ -51,6 +51,7 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.transport import codec
 
 CONNECT_S = 30.0
 CLOSE_S = 30.0
@@ -255,7 +256,11 @@ class Runtime:
     # --- programs ------------------------------------------------------------------------------------
 
     def register_program(self, program: Program, artifacts: Mapping[bytes, bytes]) -> int:
-        """Announce a program; hosts compile it while the client goes on. Returns its number."""
+        """Announce a program; hosts compile it while the client goes on. Returns its number.
+
+        Raises ArgumentError for a program that no message can hold.
+        """
+        _check_size(program, artifacts)
         number = self._id()
         with self._lock:
             self.check_alive()
@@ -479,6 +484,25 @@ class Runtime:
     def _tell(self, message: object) -> None:
         with contextlib.suppress(Disconnected):
             self._post(Tell(message))
+
+
+def _check_size(program: Program, artifacts: Mapping[bytes, bytes]) -> None:
+    """Raise ArgumentError for a program that cannot travel: to a host it goes with all its artifacts."""
+    every = tuple(Artifact(digest, artifacts[digest]) for digest in artifacts)
+    try:
+        codec.encode_message(RegisterProgram(0, program, every))
+    except codec.MessageTooLarge as error:
+        sizes = {artifact.digest: len(artifact.blob) for artifact in every}
+        name, size_bytes = max(
+            ((one.name, sizes.get(one.artifact, 0)) for one in program.computations),
+            key=lambda known: known[1],
+            default=("", 0),
+        )
+        raise ArgumentError(
+            f"the program {program.name!r} cannot be sent to the cluster: {error}. Its largest "
+            f"computation, {name!r}, takes {size_bytes} bytes; a large value that is part of one belongs in "
+            "an argument: place it once with pw.put(x), and pass it"
+        ) from error
 
 
 def _mutable(value: np.ndarray[Any, Any]) -> bool:
