@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import hashlib
 import multiprocessing
@@ -21,9 +22,9 @@ import numpy as np
 import pytest
 import uvloop
 
-from pw.core.errors import TransferFailed
+from pw.core.errors import OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
-from pw.transport import chunks, shared
+from pw.transport import chunks, segments, shared
 from pw.transport.bulk import BulkPlane
 from pw.transport.pieces import cut, packed
 from pw.transport.segments import SegmentPool, size_class
@@ -863,6 +864,75 @@ def test_the_longest_idle_segment_is_dropped_first() -> None:
     pool.reclaim()
     assert dropped == [1]
     assert pool.lease(1, 9).number == 4  # the most recently used, so the warmest
+    pool.close()
+
+
+# Descriptors
+
+
+def _no_descriptors(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_where_no_descriptors_are_left_bytes_come_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", _no_descriptors)
+
+    async def scenario() -> None:
+        async with planes("auto") as (sender, receiver):
+            source = noise(1 << 20)
+            target = await moved(sender, receiver, source)
+            assert np.array_equal(target, source)
+            assert target.ctypes.data % 64 == 0
+            assert receiver.counters()["live_segments"] == 0
+            assert np.array_equal(await moved(sender, receiver, source[:10]), source[:10])
+
+    on_loop(scenario)
+
+
+def test_without_tcp_too_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", _no_descriptors)
+
+    async def scenario() -> None:
+        async with planes("shared") as (_, receiver):
+            with pytest.raises(OutOfHostMemory, match="Too many open files"):
+                land(receiver, 1 << 20)
+
+    on_loop(scenario)
+
+
+def test_segments_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_most_descriptors", lambda: 8)
+
+    async def scenario() -> None:
+        async with planes("auto") as (sender, receiver):
+            sources = [noise(100_000, seed) for seed in range(6)]
+            held = [await moved(sender, receiver, source) for source in sources]
+            assert all(map(np.array_equal, held, sources))
+            assert receiver.counters()["live_segments"] == 4
+            held.clear()
+            await no_lent_segments(receiver)
+            assert receiver.counters()["live_segments"] == 2
+            larger = [await moved(sender, receiver, noise(1 << 20)) for _ in range(4)]
+            assert receiver.counters()["lent_segments"] == len(larger), "what is idle makes room"
+
+    on_loop(scenario)
+
+
+def test_idle_segments_give_up_their_descriptors_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dropped: list[int] = []
+    pool = SegmentPool(1 << 30, dropped.append)
+    leases = [pool.lease(1 << 16, number) for number in range(1, 4)]
+    for segment in leases[:2]:
+        pool.restore(segment)
+    real = os.memfd_create
+    monkeypatch.setattr(
+        os, "memfd_create", lambda *how: (_no_descriptors if pool.pooled_bytes else real)(*how)
+    )
+    pool.lease(1 << 20, 4)
+    assert dropped == [1, 2]
+    assert pool.live_segments == 2
     pool.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pw.cli.host import DESCRIPTORS, take_descriptors
 from pw.client.runtime import Runtime, SliceHandle
 from pw.client.threads import remote
 from pw.core.program import Node, Output, Value
@@ -335,6 +337,26 @@ def test_version(start: Start) -> None:
     one = start("pw.cli.main", "version")
     assert one.end() == 0
     assert re.fullmatch(r"pw \S+ with jax \S+ \(protocol \d+\), Python 3\.\S+\n", one.out)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "taken"),
+    [
+        (1024, 4096, [4096]),
+        (1024, resource.RLIM_INFINITY, [DESCRIPTORS]),
+        (1024, 1 << 30, [DESCRIPTORS]),
+        (4096, 4096, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+    ],
+)
+def test_a_host_takes_as_many_descriptors_as_it_may(
+    soft: int, hard: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: given.append(limits))
+    take_descriptors()
+    assert given == [(count, hard) for count in taken]
 
 
 # --- pw run --------------------------------------------------------------------------------------------

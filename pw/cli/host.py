@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 import threading
 import time
@@ -49,6 +50,9 @@ from pw.transport.endpoints import advertised
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork
+
+DESCRIPTORS = 1 << 20
+"""Each larger array that lies on a host has one, so a host takes as many as it may, up to this."""
 
 SWITCH_INTERVAL_S = 0.0005
 """Tracing and lowering hold the interpreter; with Python's default the loop would be 45 ms late."""
@@ -188,6 +192,8 @@ def serve(
     """Run one incarnation of a host; `pw-worker` does, and where nothing is to be survived a parent."""
     configure_logging(log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if sys.platform == "linux":
+        take_descriptors()
     supervisor: SupervisorLink | None = None
     begin, parcel = Begin(time.time_ns(), False, -1), None
     if supervisor_fd >= 0:
@@ -264,6 +270,16 @@ def serve(
         bulk.close()
 
     _exit(daemon.run(teardown))
+
+
+def take_descriptors() -> None:
+    """Raise this process's bound of descriptors as far as it may; it never waits with `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _inherited(name: str, parcel: Parcel | None, supervisor: SupervisorLink | None) -> list[Saved]:

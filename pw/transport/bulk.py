@@ -44,6 +44,7 @@ from pw.transport.inflow import ChunkReceiver, Inflow
 from pw.transport.outflow import ChunkSender
 from pw.transport.pieces import Push, Ready, checked
 from pw.transport.segments import (
+    NO_DESCRIPTORS,
     Bytes,
     Mapping,
     Segment,
@@ -159,22 +160,30 @@ class BulkPlane:
         segment = None
         try:
             if size_bytes > INLINE_BYTES and _SHARED_MEMORY:
-                segment = self._pool.lease(size_bytes, transfer)
-                target = segment.bytes[:size_bytes]
-            else:
-                target = aligned_buffer(size_bytes)
+                segment = self._lease(size_bytes, transfer)
+            target = segment.bytes[:size_bytes] if segment else aligned_buffer(size_bytes)
         except (OSError, MemoryError) as error:
             words = f"no room for {size_bytes} bytes that were to land here: {error}"
             raise OutOfHostMemory(words) from error
         self._expected[transfer] = _Expected(segment, Inflow(transfer, target), deliver)
+        listener = self._listener if segment or size_bytes <= INLINE_BYTES else None
         return Landing(
             transfer=transfer,
             size_bytes=size_bytes,
             segment=segment.number if segment else 0,
             machine=self._machine,
-            socket=self._listener.name if self._listener else "",
+            socket=listener.name if listener else "",
             endpoint=self._receiver.endpoint if self._receiver else "",
         )
+
+    def _lease(self, size_bytes: int, transfer: int) -> Segment | None:
+        """Shared memory; None where descriptors are short and the bytes can come over tcp instead."""
+        try:
+            return self._pool.lease(size_bytes, transfer, sparing=self._receiver is not None)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTORS or self._receiver is None:
+                raise
+            return None
 
     def cancel(self, transfer: int) -> None:
         """Give up a landing: its bytes, should they still come, are discarded.

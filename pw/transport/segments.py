@@ -38,9 +38,12 @@ before its views. Such a callback can run anywhere, in any thread, so it only ap
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import resource
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -57,6 +60,10 @@ PAGE_BYTES = mmap.PAGESIZE
 SMALLEST_BYTES = 64 * 1024
 ALIGNMENT_BYTES = 64
 """What JAX needs in order to alias host memory instead of copying it."""
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+LIVE_SHARE, IDLE_SHARE = 1 / 2, 1 / 4
+"""How many of the descriptors that a process may have are for segments that live, and that lie idle: each has
+one for as long as it lives, and files and sockets need some as well."""
 
 # Python's own mmap keeps a duplicate of the descriptor open as long as the mapping lives, which
 # would double the descriptors of a pool, so the C functions are called directly.
@@ -192,6 +199,12 @@ class Segment:
         self.bytes, self.word = self.mapping.views()
 
 
+def _most_descriptors() -> int:
+    """How many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 class _Alias(weakref.ref[_Exporter]):
     """Tells, by being called back, which pages nobody aliases any more."""
 
@@ -220,6 +233,9 @@ class SegmentPool:
     def __init__(self, keep_bytes: int, on_drop: Callable[[int], None]) -> None:
         self.pooled_bytes = 0
         self._keep_bytes = keep_bytes
+        descriptors = _most_descriptors()
+        self._most_live = int(descriptors * LIVE_SHARE)
+        self._most_idle = int(descriptors * IDLE_SHARE)
         self._on_drop = on_drop
         self._segments: dict[int, Segment] = {}
         self._idle: dict[int, deque[Segment]] = {}
@@ -241,11 +257,16 @@ class SegmentPool:
     def get(self, number: int) -> Segment | None:
         return self._segments.get(number)
 
-    def lease(self, size_bytes: int, transfer: int) -> Segment:
+    def lease(self, size_bytes: int, transfer: int, *, sparing: bool = False) -> Segment:
         """A segment of at least that size that only this transfer may write.
 
+        Args:
+            size_bytes: what the transfer brings.
+            transfer: its number.
+            sparing: do without one rather than leave too few descriptors to others.
+
         Raises:
-            OSError: out of memory or descriptors.
+            OSError: out of memory or descriptors (`NO_DESCRIPTORS`).
         """
         self.reclaim()
         capacity_bytes = size_class(size_bytes)
@@ -255,10 +276,26 @@ class SegmentPool:
             del self._order[segment.number]
             self.pooled_bytes -= capacity_bytes
         else:
-            segment = Segment(self._last_number + 1, capacity_bytes)
-            self._last_number += 1
-            self._segments[segment.number] = segment
+            segment = self._make(capacity_bytes, sparing)
         segment.word[0] = transfer
+        return segment
+
+    def _make(self, capacity_bytes: int, sparing: bool) -> Segment:
+        if sparing and len(self._segments) >= self._most_live:
+            if not self._order:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._drop_oldest()
+        number = self._last_number + 1
+        try:
+            segment = Segment(number, capacity_bytes)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTORS or not self._order:
+                raise
+            while self._order:
+                self._drop_oldest()
+            segment = Segment(number, capacity_bytes)
+        self._last_number = number
+        self._segments[number] = segment
         return segment
 
     def lend(self, segment: Segment, size_bytes: int) -> Bytes:
@@ -333,12 +370,14 @@ class SegmentPool:
             assert isinstance(alias, _Alias)
             self._aliases.discard(alias)
             alias.unaliased(alias.safe)
-        while self.pooled_bytes > self._keep_bytes:
-            number = next(iter(self._order))
-            segment = self._order.pop(number)
-            self._idle[segment.capacity_bytes].popleft()
-            self.pooled_bytes -= segment.capacity_bytes
-            self.retire(segment)
+        while self.pooled_bytes > self._keep_bytes or len(self._order) > self._most_idle:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        segment = self._order.pop(next(iter(self._order)))
+        self._idle[segment.capacity_bytes].popleft()
+        self.pooled_bytes -= segment.capacity_bytes
+        self.retire(segment)
 
     def close(self) -> None:
         """Close every descriptor; arrays that were lent stay valid as long as they live."""
