@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from pw.client import threads
 from pw.client.runtime import Runtime
-from pw.client.threads import SWITCH_INTERVAL_S, LoopThread
-from pw.core.errors import ConnectionFailed
+from pw.client.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
+from pw.core.errors import ConnectionFailed, Disconnected
 from pw.transport.bulk import BulkPlane
+from pw.transport.local import LocalHub
+from pw.transport.node import Node
 
 
 @pytest.fixture
@@ -70,3 +75,29 @@ def test_hosts_dial_a_client_at_its_address_towards_the_controller(
     with pytest.raises(ConnectionFailed):
         Runtime(threads.remote("tcp://127.0.0.1:9"), 1.0, 0, connect_s=0.1)
     assert listens_at == ["192.0.2.7"]
+
+
+def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count its segments the bulk plane takes them back, and tells those who sent them."""
+    asked: list[int] = []
+    real = BulkPlane.counters
+
+    def counters(plane: BulkPlane) -> dict[str, int]:
+        asked.append(threading.get_ident())
+        return real(plane)
+
+    monkeypatch.setattr(BulkPlane, "counters", counters)
+    thread = LoopThread("session")
+    runtime = cast(Any, SimpleNamespace(tick=lambda: None, grant=lambda count: None))
+
+    def make() -> SessionOnNode:
+        node = Node("client", thread.loop, LocalHub(thread.loop).network("client"))
+        return SessionOnNode(thread, node, BulkPlane(thread.loop), runtime, None, thread.stop)
+
+    session = thread.call(make)
+    assert session.counters()["bulk_lent_segments"] == 0
+    assert asked == [thread.call(threading.get_ident)]
+    session.close()
+    with pytest.raises(Disconnected):
+        session.counters()
+    assert len(asked) == 1

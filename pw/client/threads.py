@@ -18,7 +18,7 @@ import uvloop
 from pw.client.children import Child
 from pw.client.notes import AwaitHosts
 from pw.client.session import ClientSession
-from pw.core.errors import ConnectionFailed
+from pw.core.errors import ConnectionFailed, Disconnected
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import address_towards
@@ -149,7 +149,20 @@ class SessionOnNode:
         self._node.post_threadsafe("session", note)
 
     def counters(self) -> dict[str, int]:
-        """This process's counters."""
+        """This process's counters. Raises Disconnected if the session ends."""
+        self._check_open()
+        try:
+            return self._thread.call(self._counters)  # the bulk plane belongs to the loop
+        except (RuntimeError, TimeoutError):
+            self._check_open()  # it may have ended meanwhile, and the loop with it
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Disconnected("the pw session was closed")
+
+    def _counters(self) -> dict[str, int]:
+        self._check_open()
         moved = {f"bulk_{name}": value for name, value in self._bulk.counters().items()}
         return dict(self._node.counters) | moved
 
