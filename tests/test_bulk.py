@@ -9,6 +9,7 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import resource
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -914,6 +915,61 @@ def test_segments_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -
             assert receiver.counters()["live_segments"] == 2
             larger = [await moved(sender, receiver, noise(1 << 20)) for _ in range(4)]
             assert receiver.counters()["lent_segments"] == len(larger), "what is idle makes room"
+
+    on_loop(scenario)
+
+
+@contextlib.contextmanager
+def exhausted() -> Iterator[None]:
+    """This process has as many descriptors as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    more: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                more.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in more:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_pages_whose_descriptor_is_lost_are_copied() -> None:
+    async def scenario() -> None:
+        async with three_planes() as (first, second, third):
+            landed = await moved(first, second, noise(LARGE))
+            await moved(second, third, noise(LARGE, 1))
+            await no_lent_segments(third)  # so the second has mapped what the third lies in next
+            with exhausted():
+                copied = await moved(second, third, landed)
+            assert np.array_equal(copied, landed)
+            assert second.counters()["lent_segments"] == 1
+            del landed
+            await until(lambda: _is_idle(second))
+            assert third.counters()["rejected"] == 0
+            assert third.counters()["lent_segments"] == 1
+
+    on_loop(scenario)
+
+
+def test_a_receiver_without_descriptors_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_NO_DESCRIPTORS_S", 0.05)
+
+    async def scenario() -> None:
+        asked: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: asked.append(report))
+        async with planes("shared") as (sender, receiver):
+            landing, _ = land(receiver, 100_000)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                with exhausted():
+                    stranger.connect(f"\0{landing.socket}")
+                    await until(lambda: receiver.counters()["rejected"] > 0)
+            source = noise(1000)
+            assert np.array_equal(await moved(sender, receiver, source), source)
+        assert asked == []
 
     on_loop(scenario)
 

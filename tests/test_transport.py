@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -24,7 +25,7 @@ from pw.core.messages import (
 )
 from pw.transport import codec, connection, endpoints, nearby, stream_network
 from pw.transport import node as node_module
-from pw.transport.endpoints import LOOPBACK, address_towards
+from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.link import Versions
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
@@ -369,6 +370,16 @@ def test_a_node_without_descriptors_accepts_later(
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     b.env.send(a.env.address, Ready(0))
     tcp.until(lambda: numbers(a) == [0])
+
+
+def test_without_descriptors_nobody_is_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor can tcp be dialled, but that is tried again; whoever sends must not fail."""
+
+    def refuse(*how: int) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert nearby.dial(parse("tcp://127.0.0.1:1")) is None
 
 
 def test_a_taken_port_is_one_clear_line(tcp: Cluster) -> None:

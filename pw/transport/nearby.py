@@ -45,7 +45,10 @@ def dial(place: Place) -> socket.socket | None:
     """A connection to whoever listens at this place and is on this machine; None if it is not."""
     if not _IS_LINUX or place.family != socket.AF_INET:
         return None
-    dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptors left: who cannot dial tcp either tries again
+        return None
     try:
         dialled.setblocking(False)
         dialled.connect(_name(place))

@@ -17,6 +17,7 @@ so that its own segment was not touched then:
       | SHARE transfer, descriptor  -------------->  |     delivers an array over the sender's pages
       |  <------------------------  RETURN transfer  |     nobody aliases it any more
       |  <------------------------  RETIRE transfer  |     nor here, but perhaps in a forked process
+      |  <------------------------    LOST transfer  |     no descriptor was left for it: copied after all
 
 All records have one fixed size. Anything else on the socket, a record that breaks the protocol,
 or a peer that runs as another user, closes that connection and nothing more.
@@ -31,7 +32,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -40,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pw.core.errors import TransferFailed
+from pw.core.landing import Landing
 from pw.transport.nearby import peer_user
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed, place
 from pw.transport.segments import Array, Bytes, Mapping, Segment, map_received
@@ -57,8 +59,11 @@ _BURST_BYTES = 256 * 1024
 
 _RECORD = struct.Struct("<4sIQQ")
 _MAGIC = b"pwb1"
-WANT, FINISH, INLINE, SEGMENT, MISSING, DROP, SHARE, RETURN, RETIRE = range(1, 10)
+WANT, FINISH, INLINE, SEGMENT, MISSING, DROP, SHARE, RETURN, RETIRE, LOST = range(1, 11)
 _DESCRIPTORS_AT_ONCE = 16
+_NO_DESCRIPTORS_S = 1.0
+_GONE = -1
+"""In the place of a descriptor that came when this process could have no more."""
 
 
 class Malformed(Exception):
@@ -84,10 +89,18 @@ def parse(buffer: bytearray) -> Iterator[tuple[int, int, int]]:
 
 
 def _receive(connection: socket.socket, limit_bytes: int) -> tuple[bytes, list[int]]:
-    received, descriptors, _, _ = socket.recv_fds(connection, limit_bytes, _DESCRIPTORS_AT_ONCE)
+    received, descriptors, flags, _ = socket.recv_fds(connection, limit_bytes, _DESCRIPTORS_AT_ONCE)
     for descriptor in descriptors:  # Python 3.11 drops the flag that would ask for it
         os.set_inheritable(descriptor, False)
+    if flags & socket.MSG_CTRUNC:
+        descriptors.append(_GONE)
     return received, descriptors
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor != _GONE:
+            os.close(descriptor)
 
 
 class Arrivals(Protocol):
@@ -128,7 +141,7 @@ class Listener:
         self._socket.setblocking(False)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(4096)
-        loop.add_reader(self._socket.fileno(), self._accept)
+        self._listen()
 
     def drop(self, number: int) -> None:
         """Tell those who mapped a segment that it will not be used again."""
@@ -144,10 +157,19 @@ class Listener:
             self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket.fileno(), self._accept)
+
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except BlockingIOError:
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptors left: whoever dials can wait
+            self._arrivals.reject()
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
             return
         if peer_user(connection) != os.getuid():
             self._arrivals.reject()
@@ -165,8 +187,7 @@ class Listener:
                 self._loop.remove_reader(caller.socket.fileno())
                 self._loop.remove_writer(caller.socket.fileno())
             caller.socket.close()
-            for descriptor in caller.descriptors:
-                os.close(descriptor)
+            _close(caller.descriptors)
 
     def _readable(self, caller: _Caller) -> None:
         try:
@@ -212,6 +233,9 @@ class Listener:
         if not caller.descriptors:
             raise Malformed("shared pages came without their descriptor")
         descriptor = caller.descriptors.popleft()
+        if descriptor == _GONE:
+            self._send(caller, LOST, transfer)
+            return
         try:
             mapping = map_received(descriptor, capacity_bytes, writable=False)
         except (ValueError, OSError) as error:
@@ -298,7 +322,7 @@ class _Receiver:
     outbox: deque[tuple[memoryview, Push | None]] = field(default_factory=deque)
     blocked: bool = False
     targets: dict[int, _Target] = field(default_factory=dict)
-    shares: dict[int, Segment] = field(default_factory=dict)
+    shares: dict[int, tuple[Landing, Segment]] = field(default_factory=dict)
     waiting: dict[int, list[Push]] = field(default_factory=dict)
     unasked: deque[int] = field(default_factory=deque)
     asked: int = 0
@@ -443,15 +467,14 @@ class Copier:
         del self._by_descriptor[peer.socket.fileno()]
         self._unwatch(peer.socket.fileno())
         peer.socket.close()
-        for descriptor in peer.descriptors:
-            os.close(descriptor)
+        _close(peer.descriptors)
         lost = [push for pushes in peer.waiting.values() for push in pushes]
         lost += [push for _, push in peer.outbox if push is not None]
         lost += [copy.push for copy in self._copies if copy.receiver is peer]
         self._copies = deque(copy for copy in self._copies if copy.receiver is not peer)
         for push in lost:
             self._finish(push, TransferFailed(f"lost the receiver at {name!r}: {why}"))
-        for segment in peer.shares.values():
+        for _, segment in peer.shares.values():
             self._unshare(segment, False)
 
     def _begin(self, peer: _Receiver, push: Push, target: _Target) -> None:
@@ -512,7 +535,7 @@ class Copier:
             peer.outbox.popleft()
             if push is not None:
                 if push.shared is not None:
-                    peer.shares[push.landing.transfer] = push.shared
+                    peer.shares[push.landing.transfer] = (push.landing, push.shared)
                 self._finish(push, None)
         if peer.blocked:
             peer.blocked = False
@@ -535,6 +558,8 @@ class Copier:
         try:
             for kind, number, capacity_bytes in parse(peer.inbox):
                 self._heard(peer, kind, number, capacity_bytes)
+                if self._receivers.get(name) is not peer:
+                    return
         except (Malformed, ValueError, OSError) as error:
             self._hang_up(name, peer, str(error))
             return
@@ -544,8 +569,12 @@ class Copier:
         if kind == DROP:
             peer.targets.pop(number, None)
             return
-        if kind in (RETURN, RETIRE) and number in peer.shares:
-            self._unshare(peer.shares.pop(number), kind == RETURN)
+        if kind in (RETURN, RETIRE, LOST) and number in peer.shares:
+            landing, segment = peer.shares.pop(number)
+            if kind == LOST:
+                self._copy_shared(landing, segment)
+            else:
+                self._unshare(segment, kind == RETURN)
             return
         if kind not in (SEGMENT, MISSING) or number not in peer.waiting:
             raise Malformed(f"record {kind} about segment {number} was not asked for")
@@ -557,10 +586,10 @@ class Copier:
                 why = f"the receiver gave up transfer {transfer}, or never had it"
                 self._finish(push, TransferFailed(why))
             return
-        if not peer.descriptors:
+        descriptor = peer.descriptors.popleft() if peer.descriptors else _GONE
+        if descriptor == _GONE:
             peer.waiting[number] = pushes
             raise Malformed("a segment came without its descriptor")
-        descriptor = peer.descriptors.popleft()
         try:
             mapping = map_received(descriptor, capacity_bytes)
         except (ValueError, OSError):
@@ -571,3 +600,8 @@ class Copier:
         peer.targets[number] = target = _Target(mapping, *mapping.views())
         for push in pushes:
             self._begin(peer, push, target)
+
+    def _copy_shared(self, landing: Landing, segment: Segment) -> None:
+        """Whoever pushed this has been told that it is done; its bytes stay here until it is."""
+        pages = segment.bytes[: landing.size_bytes]
+        self.push(Push(landing, [(0, pages)], pages.nbytes, lambda _: self._unshare(segment, True)))
