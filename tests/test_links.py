@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import zmq
 
 from pw.core.ids import Address
 from pw.core.messages import (
+    EdgeData,
     Hello,
     PeerLost,
     PeerRefused,
@@ -22,6 +26,7 @@ from pw.core.messages import (
 )
 from pw.transport import codec
 from pw.transport.link import Versions
+from pw.transport.zmtp import Zmtp
 from tests.cluster import Cluster, make_cluster, numbers
 
 
@@ -184,6 +189,46 @@ def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:
     tcp.until(lambda: tcp.of(a).counters["frames_received"] > before + 5)
     assert not a.lost
     assert not b.lost
+
+
+def test_a_frame_that_takes_longer_than_a_silence_is_waited_for(tcp: Cluster) -> None:
+    a = tcp.node("a", heartbeat_s=0.05, silence_s=0.7)
+    end = Zmtp(b"DEALER", codec.MAX_FRAME_BYTES)
+    message = EdgeData(1, 2, bytes(150_000))
+    with socket.create_connection(("127.0.0.1", int(tcp.endpoint(a).rpartition(":")[2]))) as raw:
+        raw.setblocking(False)
+
+        def say() -> None:
+            raw.sendall(b"".join(end.output))
+            end.output.clear()
+
+        def shake_hands() -> bool:
+            say()
+            with contextlib.suppress(BlockingIOError):
+                end.feed(raw.recv(4096))
+                assert end.next_message() is None
+            return end.open
+
+        tcp.until(shake_hands)
+        say()
+        raw.sendall(end.message(greeting("slow")))
+        tcp.until(lambda: tcp.of(a).counters["frames_received"] == 1)
+        data = end.message(codec.encode_frame(1, [("main", "main", message)]))
+        pieces = deque(data[at : at + 10_000] for at in range(0, len(data), 10_000))
+        due_s = tcp.loop.time()
+
+        def trickle() -> bool:
+            nonlocal due_s
+            if pieces and tcp.loop.time() >= due_s:
+                due_s += 0.1
+                raw.sendall(pieces.popleft())
+            return bool(a.received)
+
+        tcp.until(trickle)
+        assert a.received == [(Address("slow", "main"), message)]
+        assert not pieces
+        tcp.until(lambda: a.lost)
+    assert a.lost == [("slow", "silent for 0.7 s")]
 
 
 def test_how_long_a_peer_may_be_silent_is_its_own_to_say(

@@ -71,6 +71,8 @@ class Connection:
         mechanism: Callable[[bytes], Mechanism] | None = None,
     ) -> None:
         self.closed = False
+        self.heard_s = loop.time()
+        """When bytes came that were not one whole message, which the owner hears of."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
@@ -265,6 +267,7 @@ class Connection:
         if body is not None:
             self._owner.received(self, [body])
             return True
+        self.heard_s = self._loop.time()
         self._zmtp.feed(data)
         self._deliver()
         return True

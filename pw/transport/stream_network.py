@@ -199,9 +199,9 @@ class StreamNetwork:
             self._drop(link, Goodbye())
 
     def heard_s(self, node: str) -> float | None:
-        """How many seconds ago a frame came from `node`; None without a link."""
+        """How many seconds ago something came from `node`; None without a link."""
         link = self._links.get(node)
-        return None if link is None else self._loop.time() - link.heard_s
+        return None if link is None else self._loop.time() - _heard_s(link)
 
     def close(self) -> None:
         """Say goodbye to all peers; takes at most about 0.2 s."""
@@ -486,7 +486,7 @@ class StreamNetwork:
                 if now_s - link.made_s > self._connect_s:
                     self._lose(link, f"could not be reached at {link.endpoint}")
                 continue
-            if now_s - link.heard_s > link.silence_s and not self._listen_to(link, now_s):
+            if now_s - _heard_s(link) > link.silence_s and not self._listen_to(link, now_s):
                 self._lose(link, f"silent for {link.silence_s:g} s", Goodbye())
                 continue
             idle = now_s - link.spoke_s >= 0.9 * self._heartbeat_s
@@ -496,7 +496,12 @@ class StreamNetwork:
     def _listen_to(self, link: Link, now_s: float) -> bool:
         """Read what has come; whether the peer was heard after all, or may yet be."""
         unread = link.source is not None and link.source.receive()
-        return unread or now_s - link.heard_s <= link.silence_s
+        return unread or now_s - _heard_s(link) <= link.silence_s
+
+
+def _heard_s(link: Link) -> float:
+    """When a frame came last, or a part of one: a large one may take longer than any silence."""
+    return link.heard_s if link.source is None else max(link.heard_s, link.source.heard_s)
 
 
 def _mechanism(keys: Keys) -> Callable[[bytes], Mechanism]:
