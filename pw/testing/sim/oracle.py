@@ -154,8 +154,8 @@ class Oracle:
         lasts = truth.durable and not self._ledger.injected["drain"]  # it has a place
         if not self._copied.isdisjoint(truth.made_of):
             lasts = lasts and self._ledger.injected["machine crash"] < COPIES
-        injected = self._ledger.injected
-        restarted = injected["controller killed"] or injected["controller stopped"]
+        faults = self._ledger.injected
+        restarted = faults["controller killed"] or faults["controller stopped"]
         forgotten = restarted and "was given back" in words
         if held and lasts and not forgotten and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
