@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.extend.backend
 
 from pw.cli.assembly import add_host
 from pw.core.errors import ErrorReport
@@ -44,7 +45,7 @@ class InProcessHost:
             loop, name, self.device, allow_python=True, compile_cache=default_folder()
         )
         registration = RegisterHost(
-            island, 1, len(self._devices), self._devices[0].platform, "", os.getpid()
+            island, 1, len(self._devices), _platform(self._devices[0]), "", os.getpid()
         )
         self.files = FileThreads(loop)
         self.executor = add_host(
@@ -83,3 +84,10 @@ class InProcessHost:
         self.backend.close()
         self.files.close()
         self.bulk.close()
+
+
+def _platform(device: jax.Device) -> str:
+    """What is to be compiled for: `jax.export` knows "cuda" and "rocm", and devices of both say "gpu"."""
+    backends = jax.extend.backend.backends()
+    named = (name for name, client in backends.items() if client.platform == device.platform)
+    return next(named, device.platform)
