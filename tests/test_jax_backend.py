@@ -766,15 +766,24 @@ async def test_what_is_built_of_bytes_never_changes_them(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
+    ("hosts", "words", "kind"),
     [
-        ("UNKNOWN: Gloo all-reduce failed: [pair.cc:525] Connection reset by peer", "HostLost"),
-        ("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited", "HostLost"),
-        ("RESOURCE_EXHAUSTED: out of memory", "OutOfDeviceMemory"),
-        ("INVALID_ARGUMENT: no", "ComputationFailed"),
+        (2, "UNKNOWN: Gloo all-reduce failed: [pair.cc:525] Connection reset by peer", "HostLost"),
+        (2, "INTERNAL: NCCL operation ncclAllReduce failed: remote process exited", "HostLost"),
+        (
+            1,
+            "INTERNAL: NCCL operation ncclCommInitAll failed: no shared memory",
+            "ComputationFailed",
+        ),
+        (2, "RESOURCE_EXHAUSTED: out of memory", "OutOfDeviceMemory"),
+        (2, "INVALID_ARGUMENT: no", "ComputationFailed"),
     ],
 )
-def test_a_collective_that_lost_its_peers_is_not_the_programs_fault(words: str, kind: str) -> None:
+def test_a_collective_that_lost_its_peers_is_not_the_programs_fault(
+    monkeypatch: pytest.MonkeyPatch, hosts: int, words: str, kind: str
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: hosts)
+
     @on_host
     async def run(host: Host) -> None:
         report = host.backend._report(RuntimeError(words), "step")

@@ -82,7 +82,8 @@ _GUARD_NAP_S = 0.001
 """How much later it may be known that a computation has failed whose results nobody watches."""
 
 _COLLECTIVES = ("Gloo", "NCCL")
-"""Who speaks in the error of a computation whose peers have died under it."""
+"""Who speaks in the error of a computation whose peers have died under it, if other processes take part: what
+is computed from its results, on this host alone, fails with that same error."""
 
 
 class JaxBackend:
@@ -692,7 +693,7 @@ class JaxBackend:
         kind: type[Error] = ComputationFailed
         if "RESOURCE_EXHAUSTED" in words:
             kind = OutOfDeviceMemory
-        elif any(library in words for library in _COLLECTIVES):
+        elif jax.process_count() > 1 and any(library in words for library in _COLLECTIVES):
             kind = HostLost
         report = ErrorReport.of(error, self._host, kind)
         if not computation:
