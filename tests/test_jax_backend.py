@@ -23,6 +23,7 @@ from pw.core.errors import ErrorReport
 from pw.core.plan import Piece
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtype_of
+from pw.devices import jax_backend
 from pw.devices.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
 from pw.devices.jax_backend import JaxBackend
 from pw.devices.jax_layouts import aligned_empty
@@ -644,6 +645,31 @@ async def test_donation_waits_for_no_pending_read(host: Host) -> None:
     np.testing.assert_array_equal(joined(await future, spec), np.ones(8))
     np.testing.assert_array_equal(await host.read(result, spec), np.full(8, 2))
     assert host.backend.counters()["donations_copied"] == 1
+
+
+def test_what_was_copied_from_a_device_is_donated_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax_backend, "_in_host_memory", lambda array: False)
+
+    @on_host
+    async def run(host: Host) -> None:
+        spec = spec_of(sharding=FOUR)
+        await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+        value = host.build(spec, np.arange(8))
+        for reads in (1, 2):
+            before = value
+            futures, ops = zip(*(host.reading(before, spec) for _ in range(reads)), strict=True)
+            host.backend.submit(ops)
+            views = await asyncio.wait_for(asyncio.gather(*futures), BOUND_S)
+            (value,) = host.execute(b"k", before)
+            assert await host.watch(value) is None
+            assert before.payload is None, "it was given away"
+            for shards in views:
+                np.testing.assert_array_equal(joined(shards, spec), np.arange(8) + reads - 1)
+        assert host.backend.counters()["donations_copied"] == 0
+
+    run()
 
 
 @on_host

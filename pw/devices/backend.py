@@ -52,6 +52,8 @@ class Value:
         "joint",
         "maker",
         "payload",
+        "reads_begun",
+        "reads_ended",
         "shared",
     )
 
@@ -62,7 +64,11 @@ class Value:
         self.maker = ""
         """Name of the computation that makes it, for the error if it fails."""
         self.shared = False
-        """Another value, or a read under way, may alias the buffers: copied before a donation."""
+        """Another value may alias the buffers: copied before a donation."""
+        self.reads_begun = 0
+        """Reads that are under way, or have been: their views may alias the buffers."""
+        self.reads_ended = 0
+        """Those whose views are there and are copies; when all are, the buffers may be donated again."""
         self.building: Any = None
         """Tells the execute thread when a build that was deferred has ended."""
         self.heir: Value | None = None
@@ -82,8 +88,8 @@ class Execute:
     """Enqueue an installed computation; `results` are filled as soon as it has been enqueued.
 
     `copied` are donated positions whose argument somebody still needs: a copy is donated instead.
-    An argument that is `shared`, or given twice, is copied without being named. The other donated
-    arguments are gone afterwards (using them again is `ArrayDeleted`).
+    An argument that is `shared`, is being read, or is given twice, is copied without being named. The other
+    donated arguments are gone afterwards (using them again is `ArrayDeleted`).
 
     `failed` is given for computations that run on other hosts, too, which may wait for this one. It is
     called on the loop thread if this host fails them: it could not enqueue the computation, or has an

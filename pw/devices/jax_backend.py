@@ -8,11 +8,11 @@ proven quick (`pw.devices.quick`). A second thread compiles. A third waits for a
 which that was asked; where everything is ready already and nobody waits, the execute thread answers at
 once. A fourth assembles large arrays from host bytes.
 
-Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it, or is
-going to read it, has marked the value `shared`, and a copy is donated instead. A host view that
-exists already needs no such care: JAX sees it and does not donate. A `Watch` that finds its array
-deleted follows the value's `heir`, a result of the computation that took the buffer: when that is
-ready, so was this.
+Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it has marked the
+value `shared`, who is going to read it is counted, and a copy is donated instead. A host view that
+exists already needs no such care: it is a copy itself, or JAX sees it and does not donate. A `Watch`
+that finds its array deleted follows the value's `heir`, a result of the computation that took the
+buffer: when that is ready, so was this.
 
 JAX's warning that a donated buffer was of no use is silenced: here donation is the client's wish,
 and the worker's log is no place to tell it.
@@ -477,7 +477,7 @@ class JaxBackend:
         heir = op.results[0] if op.results else None
         for position in donated:
             value = args[position]
-            if position in copied or value.shared:
+            if position in copied or value.shared or value.reads_begun != value.reads_ended:
                 arrays[position] = _copy(arrays[position])
                 self._copied += 1
             else:
@@ -580,7 +580,7 @@ class JaxBackend:
         ):
             self._answer_read(op)
             return
-        value.shared = True  # until the views exist, nobody may be given the buffers
+        value.reads_begun += 1  # until the views exist, nobody may be given the buffers
         self._waits_begun += 1
         self._watching.put(op)
 
@@ -650,6 +650,8 @@ class JaxBackend:
         if answer is None:
             try:
                 answer = self._views(op)
+                if not _in_host_memory(op.value.payload):
+                    op.value.reads_ended += 1
             except Exception as error:  # noqa: BLE001 - the asker is to know
                 answer = self._report(error)
         self._completions.post(op.done, answer)
