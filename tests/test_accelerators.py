@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,10 @@ import jax.extend.backend
 import pytest
 
 import pw
+from pw.cli.host import HostRuntime
+from pw.core.errors import ErrorReport
+from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
+from pw.devices import group
 
 
 class Gpu:
@@ -43,3 +48,48 @@ def test_what_is_embedded_compiles_for_the_platform_that_its_gpus_have(
         pw.disconnect()
     exported = jax.export.export(jax.jit(lambda x: x), platforms=[device.platform])(1.0)
     assert exported.platforms == ("cuda",)
+
+
+def accelerator(process: int, limit_bytes: int | None) -> Any:
+    """A device of one of several processes; only its own can ask for its memory."""
+
+    def memory_stats() -> dict[str, int] | None:
+        assert process == 1, "it is another host's device"
+        return None if limit_bytes is None else {"bytes_limit": limit_bytes}
+
+    return SimpleNamespace(
+        process_index=process, memory_stats=memory_stats, platform="gpu", device_kind="H9"
+    )
+
+
+def join(hosts: tuple[str, ...], rank: int, devices: int) -> Any:
+    """What becomes of a host that joins its island: its answer, or the error that it stops with."""
+
+    async def run() -> Any:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        daemon: Any = None
+        host = HostRuntime("h1", daemon, loop, "cuda", devices, "127.0.0.1", None)
+
+        def stop(reason: str, error: ErrorReport | None) -> None:
+            ended.set_result(error)
+
+        def joined(answer: IslandJoined | IslandJoinFailed) -> None:
+            ended.set_result(answer)
+
+        host.stop = stop  # type: ignore[method-assign]
+        host.join(FormIsland("east", 1, hosts, rank, "", b""), joined)
+        return await asyncio.wait_for(ended, 60)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("own", "least"), [((80, 70), 70), ((None, 70), 70), ((None, None), None)])
+def test_a_host_of_several_tells_the_least_memory_of_its_own_devices(
+    monkeypatch: pytest.MonkeyPatch, own: tuple[int | None, ...], least: int | None
+) -> None:
+    devices = [accelerator(0, 10), *(accelerator(1, limit_bytes) for limit_bytes in own)]
+    monkeypatch.setattr(group, "join", lambda *where, **how: devices)
+    answer = join(("h0", "h1"), rank=1, devices=2)
+    assert isinstance(answer, IslandJoined)
+    assert answer.memory_bytes == least

@@ -101,22 +101,23 @@ class HostRuntime:
                     form.epoch,
                     host=self._address,
                 )
-                own = [device for device in devices if device.process_index == form.rank]
-                local_count = len(own if len(form.hosts) > 1 else devices)
+                own = devices
+                if len(form.hosts) > 1:
+                    own = [device for device in devices if device.process_index == form.rank]
+                local_count = len(own)
                 if local_count != self._local_devices:
                     raise PlacementError(
                         f"this host has {local_count} {devices[0].platform} devices, not "
                         f"{self._local_devices}; start it with --devices {local_count}"
                     )
                 self._devices, self._hosts = list(devices), form.hosts
+                limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own]
                 answer = IslandJoined(
                     form.island,
                     form.epoch,
                     devices[0].device_kind,
                     local_count,
-                    (devices[0].memory_stats() or {}).get("bytes_limit")
-                    if len(form.hosts) == 1
-                    else None,
+                    min((limit for limit in limits if limit is not None), default=None),
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
