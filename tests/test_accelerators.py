@@ -93,3 +93,15 @@ def test_a_host_of_several_tells_the_least_memory_of_its_own_devices(
     answer = join(("h0", "h1"), rank=1, devices=2)
     assert isinstance(answer, IslandJoined)
     assert answer.memory_bytes == least
+
+
+def test_a_platform_that_jax_cannot_open_is_not_for_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def devices() -> Any:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    error = join(("h1",), rank=0, devices=1)
+    assert "is it installed with support for cuda" in error.message
+    assert "epoch" not in error.message

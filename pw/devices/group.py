@@ -105,6 +105,7 @@ def join(
 
     Raises:
         GroupError: the group was not formed. `leave()` makes this process ready for another try.
+        RuntimeError: with one host, JAX cannot open its devices.
     """
     if not 0 <= rank < size:
         raise GroupError(f"rank {rank} is not in an island of {size} hosts")
@@ -124,6 +125,8 @@ def join(
     try:
         devices = list(jax.devices())
     except RuntimeError as error:
+        if size == 1:
+            raise
         raise GroupError(
             f"the devices of {where} could not be opened: {error}. A host that died meanwhile "
             "must be replaced under a new epoch"
