@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 import pw
 from pw.cli.host import HostRuntime
+from pw.client.children import Child
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
 from pw.devices import group
@@ -105,3 +108,25 @@ def test_a_platform_that_jax_cannot_open_is_not_for_the_next_epoch(
     error = join(("h1",), rank=0, devices=1)
     assert "is it installed with support for cuda" in error.message
     assert "epoch" not in error.message
+
+
+@pytest.mark.processes
+def test_a_child_has_the_flags_of_its_parent_but_for_the_number_of_cpu_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "told.py").write_text(
+        "import os, sys\n"
+        "names = 'XLA_FLAGS', 'JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES'\n"
+        "print([os.environ.get(name) for name in names], file=open(sys.argv[1], 'w'))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    flags = "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=8 --xla_dump_to=/x"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    kept = "--xla_gpu_autotune_level=0  --xla_dump_to=/x"
+    for environment, visible in (({}, "7"), ({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3")):
+        child = Child("told", [str(tmp_path / "found")], environment=environment)
+        child._process.wait(60)
+        child.stop()
+        assert (tmp_path / "found").read_text().strip() == repr([kept, None, visible])

@@ -10,28 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pw.core.errors import ConnectionFailed
 
 STOP_S = 3.0
-_CPU_SETTINGS = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC")
+_OWN_SETTINGS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC", "PW_ADDRESS")
+_OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
+"""What says of this process how many devices it has; all other flags are the children's as well."""
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, as far as it is a child's."""
+    environment = {k: v for k, v in os.environ.items() if k not in _OWN_SETTINGS}
+    if "XLA_FLAGS" in environment:
+        environment["XLA_FLAGS"] = _OWN_FLAG.sub("", environment["XLA_FLAGS"]).strip()
+    return environment
 
 
 class Child:
-    """One daemon of `pw.cli`, started with `arguments`."""
+    """One daemon of `pw.cli`, started with `arguments`; `environment` adds to this process's."""
 
-    def __init__(self, module: str, arguments: Sequence[str], pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.module = module
         self._owner = os.getpid()
         parent_read, self._parent_write = os.pipe()
-        environment = {k: v for k, v in os.environ.items() if k not in _CPU_SETTINGS}
-        environment.pop("PW_ADDRESS", None)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments, "--parent-fd", str(parent_read)],
@@ -39,7 +54,7 @@ class Child:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=[parent_read, *pass_fds],
-                env=environment,
+                env={**_inherited(), **(environment or {})},
             )
         except BaseException:
             os.close(self._parent_write)
