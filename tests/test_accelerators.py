@@ -16,6 +16,7 @@ import pytest
 import pw
 from pw.cli.host import HostRuntime
 from pw.client.children import Child
+from pw.client.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
 from pw.devices import group
@@ -108,6 +109,23 @@ def test_a_platform_that_jax_cannot_open_is_not_for_the_next_epoch(
     error = join(("h1",), rank=0, devices=1)
     assert "is it installed with support for cuda" in error.message
     assert "epoch" not in error.message
+
+
+def test_a_host_with_too_many_gpus_is_told_how_to_see_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "join", lambda *where, **how: [accelerator(1, None)] * 4)
+    error = join(("h1",), rank=0, devices=2)
+    assert "--devices 4, or have CUDA_VISIBLE_DEVICES name 2" in error.message
+
+
+def test_workers_of_one_machine_share_no_gpu() -> None:
+    assert [visible_gpus(worker, 2, None) for worker in range(3)] == ["0,1", "2,3", "4,5"]
+    shown = "GPU-8a, 5,3,GPU-0b,1"
+    assert [visible_gpus(worker, 2, shown) for worker in range(2)] == ["GPU-8a,5", "3,GPU-0b"]
+    for worker, few in ((2, shown), (0, "7"), (0, "")):
+        with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES names"):
+            visible_gpus(worker, 2, few)
 
 
 @pytest.mark.processes

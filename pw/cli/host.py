@@ -106,10 +106,13 @@ class HostRuntime:
                     own = [device for device in devices if device.process_index == form.rank]
                 local_count = len(own)
                 if local_count != self._local_devices:
-                    raise PlacementError(
+                    words = (
                         f"this host has {local_count} {devices[0].platform} devices, not "
                         f"{self._local_devices}; start it with --devices {local_count}"
                     )
+                    if self._platform == "cuda":
+                        words += f", or have CUDA_VISIBLE_DEVICES name {self._local_devices}"
+                    raise PlacementError(words)
                 self._devices, self._hosts = list(devices), form.hosts
                 limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own]
                 answer = IslandJoined(

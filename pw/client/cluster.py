@@ -81,7 +81,8 @@ class LocalCluster:
         hosts_per_island: worker processes of each island.
         devices_per_host: devices of each worker.
         spare_hosts: workers that wait for a place to become free, in whichever island.
-        platform: `cpu`, `cuda` or `tpu`.
+        platform: `cpu`, `cuda` or `tpu`. On `cuda` each worker is shown GPUs of its own, taken in order from
+            those that CUDA_VISIBLE_DEVICES names, if it is set.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         lease_s: how long a silent client keeps what it owns, in seconds.
@@ -97,6 +98,7 @@ class LocalCluster:
 
     Raises:
         ConnectionFailed: a daemon ended or the islands were not formed in time.
+        ValueError: there are too few GPUs for so many workers.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class LocalCluster:
         self._children: list[Child] = []
         self._runtime: Runtime | None = None
         self._previous: Runtime | None = None
+        self._platform, self._devices_per_host = platform, devices_per_host
         self._closed = False
         self._sigterm = False
         self._owner = os.getpid()
@@ -186,7 +189,13 @@ class LocalCluster:
         return read_announcement(controller, read, START_S)
 
     def _start_worker(self, name: str, arguments: list[str]) -> None:
-        worker = Child("pw.cli.worker", [*arguments, "--name", name])
+        environment: dict[str, str] = {}
+        if self._platform == "cuda":
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+            own = visible_gpus(len(self.hosts), self._devices_per_host, shown)
+            environment["CUDA_VISIBLE_DEVICES"] = own
+        arguments = [*arguments, "--name", name]
+        worker = Child("pw.cli.worker", arguments, environment=environment)
         self._children.append(worker)
         self.hosts.append(LocalHost(name, worker))
 
@@ -256,3 +265,27 @@ class LocalCluster:
 
 def _exit(number: int, frame: types.FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def visible_gpus(worker: int, count: int, shown: str | None) -> str:
+    """What CUDA_VISIBLE_DEVICES is for one of several workers on this machine: no two use the same GPU.
+
+    Args:
+        worker: which one, from 0.
+        count: how many GPUs each has.
+        shown: what CUDA_VISIBLE_DEVICES is for all together; None if nothing says so.
+
+    Raises:
+        ValueError: no GPUs are left for it.
+    """
+    first = worker * count
+    if shown is None:
+        return ",".join(map(str, range(first, first + count)))
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    own = names[first : first + count]
+    if len(own) < count:
+        raise ValueError(
+            f"worker {worker + 1} of this machine is to have {count} GPUs, and those before it have "
+            f"{first}; CUDA_VISIBLE_DEVICES names {len(names)}"
+        )
+    return ",".join(own)
