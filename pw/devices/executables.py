@@ -157,6 +157,7 @@ def _machine() -> bytes:
         device.client.platform_version,
         device.device_kind,
         os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
         processor,
     )
     return repr(said).encode()
