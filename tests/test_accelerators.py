@@ -19,7 +19,9 @@ from pw.client.children import Child
 from pw.client.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
-from pw.devices import group
+from pw.devices import group, jax_compile
+from pw.devices.jax_backend import JaxBackend
+from tests.test_jax_backend import HOST, Host, add_one, export, spec_of
 
 
 class Gpu:
@@ -148,3 +150,39 @@ def test_a_child_has_the_flags_of_its_parent_but_for_the_number_of_cpu_devices(
         child._process.wait(60)
         child.stop()
         assert (tmp_path / "found").read_text().strip() == repr([kept, None, visible])
+
+
+@pytest.mark.parametrize(
+    ("platform", "processes", "kept"),
+    [("cpu", (0, 1), True), ("gpu", (1, 1), True), ("gpu", (0, 1), False), ("tpu", (0, 1), False)],
+)
+def test_what_processes_compile_together_for_accelerators_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    platform: str,
+    processes: tuple[int, ...],
+    kept: bool,
+) -> None:
+    stubs: Any = [SimpleNamespace(platform=platform, process_index=index) for index in processes]
+    judge = jax_compile.may_be_kept
+    monkeypatch.setattr(jax_compile, "may_be_kept", lambda devices: judge(stubs))
+
+    async def counters() -> dict[str, int]:
+        backend = JaxBackend(
+            asyncio.get_running_loop(),
+            HOST,
+            lambda at: jax.devices()[at.ordinal],
+            compile_cache=tmp_path,
+        )
+        try:
+            assert (
+                await Host(backend).install(b"k", export(add_one, [spec_of()], [spec_of()])) is None
+            )
+            return backend.counters()
+        finally:
+            backend.close()
+
+    asyncio.run(counters())
+    assert len([*tmp_path.iterdir()]) == kept
+    again = asyncio.run(counters())
+    assert (again["executables_loaded"], again["compilations"]) == (kept, not kept)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +99,16 @@ def _flat(exported: jax.export.Exported) -> Callable[..., tuple[jax.Array, ...]]
         return tuple(jax.tree.leaves(exported.call(*args, **kwargs)))
 
     return computation
+
+
+def may_be_kept(devices: Iterable[jax.Device]) -> bool:
+    """Whether one process may load an executable for `devices` while others compile it.
+
+    On accelerators, processes that compile together divide the search for the quickest kernels among them,
+    and wait for what the others have found.
+    """
+    first, *others = devices
+    return first.platform == "cpu" or all(d.process_index == first.process_index for d in others)
 
 
 class Compiler:
@@ -191,11 +201,12 @@ class Compiler:
                 for spec in computation.inputs
             )
             kept_as = self._kept_as(wish)
-            compiled = self._executables.load(kept_as)
+            compiled = None if kept_as is None else self._executables.load(kept_as)
             if compiled is None:
                 compiled = jitted.lower(*avals).compile()
                 self.compilations += 1
-                self._executables.save(kept_as, compiled)
+                if kept_as is not None:
+                    self._executables.save(kept_as, compiled)
             if any(spec.dtype in SUB_BYTE for spec in computation.inputs):
                 compiled = jitted
             device = devices[0].ordinal if len(devices) == 1 else None
@@ -207,10 +218,15 @@ class Compiler:
         self._wish_of[key] = wish
         self._publish(key, executable)
 
-    def _kept_as(self, wish: Any) -> bytes:
-        """What a wish is called beyond this epoch, in which hosts may have other names and ranks."""
+    def _kept_as(self, wish: Any) -> bytes | None:
+        """What a wish is called beyond this epoch, in which hosts may have other names and ranks.
+
+        None if nothing is to be kept of it.
+        """
         artifact, devices, inputs, outputs, donated = wish
         mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
+        if not may_be_kept(mesh.devices.flat):
+            return None
         names = {
             address: f"{device.platform}:{device.process_index}:{device.id}"
             for address, device in zip(devices, mesh.devices.flat, strict=True)
