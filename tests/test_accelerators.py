@@ -20,8 +20,7 @@ from pw.client.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
 from pw.devices import group, jax_compile
-from pw.devices.jax_backend import JaxBackend
-from tests.test_jax_backend import HOST, Host, add_one, export, spec_of
+from tests.test_jax_backend import add_one, export, open_host, spec_of
 
 
 class Gpu:
@@ -168,19 +167,9 @@ def test_what_processes_compile_together_for_accelerators_is_not_kept(
     monkeypatch.setattr(jax_compile, "may_be_kept", lambda devices: judge(stubs))
 
     async def counters() -> dict[str, int]:
-        backend = JaxBackend(
-            asyncio.get_running_loop(),
-            HOST,
-            lambda at: jax.devices()[at.ordinal],
-            compile_cache=tmp_path,
-        )
-        try:
-            assert (
-                await Host(backend).install(b"k", export(add_one, [spec_of()], [spec_of()])) is None
-            )
-            return backend.counters()
-        finally:
-            backend.close()
+        async with open_host(tmp_path) as host:
+            assert await host.install(b"k", export(add_one, [spec_of()], [spec_of()])) is None
+            return host.backend.counters()
 
     asyncio.run(counters())
     assert len([*tmp_path.iterdir()]) == kept

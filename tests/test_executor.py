@@ -201,6 +201,23 @@ def test_what_another_epoch_sends_is_dropped() -> None:
     assert [progress.epoch for progress in bench.told(Progress)] == [1]
 
 
+def test_the_scheduler_is_told_what_each_computation_takes_besides_its_arrays() -> None:
+    bench = Bench()
+    backend: Any = bench.host.backend
+    install = backend.install
+
+    def installed(key: bytes, computation: Computation, *rest: Any) -> None:
+        *what, done = rest
+        sizes = {"stage 1": 70, "stage 3": 50}
+        install(key, computation, *what, lambda error: done(error or sizes.get(computation.name)))
+
+    backend.install = installed
+    bench.install(chain([bench.there, bench.here, bench.here, bench.here]))
+    bench.settle()
+    (told,) = bench.told(Installed)
+    assert (told.error, told.temporary_bytes) == (None, (0, 70, 0, 50))
+
+
 def test_everything_waits_behind_an_edge_and_goes_on_in_order() -> None:
     bench = Bench()
     waiting = bench.install(chain([bench.there, bench.here]))

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -113,6 +114,11 @@ class Host:
         return future, done
 
     async def install(self, key: bytes, exported: tuple[Computation, bytes]) -> ErrorReport | None:
+        told = await self.installed(key, exported)
+        return told if isinstance(told, ErrorReport) else None
+
+    async def installed(self, key: bytes, exported: tuple[Computation, bytes]) -> Any:
+        """What went wrong, or the bytes of temporaries."""
         future, done = self.answer()
         computation, artifact = exported
         devices = tuple(address(ordinal) for ordinal in computation.placement.devices)
@@ -170,10 +176,11 @@ def joined(shards: Any, spec: ArraySpec) -> Any:
 
 
 @asynccontextmanager
-async def open_host() -> AsyncIterator[Host]:
+async def open_host(folder: Path | None = None) -> AsyncIterator[Host]:
     devices = jax.devices()
     assert len(devices) >= 8, "these tests need JAX_NUM_CPU_DEVICES=8"
-    backend = JaxBackend(asyncio.get_running_loop(), HOST, lambda at: devices[at.ordinal])
+    loop = asyncio.get_running_loop()
+    backend = JaxBackend(loop, HOST, lambda at: devices[at.ordinal], compile_cache=folder)
     try:
         yield Host(backend)
     finally:
@@ -988,6 +995,32 @@ async def test_equal_computations_are_compiled_once(host: Host) -> None:
     elsewhere = spec_of(devices=(1,))
     assert await host.install(b"c", export(add_one, [elsewhere], [elsewhere])) is None
     assert host.backend.counters()["compilations"] == 2
+
+
+def test_what_a_computation_takes_besides_its_arguments_and_results_is_told(
+    tmp_path: Path,
+) -> None:
+    def sorted_product(x: Any) -> Any:
+        product = jnp.sort(x @ x, axis=0)
+        return (jnp.sum(product @ product),)
+
+    spec, result = spec_of((128, 128), sharding=ONE), spec_of(())
+    exported = export(sorted_product, [spec], [result])
+
+    async def installed() -> tuple[list[Any], dict[str, int]]:
+        async with open_host(tmp_path) as host:
+            told = [await host.installed(key, exported) for key in (b"a", b"b", b"a")]
+            told.append(await host.installed(b"c", export(add_one, [result], [result])))
+            return told, host.backend.counters()
+
+    (first, *again, little), counters = asyncio.run(installed())
+    assert first >= 128 * 128 * 4, "the product has to be somewhere"
+    assert again == [first, first]
+    assert little == 0
+    assert counters["compilations"] == 2
+    told, counters = asyncio.run(installed())
+    assert told == [first, first, first, 0]
+    assert (counters["compilations"], counters["executables_loaded"]) == (0, 2)
 
 
 @on_host

@@ -27,6 +27,10 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress
 Done = Callable[[ErrorReport | None], None]
 """Called on the loop thread: with None for success, otherwise with what went wrong."""
 
+DoneInstalling = Callable[[ErrorReport | int | None], None]
+"""Called on the loop thread: with what went wrong, or with the memory that the computation takes on each of its
+devices besides arguments and results, in bytes; None where nobody knows."""
+
 Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 """Host bytes for a box, relative to the shard, of the shards at these positions."""
 
@@ -194,7 +198,7 @@ class Backend(Protocol):
         computation: Computation,
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
-        done: Done,
+        done: DoneInstalling,
     ) -> None:
         """Compile a computation for `devices`, so that `Execute` can name it by `key` after `done`.
 

@@ -200,15 +200,20 @@ class HostExecutor(HostMember):
         blobs = {artifact.digest: artifact.blob for artifact in message.artifacts}
         waiting = {key for key in program.keys if key is not None}
         failures: list[ErrorReport] = []
+        takes: dict[bytes | None, int] = {}
 
         def answer(error: ErrorReport | None) -> None:
-            what = Installed(message.epoch, message.program, error, install=message.install)
-            self.env.send(sender, what)
+            sizes = tuple([takes.get(key, 0) for key in program.keys]) if takes else ()
+            self.env.send(
+                sender, Installed(message.epoch, message.program, error, sizes, message.install)
+            )
 
-        def compiled(key: bytes, error: ErrorReport | None) -> None:
+        def compiled(key: bytes, told: ErrorReport | int | None) -> None:
             waiting.discard(key)
-            if error is not None:
-                failures.append(error)
+            if isinstance(told, ErrorReport):
+                failures.append(told)
+            elif told:
+                takes[key] = told
             if not waiting:
                 answer(failures[0] if failures else None)
 

@@ -51,7 +51,17 @@ from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, box_slices, host_boxes
 from pw.devices import python_functions
-from pw.devices.backend import Build, Call, Done, Execute, Move, Op, Read, Value, Watch
+from pw.devices.backend import (
+    Build,
+    Call,
+    DoneInstalling,
+    Execute,
+    Move,
+    Op,
+    Read,
+    Value,
+    Watch,
+)
 from pw.devices.executables import Executables
 from pw.devices.jax_compile import SUB_BYTE, Compiler, Executable
 from pw.devices.jax_layouts import (
@@ -167,7 +177,7 @@ class JaxBackend:
         computation: Computation,
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
-        done: Done,
+        done: DoneInstalling,
     ) -> None:
         """Compile `artifact` on the compile thread; equal computations share one executable."""
         if computation.python:
@@ -355,7 +365,7 @@ class JaxBackend:
         computation: Computation,
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
-        done: Done,
+        done: DoneInstalling,
     ) -> None:
         try:
             function = python_functions.load(computation, artifact, devices, self._allow_python)

@@ -20,7 +20,7 @@ import jax.export
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding, dtype_of
-from pw.devices.backend import Done
+from pw.devices.backend import DoneInstalling
 from pw.devices.executables import Executables
 from pw.devices.jax_layouts import Layouts
 from pw.devices.jax_threads import Completions
@@ -53,6 +53,16 @@ class Executable(NamedTuple):
     """The only device that it runs on, if it is one of this host; else it runs on several."""
     is_straight: bool = False
     """It takes as long in one call as in another: one device, no loops, branches or native calls."""
+
+
+class _Made(NamedTuple):
+    """What has been compiled for one wish."""
+
+    executable: Executable
+    temporary_bytes: int
+    """What it takes on a device while it runs, besides arguments and results."""
+    keys: set[bytes]
+    """The names of those who wished for it."""
 
 
 Publish = Callable[[bytes, Executable | None], None]
@@ -101,6 +111,14 @@ def _flat(exported: jax.export.Exported) -> Callable[..., tuple[jax.Array, ...]]
     return computation
 
 
+def _temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    try:
+        analysis: Any = compiled.memory_analysis()
+        return max(0, int(analysis.temp_size_in_bytes))
+    except Exception:  # noqa: BLE001 - not every platform says, and none has to
+        return 0
+
+
 def may_be_kept(devices: Iterable[jax.Device]) -> bool:
     """Whether one process may load an executable for `devices` while others compile it.
 
@@ -132,7 +150,7 @@ class Compiler:
         self._publish = publish
         self._executables = executables
         self._wish_of: dict[bytes, Any] = {}
-        self._made: dict[Any, tuple[Executable, set[bytes]]] = {}
+        self._made: dict[Any, _Made] = {}
         self.compilations = 0
 
     def __len__(self) -> int:
@@ -144,22 +162,23 @@ class Compiler:
         computation: Computation,
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
-        done: Done,
+        done: DoneInstalling,
     ) -> None:
         """Compile, unless an equal computation is there already; then publish and report."""
-        report = None
+        told: int | ErrorReport
         try:
             if key not in self._wish_of:
                 self._install(key, computation, artifact, devices)
+            told = self._made[self._wish_of[key]].temporary_bytes
         except Exception as error:  # noqa: BLE001 - the client is to read it
-            report = ErrorReport.of(error, self._host, CompileError)
-        self._completions.post(done, report)
+            told = ErrorReport.of(error, self._host, CompileError)
+        self._completions.post(done, told)
 
     def forget(self, key: bytes) -> None:
         """Drop `key`, and its executable when no other key wished for the same."""
         wish = self._wish_of.pop(key, None)
         if wish is not None:
-            keys = self._made[wish][1]
+            keys = self._made[wish].keys
             keys.discard(key)
             if not keys:
                 del self._made[wish]
@@ -207,16 +226,17 @@ class Compiler:
                 self.compilations += 1
                 if kept_as is not None:
                     self._executables.save(kept_as, compiled)
+            temporary_bytes = _temporary_bytes(compiled)
             if any(spec.dtype in SUB_BYTE for spec in computation.inputs):
                 compiled = jitted
             device = devices[0].ordinal if len(devices) == 1 else None
             is_straight = is_straight and device is not None and compiled is not jitted
             made = Executable(compiled, computation.donated, computation.name, device, is_straight)
-            self._made[wish] = (made, set())
-        executable, keys = self._made[wish]
-        keys.add(key)
+            self._made[wish] = _Made(made, temporary_bytes, set())
+        found = self._made[wish]
+        found.keys.add(key)
         self._wish_of[key] = wish
-        self._publish(key, executable)
+        self._publish(key, found.executable)
 
     def _kept_as(self, wish: Any) -> bytes | None:
         """What a wish is called beyond this epoch, in which hosts may have other names and ranks.
