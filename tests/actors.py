@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -331,7 +331,7 @@ class FakeHost:
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         self.stopped.append(reason)
 
-    def hand_over(self, replicas: list[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Saved]) -> None:
         self.handed_over = [(array, box, data.copy()) for array, box, data in replicas]
 
     def finish(self, reason: str) -> None:

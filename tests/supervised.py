@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pw.core.errors import ErrorReport
@@ -47,9 +48,9 @@ class SupervisedHost:
         self.finished = "dead"
         self.world.kill(self.name)
 
-    def hand_over(self, replicas: list[Any]) -> None:
+    def hand_over(self, replicas: Iterable[Any]) -> None:
         """Keep what the runtime gives away."""
-        self._handed = replicas
+        self._handed = list(replicas)
 
     def ended(self, *, again: bool) -> None:
         """The runtime has ended by itself."""
@@ -86,7 +87,7 @@ class _Incarnation(FakeHost):
 
         me.world.happenings[f"supervisor of {me.name}"].append(end)
 
-    def hand_over(self, replicas: list[Any]) -> None:
+    def hand_over(self, replicas: Iterable[Any]) -> None:
         self._supervisor.hand_over(replicas)
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:

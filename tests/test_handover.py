@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ def test_what_there_is_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     ((array, _, copy),) = handover.unpack(packed([small, large, small]), lambda: None)
     assert array == 7
     np.testing.assert_array_equal(copy, small)
+
+
+def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
+    beats = threading.Semaphore(0)
+
+    def fetched() -> Iterator[tuple[int, Any, np.ndarray[Any, Any]]]:
+        for _ in range(3):
+            assert beats.acquire(timeout=30), "its supervisor takes it for stuck"
+        yield 7, BOX, np.arange(3)
+
+    parcel = handover.pack(fetched(), beats.release)
+    ((_, _, copy),) = handover.unpack(parcel, lambda: None)
+    np.testing.assert_array_equal(copy, np.arange(3))
+    assert "pw-beat" not in [thread.name for thread in threading.enumerate()]
 
 
 # --- the socket ----------------------------------------------------------------------------------------

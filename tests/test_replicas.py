@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pw.cli import handover
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
@@ -415,7 +416,7 @@ def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
         value = bench.a.value(array)
         assert value is not None
         bench.a.submitted(array, value)
-    saved = bench.a.save()
+    saved = list(bench.a.save())
     assert sorted((array, box) for array, box, _ in saved) == [
         (array, box) for array in (ARRAY, other) for box in bench.boxes
     ]
@@ -425,6 +426,27 @@ def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
     for array, whole in ((ARRAY, bench.whole), (other, bench.whole + 1)):
         both = np.concatenate([by_box[array, box] for box in bench.boxes])
         np.testing.assert_array_equal(both.view(np.int64), whole)
+
+
+def test_a_host_beats_between_two_arrays_that_it_leaves() -> None:
+    """They may be many gigabytes, copied from accelerators one after the other."""
+    bench = Bench()
+    for array in (ARRAY, client_id(1, 6)):
+        value = filled(bench.spec, bench.whole)
+        bench.a.expect(array, value, bench.spec, HERE)
+        bench.a.submitted(array, value)
+    happened: list[str] = []
+    backend: Any = bench.nodes["a"].backend
+    snapshot = backend.snapshot
+
+    def noted(*what: Any) -> Any:
+        happened.append("snapshot")
+        return snapshot(*what)
+
+    backend.snapshot = noted
+    handover.pack(bench.a.save(), lambda: happened.append("beat")).close()
+    after_the_first = happened[happened.index("snapshot") + 1 :]
+    assert "beat" in after_the_first[: after_the_first.index("snapshot")]
 
 
 def test_a_new_incarnation_tells_what_it_was_given() -> None:

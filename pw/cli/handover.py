@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -25,6 +28,12 @@ from pw.transport.log import log
 
 PIECE_BYTES = 16 << 20
 """Written between two beats: some ten milliseconds, where memory is not short."""
+
+BEAT_S = 0.1
+"""Between two beats while an array is fetched from its device."""
+
+FETCH_S = 20.0
+"""How long that may take; from then on the device is taken not to answer any more."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +51,7 @@ def pack(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
 
     Args:
         replicas: array ids, boxes, and what is in them, in any layout; asked for one after the other.
-        beat: called now and then, because this may take a while.
+        beat: called now and then, because this may take a while; from another thread as well.
 
     Raises:
         OSError: there is no room even for the index.
@@ -50,15 +59,16 @@ def pack(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
     parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
     index: list[Entry] = []
     try:
-        for array, box, data in replicas:
-            (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
-            try:
-                _write(parcel.descriptor, start, data, beat)
-            except OSError as error:
-                log("error", "hand-over is not complete", "", "", {"reason": error})
-                break
-            index.append(Entry(array, box, data.shape, data.dtype.name, start))
-            parcel.index_offset = start + data.nbytes
+        with _beating(beat) as went_on:
+            for array, box, data in replicas:
+                (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
+                try:
+                    _write(parcel.descriptor, start, data, went_on)
+                except OSError as error:
+                    log("error", "hand-over is not complete", "", "", {"reason": error})
+                    break
+                index.append(Entry(array, box, data.shape, data.dtype.name, start))
+                parcel.index_offset = start + data.nbytes
         os.ftruncate(parcel.descriptor, parcel.index_offset)
         os.pwrite(parcel.descriptor, msgspec.msgpack.encode(index), parcel.index_offset)
     except BaseException:
@@ -67,13 +77,40 @@ def pack(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
     return parcel
 
 
-def _write(descriptor: int, offset: int, data: npt.NDArray[Any], beat: Callable[[], None]) -> None:
+@contextmanager
+def _beating(beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Beat beside what the block does; it is to call what it gets whenever it has gone on."""
+    went_on_s = time.monotonic()
+    ended = threading.Event()
+
+    def went_on() -> None:
+        nonlocal went_on_s
+        went_on_s = time.monotonic()
+        beat()
+
+    def work() -> None:
+        while not ended.wait(BEAT_S):
+            if time.monotonic() - went_on_s < FETCH_S:
+                beat()
+
+    thread = threading.Thread(target=work, name="pw-beat", daemon=True)
+    thread.start()
+    try:
+        yield went_on
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _write(
+    descriptor: int, offset: int, data: npt.NDArray[Any], went_on: Callable[[], None]
+) -> None:
     left = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while left:
         # Writing is quicker than copying to mapped pages, which would be zeroed first.
         written = os.pwrite(descriptor, left[:PIECE_BYTES], offset)
         left, offset = left[written:], offset + written
-        beat()
+        went_on()
 
 
 def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Saved]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.extend.backend
@@ -71,7 +71,7 @@ class InProcessHost:
         """The island is over; the process is the user's and lives on."""
         self.stopped = reason
 
-    def hand_over(self, replicas: list[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Saved]) -> None:
         """There is no next incarnation: what is on the devices ends with the session."""
 
     def finish(self, reason: str) -> None:

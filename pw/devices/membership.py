@@ -13,7 +13,7 @@ hosts, what was launched may end first, for a moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,8 +78,8 @@ class HostProcess(Protocol):
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation; with an error, for good."""
 
-    def hand_over(self, replicas: list[Saved]) -> None:
-        """Keep these for the next incarnation, in place of what was handed over before."""
+    def hand_over(self, replicas: Iterable[Saved]) -> None:
+        """Keep these, taken one by one, for the next incarnation, in place of what was handed over before."""
 
     def finish(self, reason: str) -> None:
         """End for good, because all is well: no incarnation follows."""

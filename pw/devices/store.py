@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -226,10 +227,15 @@ class ObjectStore(Actor):
 
     # --- replicas --------------------------------------------------------------------------------------
 
-    def save(self) -> list[Saved]:
-        """All that the next incarnation can have: what is ready on the devices now, and replicas."""
+    def save(self) -> Iterator[Saved]:
+        """All that the next incarnation can have: replicas, and what is ready on the devices in its turn.
+
+        It takes a while to copy them from accelerators, so whoever takes them gets one after the other.
+        """
         saved = self.replicas.leave()
-        held = {(array, box) for array, box, _ in saved}
+        return chain(saved, self._snapshots({(array, box) for array, box, _ in saved}))
+
+    def _snapshots(self, held: set[tuple[int, Box]]) -> Iterator[Saved]:
         for array, entry in self._entries.items():
             if not entry.submitted:
                 continue  # what it will be is not known, even if there is something already
@@ -237,8 +243,7 @@ class ObjectStore(Actor):
             if all((array, box) in held for box in boxes):
                 continue
             views = self._backend.snapshot(entry.value, entry.spec, entry.devices) or ()
-            saved += [(array, box, view) for box, view in views if (array, box) not in held]
-        return saved
+            yield from ((array, box, view) for box, view in views if (array, box) not in held)
 
     def _boxes(self, entry: _Entry) -> list[tuple[Box, tuple[int, ...]]]:
         return host_boxes(entry.spec, entry.devices, self.env.address.node)

@@ -7,7 +7,7 @@ loses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from pw.core.errors import ErrorReport
@@ -130,7 +130,7 @@ class SimHost:
         """Join the epoch's group; all its hosts must come."""
         self.cluster.groups.join(self, form, joined)
 
-    def hand_over(self, replicas: list[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Saved]) -> None:
         """Keep copies of arrays for the next child."""
         self.replicas = [(array, box, data.copy()) for array, box, data in replicas]
 
