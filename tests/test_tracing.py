@@ -7,7 +7,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -888,6 +888,65 @@ def test_donation_in_programs() -> None:
     big = np.ones(5000, np.float32)
     feeds = program(lambda: eat(big))
     assert np.asarray(feeds())[0] == np.asarray(feeds())[0] == 2.0
+
+
+def test_what_put_made_in_a_program_can_be_donated_without_its_source(rt: LocalRuntime) -> None:
+    east, west = Mesh(devices(2), "x"), Mesh(devices(2, "west"), "x")
+    here, there = NamedSharding(east, P("x")), NamedSharding(west, P("x"))
+    eat = jit(lambda v: v + 1, mesh=west, donate_argnums=0)
+    eat_here = jit(lambda v: v + 1, mesh=east, donate_argnums=0)
+    cell = jit(lambda h, c: (h + 1, c + 2), mesh=west, donate_argnums=(0, 1))
+    small, big = np.arange(4, dtype=np.float32), np.zeros(5000, np.float32)
+    fixed = jnp.zeros(5000, jnp.float32)
+
+    def changes(_: Any) -> Any:
+        value = np.zeros(4, np.float32)
+        first = put(value, sharding=there)
+        value[:] = 1
+        return cell(first, put(value, sharding=there))
+
+    kept: list[Callable[[Any], Any]] = [
+        lambda v: eat(put(v, sharding=there)),
+        lambda v: (eat(put(v, sharding=there)), eat(put(v, sharding=there)), v + 1),
+        lambda v: cell(put(v, sharding=there), put(v, sharding=there)),
+        lambda _: eat(put(big, sharding=there)),
+        lambda _: eat(put(fixed, sharding=there)),
+        lambda _: eat(put(put(big, sharding=here), sharding=there)),
+        lambda _: cell(put(np.zeros(4), sharding=there), put(np.zeros(4), sharding=there)),
+        changes,
+    ]
+    taken: list[Callable[[Any], Any]] = [
+        lambda v: (put(v, sharding=there), eat_here(v)),
+        lambda v: eat_here(put(v, sharding=here)),
+    ]
+    for function in kept + taken:
+        for run in (function, program(function)):
+            x = put(small, sharding=here)
+            host, held = run(small), run(x)
+            again = run(put(small, sharding=here) if function in taken else x)
+            assert x.is_deleted() == (function in taken)
+            wanted = get(function(small))
+            for found in (host, held, again):
+                jax.tree.map(np.testing.assert_array_equal, get(found), wanted)
+
+    def twice(v: Any) -> Any:
+        moved = put(v, sharding=there)
+        return cell(moved, moved)
+
+    def afterwards(v: Any) -> Any:
+        moved = put(v, sharding=there)
+        return eat(moved), moved + 1
+
+    for value in (small, put(small, sharding=here)):
+        for run in (twice, program(twice)):
+            with pytest.raises(errors.ArgumentError, match=r"donate"):
+                run(value)
+        for run in (afterwards, program(afterwards)):
+            with pytest.raises(errors.ArrayDeleted, match="donated to the computation"):
+                run(value)
+    late = program(lambda v: (eat_here(v), put(v, sharding=there)))
+    with pytest.raises(errors.ArrayDeleted, match=r"'pw\.put' uses"):
+        late(put(small, sharding=here))
 
 
 def test_programs_return_arrays() -> None:

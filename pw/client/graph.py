@@ -158,16 +158,23 @@ class Launches:
 class ProgramTracer(Operators):
     """A value of a program that is being traced: it has a shape and a dtype, but no contents yet."""
 
-    __slots__ = ("_leaf", "_type", "_value", "aval", "recorder")
+    __slots__ = ("_leaf", "_moved", "_type", "_value", "aval", "recorder")
 
     def __init__(
-        self, recorder: Recorder, aval: Any, type_: ArrayType | None, value: Value | None, leaf: Any
+        self,
+        recorder: Recorder,
+        aval: Any,
+        type_: ArrayType | None,
+        value: Value | None,
+        leaf: Any,
+        moved: object = None,
     ) -> None:
         self.recorder = recorder
         self.aval = aval
         self._type = type_
         self._value = value
         self._leaf = leaf
+        self._moved = moved
 
     shape = property(lambda self: tuple(self.aval.shape))
     dtype = property(lambda self: self.aval.dtype)
@@ -179,6 +186,11 @@ class ProgramTracer(Operators):
     def sharding(self) -> NamedSharding | None:
         """How the value lies; None for a host value, which goes where its consumers want it."""
         return None if self._type is None else self._type.sharding
+
+    @property
+    def identity(self) -> object:
+        """What a donation takes away; None for a host value, of which each consumer has its own."""
+        return self._value if self._moved is None else self._moved
 
     @property
     def signature(self) -> Any:
@@ -270,7 +282,8 @@ class Recorder:
         self._traced: list[Traced] = []
         self._index_of: dict[Computation, int] = {}
         self._nodes: list[Node] = []
-        self._given: dict[Value, str] = {}
+        self._given: dict[object, str] = {}
+        """Inputs, results and moved copies that were donated, and what to."""
 
     def leaf(self, index: int, signature: Any) -> ProgramTracer:
         """Leaf `index` of the program's arguments."""
@@ -304,14 +317,19 @@ class Recorder:
         for position, (argument, type_) in enumerate(zip(arguments, types, strict=True)):
             donated = position in computation.donated
             args.append(self.place(argument, type_, computation.name, own=donated))
+        identities = [argument.identity for argument in arguments]
         for position in computation.donated:
-            if args.count(args[position]) > 1:
-                raise ArgumentError(
-                    f"{computation.name!r} donates an argument "
-                    f"{arguments[position].aval.str_short()} that it is also given as another "
-                    "argument; pass a copy or do not donate it"
-                )
-            self._given[args[position]] = computation.name
+            identity = identities[position]
+            if identity is not None:
+                if identities.count(identity) > 1:
+                    raise ArgumentError(
+                        f"{computation.name!r} donates an argument "
+                        f"{arguments[position].aval.str_short()} that it is also given as another "
+                        "argument; pass a copy or do not donate it"
+                    )
+                self._given[identity] = computation.name
+            if arguments[position]._value is None:
+                self._given[args[position]] = computation.name
         index = self._index_of.get(computation)
         if index is None:
             index = self._index_of[computation] = len(self._traced)
@@ -324,29 +342,40 @@ class Recorder:
         ]
 
     def reshard(self, leaf: Any, sharding: NamedSharding) -> ProgramTracer:
-        """The same value, lying as `sharding`."""
+        """The same value, lying as `sharding`: another array, unless it lies so already."""
         tracer = self.lift(leaf)
         self._use(sharding.mesh)
         type_ = ArrayType.of(tracer.aval, sharding)
-        value = self.place(tracer, type_, "pw.put")
-        return ProgramTracer(self, tracer.aval, type_, value, None)
+        self._check_not_given(tracer, "pw.put")
+        if type_ is tracer._type:
+            return tracer
+        source = tracer._leaf
+        if isinstance(leaf, np.ndarray):  # its owner may write to it before it is used
+            value = np.array(leaf, dtype=type_.numpy_dtype, order="C")
+            value.flags.writeable = False
+            source = _Constant(value)
+        return ProgramTracer(self, tracer.aval, type_, tracer._value, source, moved=object())
 
     def place(
         self, tracer: ProgramTracer, type_: ArrayType, consumer: str, own: bool = False
     ) -> Value:
-        """The value to feed to a consumer; a host value becomes an input of `type_`."""
-        value = tracer._value
-        if value is None:
-            source = tracer._leaf
-            if isinstance(source, _Constant):
-                return self._input(Feed(-1, source.placed(type_, own), type_), own)
-            return self._input(Feed(source, None, type_), own)
-        if value in self._given:
+        """The value to feed to a consumer; a host value becomes an input of its own type, or `type_`."""
+        self._check_not_given(tracer, consumer)
+        if tracer._value is not None:
+            return tracer._value
+        type_ = tracer._type or type_
+        source = tracer._leaf
+        if isinstance(source, _Constant):
+            return self._input(Feed(-1, source.placed(type_, own), type_), own)
+        return self._input(Feed(source, None, type_), own)
+
+    def _check_not_given(self, tracer: ProgramTracer, consumer: str) -> None:
+        donated_to = self._given.get(tracer.identity)
+        if donated_to is not None:
             raise ArrayDeleted(
                 f"{consumer!r} uses a value {tracer.aval.str_short()} of the program {self.name!r} "
-                f"that was donated to the computation {self._given[value]!r} before"
+                f"that was donated to the computation {donated_to!r} before"
             )
-        return value
 
     def finish(self, outputs: Sequence[ProgramTracer], tree: Any = None) -> Launch:
         """Register the program whose results are `outputs`, each lying as its tracer says."""
@@ -356,7 +385,11 @@ class Recorder:
             assert type_ is not None
             delivered.append(Output(self.place(tracer, type_, "return"), type_.spec))
             types.append(type_)
-        donated = {v.index: name for v, name in self._given.items() if v.node < 0}
+        donated = {
+            value.index: name
+            for value, name in self._given.items()
+            if isinstance(value, Value) and value.node < 0
+        }
         if not self._nodes and not delivered:
             return Launch(current.runtime(), self.name, None, (), (), {}, tree)
         program = Program(
