@@ -561,6 +561,39 @@ def test_operators() -> None:
     assert (x == "no") is False
 
 
+def test_a_product_is_split_as_its_left_factor_is_by_rows() -> None:
+    mesh = Mesh(devices(4), "x")
+    tall = np.arange(192, dtype=np.float32).reshape(64, 3)
+    batched = np.arange(96, dtype=np.float32).reshape(4, 8, 3)
+    x = put(tall, sharding=NamedSharding(mesh, P("x")))
+    batches = put(batched, sharding=NamedSharding(mesh, P("x")))
+    rows = put(batched, sharding=NamedSharding(mesh, P(None, "x")))
+    vector = put(np.arange(64, dtype=np.float32), sharding=NamedSharding(mesh, P("x")))
+    ones = np.ones((3, 64), np.float32)
+    for found, wanted, spec in [
+        (x.T @ x, tall.T @ tall, P()),
+        (ones @ x, ones @ tall, P()),
+        (x @ ones, tall @ ones, P("x")),
+        (x @ np.ones(3, np.float32), tall.sum(1), P("x")),
+        (vector @ x, np.arange(64) @ tall, P()),
+        (vector @ vector, np.arange(64) @ np.arange(64), P()),
+        (x @ np.ones((5, 3, 2), np.float32), tall @ np.ones((5, 3, 2)), P(None, "x")),
+        (batches @ np.ones((3, 2), np.float32), batched @ np.ones((3, 2)), P("x")),
+        (batches @ np.ones(3, np.float32), batched.sum(2), P("x")),
+        (rows @ np.ones((1, 3, 2), np.float32), batched @ np.ones((1, 3, 2)), P(None, "x")),
+        (np.ones((2, 8), np.float32) @ batches, np.ones((2, 8)) @ batched, P("x")),
+        (np.ones(8, np.float32) @ batches, batched.sum(1), P("x")),
+        (np.ones((2, 8), np.float32) @ rows, np.ones((2, 8)) @ batched, P()),
+        (
+            np.ones((2, 1, 1, 8), np.float32) @ batches,
+            np.ones((2, 1, 1, 8)) @ batched,
+            P(None, "x"),
+        ),
+    ]:
+        assert found.sharding == NamedSharding(mesh, spec)
+        np.testing.assert_allclose(np.asarray(found), wanted)
+
+
 def test_awaiting() -> None:
     x = put(2.5)
 

@@ -419,15 +419,28 @@ class _Operator(JitFunction):
         if len(avals) != 1:
             return [NamedSharding.replicated(mesh) for _ in avals]
         (aval,) = avals
-        for type_ in inputs:
-            axes = type_.sharding.core.spec
-            if self._name == "matmul" and len(type_.aval.shape) == len(aval.shape) > 1:
-                axes = axes[: len(aval.shape) - 1]
-            elif type_.aval.shape != aval.shape:
-                continue
+        if self._name == "matmul":
+            left, right = inputs
+            offered = _axes_of_product(left, right, len(aval.shape))
+        else:
+            offered = [t.sharding.core.spec for t in inputs if t.aval.shape == aval.shape]
+        for axes in offered:
             if any(axes):
                 return [NamedSharding(mesh, PartitionSpec(*(entry or None for entry in axes)))]
         return [NamedSharding.replicated(mesh)]
+
+
+def _axes_of_product(
+    left: ArrayType, right: ArrayType, dimensions: int
+) -> list[tuple[tuple[str, ...], ...]]:
+    """How the left factor splits a product of matrices, by batches and rows; and the right one, by batches."""
+    ranks = len(left.aval.shape), len(right.aval.shape)
+    batches = dimensions - sum(rank > 1 for rank in ranks)
+    offered = []
+    for type_, rank, shared in zip((left, right), ranks, (ranks[0] - 1, ranks[1] - 2), strict=True):
+        missing = batches - max(rank - 2, 0)
+        offered.append(((),) * missing + type_.sharding.core.spec[: max(shared, 0)])
+    return offered
 
 
 def operator(named: str | Callable[..., Any]) -> JitFunction:
