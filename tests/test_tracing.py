@@ -594,6 +594,28 @@ def test_a_product_is_split_as_its_left_factor_is_by_rows() -> None:
         np.testing.assert_allclose(np.asarray(found), wanted)
 
 
+def test_powers_of_known_integers_are_jaxs(rt: LocalRuntime) -> None:
+    mesh = Mesh(devices(2), "x")
+    split = NamedSharding(mesh, P("x"))
+    odd = np.array([1, 2, -3, 46341], np.int32)
+    half = odd.astype(np.float32) / 3
+    for value, exponents in [(odd, (2, 0, 64, np.int64(3))), (half, (2, -1, 7, np.int8(-2), 0.5))]:
+        x = put(value, sharding=split)
+        for exponent in exponents:
+            wanted = jnp.asarray(value) ** exponent
+            for found in (x**exponent, program(lambda x, n=exponent: x**n)(x)):
+                assert (found.dtype, found.sharding) == (wanted.dtype, split)
+                np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    ints = put(odd, sharding=split)
+    assert (ints ** ints.astype(np.float32)).dtype == np.float32
+    for power in (lambda x: x**-1, program(lambda x: x ** np.int32(-1))):
+        with pytest.raises(TypeError, match="negative"):
+            power(ints)
+    before = len(rt.programs)
+    assert (ints**3).tolist() == (odd**3).tolist()
+    assert len(rt.programs) == before
+
+
 def test_awaiting() -> None:
     x = put(2.5)
 

@@ -8,9 +8,13 @@ forgotten, each with the kinds of operands that it was compiled for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import index
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pw.client.recent import Recent
 
@@ -73,6 +77,21 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
     return method
 
 
+def _power(self: Any, exponent: Any) -> Any:
+    """JAX has rules of its own for an integer that is known while it traces: it multiplies, exactly."""
+    if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
+        known = index(exponent)
+        return apply_built(("power", known), partial(_to_the_power_of, known), self)
+    return apply("power", self, exponent) if _operand(exponent) else NotImplemented
+
+
+def _to_the_power_of(exponent: int) -> Callable[[Any], Any]:
+    def power(x: Any) -> Any:
+        return jnp.power(x, exponent)
+
+    return power
+
+
 def no_attribute(handle: Any, name: str) -> str:
     """Why `handle` has no attribute `name`, and what to do if an array has one."""
     said = f"{type(handle).__name__!r} object has no attribute {name!r}"
@@ -106,7 +125,7 @@ class Operators:
     __truediv__, __rtruediv__ = _binary("true_divide"), _reflected("true_divide")
     __floordiv__, __rfloordiv__ = _binary("floor_divide"), _reflected("floor_divide")
     __mod__, __rmod__ = _binary("mod"), _reflected("mod")
-    __pow__, __rpow__ = _binary("power"), _reflected("power")
+    __pow__, __rpow__ = _power, _reflected("power")
     __matmul__, __rmatmul__ = _binary("matmul"), _reflected("matmul")
     __and__, __rand__ = _binary("bitwise_and"), _reflected("bitwise_and")
     __or__, __ror__ = _binary("bitwise_or"), _reflected("bitwise_or")
