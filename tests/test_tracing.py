@@ -616,6 +616,22 @@ def test_powers_of_known_integers_are_jaxs(rt: LocalRuntime) -> None:
     assert len(rt.programs) == before
 
 
+def test_arrays_say_where_slices_end(rt: LocalRuntime) -> None:
+    value = np.arange(24).reshape(4, 6)
+    x, n = put(value, devices(1)), put(3)
+    assert x[:n].tolist() == value[:3].tolist()
+    assert x[: jnp.int32(3)].tolist() == x[: np.int64(3)].tolist() == value[:3].tolist()
+    assert x[1:n, n::2].tolist() == value[1:3, 3::2].tolist()
+    assert x[np.array([2, 0]), :n].tolist() == value[[2, 0], :3].tolist()
+    before = len(rt.programs)
+    assert x[:3].tolist() == value[:3].tolist()
+    assert len(rt.programs) == before
+    with pytest.raises(TypeError):
+        x[: put(1.5)]
+    with pytest.raises(errors.TracerError):
+        program(lambda x, n: x[:n])(x, n)
+
+
 def test_awaiting() -> None:
     x = put(2.5)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import index as as_integer
 from typing import Any, NamedTuple
 
 import jax
@@ -133,16 +134,24 @@ def item_at(handle: Any, index: Any) -> Any:
     Raises:
         IndexError: the index is out of bounds or has too many dimensions.
     """
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = tuple(map(_known, index if isinstance(index, tuple) else (index,)))
     if not any(isinstance(part, (Operators, jax.Array, np.ndarray, list)) for part in parts):
         # Numpy's own bounds and words, on an array without memory.
-        np.broadcast_to(np.empty((), bool), handle.shape)[index]
+        np.broadcast_to(np.empty((), bool), handle.shape)[parts]
         if all(isinstance(part, slice) or _integer(part) for part in parts):
             parts = tuple(_window(handle, axis, part) for axis, part in enumerate(parts))
     operands: list[Any] = []
     template = tuple(_index_template(part, operands) for part in parts)
     key = ("__getitem__", template)
     return apply_built(key, partial(_indexing, template), handle, *operands)
+
+
+def _known(part: Any) -> Any:
+    """A slice between integers: its ends are part of the function, even if arrays say where they are."""
+    if not isinstance(part, slice):
+        return part
+    ends = (part.start, part.stop, part.step)
+    return slice(*[None if end is None else as_integer(end) for end in ends])
 
 
 class _Window(NamedTuple):
