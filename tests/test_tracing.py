@@ -632,6 +632,26 @@ def test_arrays_say_where_slices_end(rt: LocalRuntime) -> None:
         program(lambda x, n: x[:n])(x, n)
 
 
+def test_masks_of_this_machine_are_indices() -> None:
+    value = np.arange(24, dtype=np.float32).reshape(4, 6)
+    x = put(value, devices(1))
+    rows, columns, both = value[:, 0] > 5, value[0] > 2, value % 5 == 0
+    for index in [
+        rows, jnp.asarray(both), rows.tolist(), (slice(1, 3), columns), (..., columns), (rows, -1),
+        (None, both), (None, ..., rows, 2), np.zeros(4, bool), (np.array([1, 2, 0]), columns),
+    ]:  # fmt: skip
+        wanted = value[np.asarray(index) if isinstance(index, jax.Array) else index]
+        np.testing.assert_array_equal(np.asarray(x[index]), wanted)
+    assert program(lambda x: x[rows])(x).tolist() == value[rows].tolist()
+    for index in (columns, rows[:2], (..., rows), (0, 0, rows), both.T, (rows, rows, rows)):
+        with pytest.raises(IndexError, match="mask"):
+            x[index]
+    for use in (lambda x: x[x > 5], lambda x: x[1, x[0] > 2]):
+        for run in (use, program(use)):
+            with pytest.raises(errors.ArgumentError, match=r"pw\.get\(mask\)"):
+                run(x)
+
+
 def test_awaiting() -> None:
     x = put(2.5)
 

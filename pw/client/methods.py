@@ -3,7 +3,8 @@
 Each is a compiled function of one node, like an operator. What is an array among the arguments is an
 operand; everything else is part of the function, so that equal calls share one compilation. Integers in
 an index are operands as well, and so is where a slice of consecutive elements begins: reading element after
-element, or batch after batch, compiles once.
+element, or batch after batch, compiles once. How many elements a mask selects has to be known to compile:
+masks of this machine become the integers that they stand for.
 """
 
 from __future__ import annotations
@@ -132,10 +133,13 @@ def item_at(handle: Any, index: Any) -> Any:
     """`handle[index]`, computed where the array lies.
 
     Raises:
-        IndexError: the index is out of bounds or has too many dimensions.
+        IndexError: the index is out of bounds, has too many dimensions, or is a mask of another shape.
+        ArgumentError: it has a boolean array that lies on devices.
     """
     parts = tuple(map(_known, index if isinstance(index, tuple) else (index,)))
-    if not any(isinstance(part, (Operators, jax.Array, np.ndarray, list)) for part in parts):
+    if any(isinstance(part, (Operators, jax.Array, np.ndarray)) for part in parts):
+        parts = _without_masks(handle.shape, parts)
+    else:
         # Numpy's own bounds and words, on an array without memory.
         np.broadcast_to(np.empty((), bool), handle.shape)[parts]
         if all(isinstance(part, slice) or _integer(part) for part in parts):
@@ -147,11 +151,50 @@ def item_at(handle: Any, index: Any) -> Any:
 
 
 def _known(part: Any) -> Any:
-    """A slice between integers: its ends are part of the function, even if arrays say where they are."""
+    """A slice between integers: its ends are part of the function, even if arrays say where they are.
+
+    Lists become arrays.
+    """
     if not isinstance(part, slice):
-        return part
+        return np.asarray(part) if isinstance(part, list) else part
     ends = (part.start, part.stop, part.step)
     return slice(*[None if end is None else as_integer(end) for end in ends])
+
+
+def _without_masks(shape: tuple[int, ...], parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The index with the integers that its masks stand for, as numpy counts dimensions."""
+    taken = [_dimensions(part) for part in parts]
+    found: list[Any] = []
+    for position, part in enumerate(parts):
+        if getattr(part, "dtype", None) != np.bool_:
+            found.append(part)
+            continue
+        if isinstance(part, Operators):
+            raise ArgumentError(
+                "an array of booleans that lies on devices cannot be an index: how many elements it "
+                "selects is not known before it is computed. Bring it here, x[pw.get(mask)], or keep "
+                "the shape, with jnp.where(mask, x, 0) in a pw.jit function"
+            )
+        mask = np.asarray(part)
+        if mask.ndim == 0:
+            found.append(part)
+            continue
+        is_behind = any(before is Ellipsis for before in parts[:position])
+        axis = len(shape) - sum(taken[position:]) if is_behind else sum(taken[:position])
+        if shape[axis : axis + mask.ndim] != mask.shape:
+            raise IndexError(
+                f"a mask of shape {mask.shape} cannot select from dimension {axis} on of an array of "
+                f"shape {shape}"
+            )
+        found.extend(np.nonzero(mask))
+    return tuple(found)
+
+
+def _dimensions(part: Any) -> int:
+    """How many dimensions of an array a part of its index is about."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    return part.ndim if getattr(part, "dtype", None) == np.bool_ else 1
 
 
 class _Window(NamedTuple):
@@ -188,7 +231,7 @@ def _index_template(part: Any, operands: list[Any]) -> Any:
     if _integer(part):
         operands.append(np.int32(part))
         return _OPERAND
-    if isinstance(part, (list, bool, np.bool_)):
+    if isinstance(part, (bool, np.bool_)):
         part = np.asarray(part)
     if isinstance(part, (Operators, jax.Array, np.ndarray)):
         operands.append(part)
