@@ -616,6 +616,21 @@ def test_powers_of_known_integers_are_jaxs(rt: LocalRuntime) -> None:
     assert len(rt.programs) == before
 
 
+def test_counts_of_repetitions_may_be_an_array(rt: LocalRuntime) -> None:
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    x = put(value, devices(1))
+    assert x.repeat(np.array([2, 0, 3]), 1).tolist() == value.repeat([2, 0, 3], 1).tolist()
+    before = len(rt.programs)
+    assert x.repeat(np.array([1, 4, 0]), 1).tolist() == value.repeat([1, 4, 0], 1).tolist()
+    assert len(rt.programs) == before, "counts are data"
+    for counts, axis in [(np.arange(6), None), (np.array(2), -1), (jnp.array([3]), 0)]:
+        wanted = value.repeat(np.asarray(counts), axis).tolist()
+        assert x.repeat(counts, axis=axis).tolist() == wanted
+        assert program(lambda x, c=counts, a=axis: x.repeat(c, a))(x).tolist() == wanted
+    with pytest.raises(ValueError, match="broadcast"):
+        x.repeat(np.array([1, 2]), 1)
+
+
 def test_arrays_say_where_slices_end(rt: LocalRuntime) -> None:
     value = np.arange(24).reshape(4, 6)
     x, n = put(value, devices(1)), put(3)

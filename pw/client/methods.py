@@ -92,6 +92,8 @@ def _property(name: str) -> Callable[..., Any]:
 
 
 def _call(handle: Operators, name: str, *args: Any, **kwargs: Any) -> Any:
+    if name == "repeat":
+        kwargs = _with_length(handle, args, kwargs)
     operands: list[Any] = []
     given = tuple(_template(arg, operands) for arg in args)
     named = tuple((key, _template(value, operands)) for key, value in sorted(kwargs.items()))
@@ -105,6 +107,17 @@ def _call(handle: Operators, name: str, *args: Any, **kwargs: Any) -> Any:
             f"an argument of {name}() is neither an array nor can be hashed"
         ) from None
     return apply_built(key, partial(_method, name, given, named), handle, *operands)
+
+
+def _with_length(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is named in a call of `repeat`: of counts that become an operand, the sum has to be known."""
+    named = dict(zip(("repeats", "axis"), args, strict=False)) | kwargs
+    counts, axis = named.get("repeats"), named.get("axis")
+    if not isinstance(counts, (np.ndarray, jax.Array)) or "total_repeat_length" in kwargs:
+        return kwargs
+    size = handle.size if axis is None else handle.shape[axis]
+    total = int(np.broadcast_to(np.ravel(counts), (size,)).sum())
+    return {**kwargs, "total_repeat_length": total}
 
 
 def _template(arg: Any, operands: list[Any]) -> Any:
