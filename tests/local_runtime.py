@@ -44,6 +44,9 @@ class QuietThread:
 class LocalRuntime:
     """Runs programs at once, in the caller's thread."""
 
+    ended = None
+    forked = False
+
     def __init__(self, platform: str = "cpu", islands: Sequence[str] = ("east", "west")) -> None:
         self.alive = True
         self.platform = platform

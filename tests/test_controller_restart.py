@@ -14,18 +14,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 
+from pw.client import current, threads
+from pw.client.array import Array
+from pw.client.jit import jit
 from pw.client.link import ControllerLink
-from pw.client.notes import Allocate, Ask, Forget, Get, Open, Put, Tell
+from pw.client.mesh import NamedSharding, default_mesh
+from pw.client.notes import Allocate, Ask, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.runtime import Runtime
 from pw.client.session import ClientSession
+from pw.client.signature import ArrayType
+from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ArrayLost, CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
     AllocateSlice,
     Artifact,
+    Attached,
     Checkpoint,
     CreateArray,
     DrainHost,
@@ -437,12 +445,92 @@ class Thread(QuietThread):
         self._world, self._me = world, session_of("r")
         bulk = FakeBulk(world, "r")
         self.session: ClientSession = world.add(
-            self._me, lambda env: ClientSession(env, bulk, runtime.grant)
+            self._me, lambda env: ClientSession(env, bulk, runtime.grant, runtime.session_ended)
         )
+        self.closes = 0
 
     def post(self, note: object) -> None:
         self._world.post(self._me, self._me, note)
         self._world.settle()
+
+    def close(self) -> None:
+        self.closes += 1
+
+
+class Answering(QuietThread):
+    """A session that is attached, and no more."""
+
+    address = "tcp://controller"
+
+    def __init__(self, runtime: Runtime) -> None:
+        pass
+
+    def post(self, note: object) -> None:
+        if isinstance(note, Open):
+            resolve(note.attached, Attached(2, b"", CREDITS, ()))
+        elif isinstance(note, Close):
+            resolve(note.closed, None)
+
+
+def test_a_session_that_has_ended_says_why_until_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(0)
+    begun: list[str] = []
+
+    def remote(address: str) -> Any:
+        begun.append(address)
+        return Answering
+
+    monkeypatch.setattr(threads, "remote", remote)
+    monkeypatch.delenv("PW_ADDRESS", raising=False)
+    ended = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    before = current.use(ended)
+    try:
+        mesh = default_mesh()
+        type_ = ArrayType.of(jax.core.ShapedArray((), np.float32), NamedSharding.replicated(mesh))
+        array, other_array = (Array(ended, client_id(ended.client, n), type_) for n in (98, 99))
+        waiting = array.start_fetch()
+        assert current.connect() is ended
+        cluster.lose()
+        cluster.world.settle()
+        cluster.world.wait(59)
+        assert ended.alive
+        cluster.world.wait(2)
+        assert not ended.alive
+        assert isinstance(waiting.exception(0), ConnectionFailed)
+        double = jit(lambda x: x * 2, mesh=mesh)
+        for use in (
+            current.runtime,
+            ended.status,
+            ended.check_alive,
+            array.block_until_ready,
+            lambda: np.asarray(array),
+            lambda: double(array),
+            lambda: double(1.0),
+            lambda: put(1.0),
+            lambda: put(1.0, mesh.devices.item()),
+        ):
+            with pytest.raises(ConnectionFailed, match=r"back within 60 s\..*pw\.connect\(\)"):
+                use()
+        other_array.delete()
+        ended.release_program(1)
+        ended.tick()
+        thread: Any = ended._thread
+        assert thread.closes == 0
+        other = current.connect()
+        assert thread.closes == 1
+        assert begun == ["tcp://controller"]
+        assert other.alive
+        assert other is current.runtime() is current.connect()
+        with pytest.raises(ConnectionFailed, match="60 s"):
+            array.check_owner(other)
+        other.close()
+        with pytest.raises(Disconnected, match=r"pw\.disconnect"):
+            other.check_alive()
+        assert thread.closes == 1
+    finally:
+        current.use(before)
 
 
 def test_a_program_that_was_released_can_be_made_again_under_another_controller() -> None:

@@ -136,12 +136,14 @@ class Array(Operators):
         return self._gone is not None
 
     def check_usable(self) -> None:
-        """Raise ArrayDeleted or Disconnected unless the array can be used."""
+        """Raise ArrayDeleted, Disconnected or what ended the session unless the array can be used."""
         if self._gone is not None:
             raise ArrayDeleted(
                 f"the array {self._type.aval.str_short()} cannot be used any more: {self._gone}"
             )
         if not self._runtime.alive:
+            if (ended := self._runtime.ended) is not None:
+                raise ended
             raise Disconnected(
                 f"the session that the array {self._type.aval.str_short()} belonged to is closed, and "
                 "its arrays with it; fetch values that must outlive a session with pw.get()"

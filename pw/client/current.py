@@ -16,12 +16,16 @@ _guard = threading.RLock()
 
 
 def runtime() -> Runtime:
-    """The connected runtime; connects by itself (see `connect`) if nobody did."""
+    """The connected runtime; connects by itself (see `connect`) if nobody did.
+
+    Raises:
+        Error: the session has ended unasked, and its arrays with it: that is for the user to know.
+    """
     known = _current
     if known is not None:
         if known.alive:
             return known
-        if known.forked:
+        if known.forked or known.ended is not None:
             known.check_alive()
     return connect()
 
@@ -39,6 +43,10 @@ def connect(
     While it is connected, the threads of this process take turns every 0.5 ms (`sys.setswitchinterval`)
     instead of every 5 ms: the session has a thread of its own, which a thread that computes in Python would
     hold up at every step of a call. An interval that is shorter already is left alone.
+
+    A session that has ended (its controller was lost and did not come back, or has given it up) is not begun
+    anew unasked: what uses it, or its arrays, raises why it ended, until this is called. Then another one
+    takes its place, with the same controller if no address is given.
 
     Args:
         address: the controller's `tcp://host:port`.
@@ -75,7 +83,11 @@ def connect(
             raise ValueError(f"share must be positive, not {share}")
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
+        if address is None and _current is not None and _current.ended is not None:
+            address = _current.address
         start = threads.embedded if address is None else threads.remote(address)
+        if _current is not None:
+            _current.close()
         made = Runtime(
             start, share, priority, keep_bytes=_keep_bytes(keep_bytes), reconnect_s=reconnect_s
         )

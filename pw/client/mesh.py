@@ -251,8 +251,10 @@ class Mesh:
         return jax.sharding.AbstractMesh(self._extent, self.axis_names)
 
     def check_alive(self) -> None:
-        """Raise Disconnected if the session that lent the devices is over."""
+        """Raise Disconnected, or what ended it, if the session that lent the devices is over."""
         if not self.runtime.alive:
+            if (ended := self.runtime.ended) is not None:
+                raise ended
             raise Disconnected(
                 "the session that these virtual devices belong to is closed; connect again and make "
                 "new ones with pw.make_virtual_device_set()"

@@ -24,7 +24,7 @@ from pw.client.fetching import Fetching
 from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Look, Open, Put, Tell
 from pw.client.uploads import KEEP_BYTES
 from pw.client.waiting import Waiting
-from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error
+from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import client_id
 from pw.core.messages import (
     AllocateSlice,
@@ -133,6 +133,9 @@ class Runtime:
         self._saving: set[Future[None]] = set()
         """Checkpoints that are being written to disk."""
         self._closing: Error | None = None
+        """Why no calls can be made any more."""
+        self._ended: ErrorReport | None = None
+        self._is_closed = False
         self._process = _process
         self._thread = start(self)
         attached: Future[Attached] = Future()
@@ -174,13 +177,20 @@ class Runtime:
         """Whether calls can still be made."""
         return self._closing is None and not self.forked
 
+    @property
+    def ended(self) -> Error | None:
+        """The error that ended the session, if it was not closed: each time a new one, to be raised."""
+        return None if self._ended is None else self._ended.exception()
+
     def check_alive(self) -> None:
-        """Raise Disconnected unless calls can still be made."""
+        """Raise Disconnected, or the error that ended the session, unless calls can still be made."""
         if self.forked:
             raise Disconnected(
                 "this process was forked from one with a pw session; sessions do not survive a fork. "
                 "Call pw.connect() in the child"
             )
+        if self._ended is not None:
+            raise self._ended.exception()
         if self._closing is not None:
             raise Disconnected(f"the pw session is closed: {self._closing}")
 
@@ -195,9 +205,11 @@ class Runtime:
             wait_for_all(set(self._saving))
         closed: Future[None] = Future()
         with self._lock:
-            if self._closing is not None:
+            if self._is_closed:
                 return
-            self._closing = error or Disconnected("pw.disconnect() was called")
+            self._is_closed = True
+            if self._closing is None:
+                self._closing = error or Disconnected("pw.disconnect() was called")
             self._turn.notify_all()
             self._thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
@@ -215,6 +227,15 @@ class Runtime:
         with self._lock:
             self._runs_over += count
             self._turn.notify_all()
+
+    def session_ended(self, error: Error) -> None:
+        """Called by the session: it is over, unless `close` has said so already."""
+        with self._lock:
+            if self._closing is None:
+                words = f"{error}. This session is over; pw.connect() begins another"
+                self._ended = ErrorReport(type(error).__name__, words)
+                self._closing = error
+                self._turn.notify_all()
 
     def tick(self) -> None:
         """Called on the session's thread now and then: delete what no handle refers to any more."""
@@ -369,7 +390,7 @@ class Runtime:
     def delete(self, arrays: Sequence[int]) -> None:
         """Drop arrays now, in order with the runs that use them."""
         if arrays and self.alive:
-            with contextlib.suppress(Disconnected):
+            with contextlib.suppress(Error):  # the session is over, and its arrays with it
                 self._post(Forget(tuple(arrays)))
 
     def _make_room(self) -> None:
@@ -482,7 +503,7 @@ class Runtime:
             return str(error)
 
     def _tell(self, message: object) -> None:
-        with contextlib.suppress(Disconnected):
+        with contextlib.suppress(Error):  # the session is over
             self._post(Tell(message))
 
 

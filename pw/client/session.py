@@ -96,10 +96,17 @@ class _GiveUp:
 class ClientSession(Actor):
     """One client's conversation with a cluster."""
 
-    def __init__(self, env: Env, bulk: Bulk, on_credits: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        env: Env,
+        bulk: Bulk,
+        on_credits: Callable[[int], None],
+        on_end: Callable[[Error], None] = lambda error: None,
+    ) -> None:
         link = self._link = ControllerLink(env)
         super().__init__(link)
         self._on_credits = on_credits
+        self._on_end = on_end
         self.closed: Error | None = None
         self._attaching: Settle | None = None
         self._attached = False
@@ -229,6 +236,9 @@ class ClientSession(Actor):
         if self.closed is not None:
             return
         self.closed = error
+        self._on_end(
+            error
+        )  # first: who hears of it otherwise finds that nothing can be asked any more
         if self._attaching is not None:
             reject(self._attaching, error)
         for future in self._allocating.values():

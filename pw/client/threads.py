@@ -107,7 +107,9 @@ class SessionOnNode:
         self._teardown = teardown
         self._closed = False
         self._expected: tuple[int, list[Child]] = (0, [])
-        node.add("session", lambda env: ClientSession(env, bulk, runtime.grant))
+        node.add(
+            "session", lambda env: ClientSession(env, bulk, runtime.grant, runtime.session_ended)
+        )
         self._tick()
 
     def expect_hosts(self, count: int, children: list[Child]) -> None:
