@@ -689,6 +689,24 @@ def test_deleted_arrays(rt: LocalRuntime) -> None:
     assert "deleted" in repr(x)
 
 
+def test_a_finalizer_may_delete_arrays_while_one_is_given_up() -> None:
+    x, other = put(1.0), put(2.0)
+
+    class Owner:
+        def __del__(self) -> None:
+            other.delete()
+
+    fetching: Any = Owner()
+    x._fetching = fetching
+    del fetching
+    thread = threading.Thread(target=x.delete, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert x.is_deleted()
+    assert other.is_deleted()
+
+
 def test_copies_and_pickles() -> None:
     x = put(np.arange(3))
     y = copy.deepcopy({"x": x})["x"]

@@ -35,8 +35,9 @@ from pw.core.errors import (
 
 __all__ = ["Array"]
 
-giving_up = threading.Lock()
-"""Held while arrays change from usable to deleted, so that of two threads one wins."""
+giving_up = threading.RLock()
+"""Held while arrays change from usable to deleted, so that of two threads one wins. The collector may run a
+finalizer amid that, in the same thread, which deletes other arrays."""
 
 
 class Array(Operators):
