@@ -5,14 +5,16 @@ The controller and the hosts are played by the test, so each rule is seen messag
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pw.client.fetching import Fetching
 from pw.client.hosts import Hosts
-from pw.client.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell
+from pw.client.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.requests import RETRIES
 from pw.client.session import ClientSession
 from pw.core.errors import (
@@ -366,6 +368,21 @@ def test_a_host_that_refuses_to_talk_fails_what_was_asked_of_it(bench: Bench) ->
     future = bench.get()
     bench.note(PeerRefused("a", ErrorReport.of(VersionMismatch("other jax"))))
     assert isinstance(future.exception(0), VersionMismatch)
+
+
+def test_of_a_value_that_was_fetched_in_parts_only_the_whole_is_kept() -> None:
+    spec = split(SLICE, 2)
+    halves = [np.full(SMALL // 2, index) for index in range(2)]
+    kept = [weakref.ref(half) for half in halves]
+    future = Fetching(spec)
+    resolve(future, [(spec.box(index), half) for index, half in enumerate(halves)])
+    assert future.done()
+    del halves
+    whole = future.result(0)
+    assert [ref() for ref in kept] == [None, None]
+    assert future.result(0) is whole
+    assert whole.shape == spec.shape
+    assert set(np.unique(whole)) == {0, 1}
 
 
 def test_everything_ends_with_the_controller_and_with_close() -> None:

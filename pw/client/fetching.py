@@ -19,12 +19,22 @@ class Fetching(Waiting[Any]):
         super().__init__(explain)
         self._spec = spec
         self._whole: np.ndarray[Any, Any] | None = None
+        self._parts: list[Part] = []
+
+    def set_result(self, result: list[Part]) -> None:
+        """Take the parts; they are kept until the whole is there, and no longer."""
+        self._parts = result
+        super().set_result(None)
 
     def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
         """The whole value, read-only. Raises the error it failed with, or TimeoutError."""
-        parts: list[Part] = super().result(timeout)
+        super().result(timeout)
+        parts = (
+            self._parts
+        )  # looked up first: once they are gone, the whole is there for all threads
         if self._whole is None:
             self._whole = _assembled(self._spec, parts)
+            self._parts = []
         return self._whole
 
 
