@@ -87,8 +87,11 @@ def test_a_slice_lives_as_long_as_its_devices(rt: LocalRuntime) -> None:
 def test_too_many_devices() -> None:
     with pytest.raises(errors.InsufficientDevices):
         devices(9)
-    with pytest.raises(ValueError, match="at least one"):
-        devices(0)
+    wrong: list[Any] = [0, -1, True, np.True_, 2.0, "2"]
+    for count in wrong:
+        with pytest.raises(ValueError, match="at least one"):
+            devices(count)
+    assert [device.index for device in devices(np.int64(2))] == [0, 1]
 
 
 def test_a_mesh_is_of_one_slice() -> None:

@@ -16,6 +16,7 @@ import collections
 import math
 import weakref
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import jax
@@ -159,10 +160,14 @@ class VirtualDeviceSet:
         """
         if (devices is None) == (tpu_devices is None):
             raise TypeError("add_slice takes a number of devices: add_slice(devices=4)")
-        count = tpu_devices if devices is None else devices
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"a slice has at least one device; {count!r} were asked for")
-        shape = None if topology is None else tuple(topology)
+        asked: Any = tpu_devices if devices is None else devices
+        try:
+            count = 0 if isinstance(asked, bool) else index(asked)
+        except TypeError:
+            count = 0
+        if count < 1:
+            raise ValueError(f"a slice has at least one device; {asked!r} were asked for")
+        shape = None if topology is None else tuple(map(index, topology))
         handle = self._runtime.allocate_slice(count, kind, island, shape)
         added = Slice(self._runtime, handle)
         self._slices.append(added)
