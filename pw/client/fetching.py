@@ -29,9 +29,8 @@ class Fetching(Waiting[Any]):
     def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
         """The whole value, read-only. Raises the error it failed with, or TimeoutError."""
         super().result(timeout)
-        parts = (
-            self._parts
-        )  # looked up first: once they are gone, the whole is there for all threads
+        # Looked up first: once they are gone, the whole is there for all threads.
+        parts = self._parts
         if self._whole is None:
             self._whole = _assembled(self._spec, parts)
             self._parts = []

@@ -236,9 +236,8 @@ class ClientSession(Actor):
         if self.closed is not None:
             return
         self.closed = error
-        self._on_end(
-            error
-        )  # first: who hears of it otherwise finds that nothing can be asked any more
+        # First: who hears of it otherwise finds that nothing can be asked any more.
+        self._on_end(error)
         if self._attaching is not None:
             reject(self._attaching, error)
         for future in self._allocating.values():
