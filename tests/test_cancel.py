@@ -203,6 +203,25 @@ def test_what_another_host_than_the_first_computes_is_under_way_until_it_ends() 
     assert kind(client.value(given_up)) == "Cancelled"
 
 
+def test_a_short_timeout_does_not_wait_for_a_longer_one() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    patient = client.program(timed(chain([cluster.a], b"forever"), 60.0), b"forever")
+    hasty = client.program(timed(chain([cluster.b], b"forever")), b"forever")
+    (long,) = client.run(patient, X)
+    world.settle()
+    (short,) = client.run(hasty, X)
+    world.settle()
+    assert deadlines(cluster) == 1
+    world.wait(TIMEOUT_S + 1)
+    assert kind(client.value(short)) == "ComputationTimeout"
+    assert long not in client.failed
+    assert deadlines(cluster) == 1
+    world.wait(60)
+    assert kind(client.value(long)) == "ComputationTimeout"
+    assert not deadlines(cluster)
+
+
 def test_a_run_that_is_repeated_has_its_time_again() -> None:
     cluster = Cluster()
     client, world = cluster.client, cluster.world

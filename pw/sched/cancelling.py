@@ -103,6 +103,8 @@ class RunEnder:
         self._explain = explain
         self._deadlines = Deadlines()
         self._timer: Timer | None = None
+        self._due_s = 0.0
+        """When the timer, if there is one, will run out."""
 
     # --- the end of runs -------------------------------------------------------------------------------
 
@@ -161,9 +163,16 @@ class RunEnder:
                 self._timer = None
 
     def _arm(self) -> None:
-        if self._timer is None and self._deadlines:
-            delay_s = max(0.0, self._deadlines.next_s() - self._env.now_s())
-            self._timer = self._env.call_later(delay_s, LookAtDeadlines())
+        if not self._deadlines:
+            return
+        next_s = self._deadlines.next_s()
+        if self._timer is not None:
+            if self._due_s <= next_s:
+                return
+            self._timer.cancel()
+        self._due_s = next_s
+        delay_s = max(0.0, next_s - self._env.now_s())
+        self._timer = self._env.call_later(delay_s, LookAtDeadlines())
 
     def look_at_deadlines(self) -> None:
         """The timer has run out: fail what is overdue, and wait for the next."""
