@@ -798,6 +798,49 @@ def test_what_is_lost_again_and_again_is_tried_less_and_less_often(
     np.testing.assert_array_equal(client.value(result), X + 1)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_several_hosts_of_an_island_may_be_drained_at_once(seed: int) -> None:
+    """The second while the first has its island formed anew, so that no host of it is there."""
+    world = World(seed)
+    world.controller()
+    hosts = {name: SupervisedHost(world, name, "a", 3) for name in ("a0", "a1", "a2")}
+    for name in ("s0", "s1"):
+        SupervisedHost(world, name, "", spare=True)
+    world.settle()
+    client: Survivor = world.add(session_of("c"), Survivor)
+    world.settle()
+    spec = split(client.slice(3, "a"), 3, 6)
+    world.settle()
+    array = client.upload(np.arange(6), spec)
+    world.settle()
+    asked = {name: client.id() for name in ("a1", "a2")}
+    for name, request in asked.items():
+        client.tell(DrainHost(request, name))
+    for _ in range(60):
+        world.wait(0.2)
+    for name, request in asked.items():
+        assert client.answered(request) == Answered(request, None)
+        assert hosts[name].finished == "drained"
+    np.testing.assert_array_equal(client.value(array), np.arange(6))
+
+
+def test_a_drain_waits_for_a_host_that_is_started_again_but_not_for_ever() -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    world.kill("a1", "connection lost")
+    world.settle()
+    request = client.id()
+    client.tell(DrainHost(request, "a1"))
+    world.settle()
+    assert client.answered(request) is None
+    for _ in range(100):
+        world.wait(1)
+    answer = client.answered(request)
+    assert answer is not None
+    assert answer.error is not None
+    assert "there is no host 'a1'" in answer.error.message
+
+
 def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
     cluster = Cluster()
     world = cluster.world

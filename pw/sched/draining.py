@@ -20,7 +20,7 @@ from pw.sched.inventory import Inventory, Island, counted
 from pw.sched.slices import Slices
 
 AGAIN_S = 1.0
-"""How often to look for a host that an earlier controller may have had."""
+"""How often to look for a host that is being started again, or that an earlier controller may have had."""
 
 
 class Drains:
@@ -59,7 +59,8 @@ class Drains:
             self.tell()
         island = inventory.island_of(node)
         if node not in self._draining and island is None:
-            if self._env.now_s() < inventory.settling_until_s:
+            may_come = any(node in known.awaited for known in inventory.islands.values())
+            if may_come or self._env.now_s() < inventory.settling_until_s:
                 self._env.call_later(AGAIN_S, message)
                 return
             known = sorted(n for i in inventory.islands.values() for n in i.hosts)
