@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pw.core.messages import UploadEnded
-from pw.sched.scheduler import CONTENDED_WINDOW_SEGMENTS, CONTENDED_WINDOW_US
+from pw.sched.scheduler import CONTENDED_WINDOW_US, UNKNOWN_AT_ONCE
 from tests.test_scheduler import Bench
 
 
@@ -88,7 +88,8 @@ def test_the_launched_work_of_contenders_is_milliseconds() -> None:
     for _ in range(200):
         island.submit(1)
         island.submit(2)
-    island.work(CONTENDED_WINDOW_SEGMENTS)  # what was launched on the first guess
+    island.work(2 * UNKNOWN_AT_ONCE)  # what was launched before anything was known
+    assert island.worst_ahead_us <= CONTENDED_WINDOW_US + 2 * UNKNOWN_AT_ONCE * 4000
     island.worst_ahead_us = 0
     island.work(100)
     assert island.worst_ahead_us <= CONTENDED_WINDOW_US + 2 * 4000

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, client_id, executor_of, scheduler_of
 from pw.core.messages import (
     AddClient,
@@ -22,6 +23,7 @@ from pw.core.messages import (
     Installed,
     InstallProgram,
     IslandFormed,
+    IslandLost,
     Launch,
     LaunchGap,
     ProgramInstalled,
@@ -37,7 +39,12 @@ from pw.core.messages import (
 from pw.core.plan import HostPlan
 from pw.core.program import Program
 from pw.sched.policy import POLICIES
-from pw.sched.scheduler import CONTENDED_WINDOW_SEGMENTS, WINDOW_SEGMENTS, IslandScheduler
+from pw.sched.scheduler import (
+    CONTENDED_WINDOW_SEGMENTS,
+    UNKNOWN_AT_ONCE,
+    WINDOW_SEGMENTS,
+    IslandScheduler,
+)
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, join, split
 from tests.supervised import SupervisedHost
@@ -246,6 +253,12 @@ class Bench:
         finished = (Finished(launch.sequence, device_time_us),)
         self.tell(Progress(launch.epoch, finished), sender=executor_of(host))
 
+    def measure(self, *clients: int) -> None:
+        """One run of each of these clients ends, so that the device time of its program is known."""
+        for client in clients:
+            self.tell(self.submission(client))
+            self.end(self.launches()[-1])
+
 
 def test_a_consumer_waits_for_the_launch_of_its_producers_but_not_for_their_end() -> None:
     bench = Bench()
@@ -279,16 +292,92 @@ def test_ready_work_of_another_client_goes_before_work_whose_inputs_are_late() -
 def test_the_window_bounds_what_is_launched() -> None:
     bench = Bench()
     bench.client(1)
+    bench.measure(1)
     bench.tell(*[bench.submission(1) for _ in range(WINDOW_SEGMENTS + 50)])
-    assert len(bench.launches()) == WINDOW_SEGMENTS
+    assert bench.scheduler.launched == WINDOW_SEGMENTS
     contended = Bench()
     contended.client(1)
     contended.client(2)
+    contended.measure(1, 2)
     contended.tell(*[contended.submission(1 + turn % 2) for turn in range(100)])
-    assert len(contended.launches()) == CONTENDED_WINDOW_SEGMENTS
-    for launch in contended.launches():
+    assert contended.scheduler.launched == CONTENDED_WINDOW_SEGMENTS
+    for launch in contended.launches()[2:]:
         contended.end(launch, 50_000)
     assert 2 <= contended.scheduler.launched < CONTENDED_WINDOW_SEGMENTS, "time counts, too"
+
+
+def test_little_is_launched_of_what_may_take_any_time() -> None:
+    """A client that ran ahead while its program was compiled has not all its launches, of a second each,
+    under way at once: deadlines count from the launch, and others want the island as well."""
+    bench = Bench()
+    bench.client(1)
+    bench.tell(*[bench.submission(1) for _ in range(50)])
+    assert len(bench.launches()) == UNKNOWN_AT_ONCE
+    for index in range(50):
+        bench.end(bench.launches()[index], 1_000_000)
+        assert bench.scheduler.launched <= UNKNOWN_AT_ONCE
+    assert len(bench.launches()) == 50
+    bench.tell(*[bench.submission(1) for _ in range(50)])
+    assert bench.scheduler.launched == 2, "what is known counts as what it is"
+
+
+def test_what_is_short_is_launched_freely_as_soon_as_one_has_ended() -> None:
+    bench = Bench()
+    bench.client(1)
+    bench.tell(*[bench.submission(1) for _ in range(100)])
+    bench.end(bench.launches()[0], 0)
+    assert len(bench.launches()) == 100
+
+
+def test_what_runs_once_is_launched_freely() -> None:
+    """Many programs, as operators make them, and the many parts of one."""
+    bench = Bench()
+    bench.client(1)
+    many = bench.submission(1)
+    for number in range(100):
+        program = client_id(1, 10 + number)
+        bench.tell(InstallProgram(program, Program("p", (), (), (), ()), (), ()))
+        bench.tell(msgspec.structs.replace(bench.submission(1), program=program))
+    assert len(bench.launches()) == 100
+    nothing = ((),) * 100
+    bench.tell(
+        msgspec.structs.replace(
+            many,
+            segments=tuple(range(100)),
+            hosts=many.hosts * 100,
+            reporters=many.reporters * 100,
+            depends=nothing,
+            notify=nothing,
+        )
+    )
+    assert len(bench.launches()) == 200
+
+
+def test_what_may_take_any_time_is_not_passed_by_others() -> None:
+    """The policy decides, not what is known; and a new epoch knows what the old one had measured."""
+    bench = Bench("priority")
+    bench.client(1, priority=1)
+    bench.client(2)
+    bench.measure(2)
+    bench.tell(*[bench.submission(1) for _ in range(2 * UNKNOWN_AT_ONCE)], bench.submission(2))
+    assert bench.owners()[1:] == [1] * UNKNOWN_AT_ONCE
+    bench.end(bench.launches()[1])
+    assert bench.owners()[1:] == [1] * 2 * UNKNOWN_AT_ONCE + [2]
+    bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone")), IslandFormed("i", 2, ("h0",)))
+    bench.hosts = ("h0",)
+    bench.tell(*[bench.submission(1) for _ in range(2 * UNKNOWN_AT_ONCE)])
+    assert bench.scheduler.launched == 2 * UNKNOWN_AT_ONCE
+
+
+def test_what_was_lost_with_an_epoch_does_not_count_as_under_way() -> None:
+    bench = Bench()
+    bench.client(1)
+    bench.tell(*[bench.submission(1) for _ in range(UNKNOWN_AT_ONCE)])
+    bench.tell(
+        IslandLost("i", 1, ErrorReport("HostLost", "gone")), IslandFormed("i", 2, bench.hosts)
+    )
+    bench.tell(bench.submission(1))
+    assert bench.scheduler.launched == 1
 
 
 def test_a_gap_ends_the_epoch_and_a_stale_one_does_not() -> None:

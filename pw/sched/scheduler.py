@@ -7,7 +7,9 @@ number. Hosts enqueue strictly in that order, so any two collectives meet in the
 waits only for work launched before it); it is *ready* when they have *ended*. Ready work is preferred to
 merely eligible work (G3). Launched work that has not ended is bounded: by count when one client is
 alone, by estimated device time when several want the island, so that the policy decides and not the
-queue (G2). Where devices have a limit, a run goes only when it has been admitted (G5, `pw.sched.admission`).
+queue (G2). Of a segment whose device time is not known only a few are launched until one has ended: a
+launch too many may be minutes, for others and for its own deadline. Where devices have a limit, a run
+goes only when it has been admitted (G5, `pw.sched.admission`).
 
 The cost of a launch does not depend on the number of shards: one send per host of the gang.
 """
@@ -79,6 +81,8 @@ CONTENDED_WINDOW_US = 20_000.0
 CONTENDED_WINDOW_SEGMENTS = 32
 UNKNOWN_US = 100.0
 """Device time of a segment that has never run."""
+UNKNOWN_AT_ONCE = 4
+"""Launches of such a segment that have not ended: enough to keep devices busy if it is short."""
 
 NEVER = -1
 """A producer that will not be launched: what waits for it stays where it is until it is cancelled."""
@@ -447,10 +451,12 @@ class IslandScheduler(Actor):
                 queue = contenders.pop(self.policy.choose(contenders))
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
+                known = self._estimates_us.get(task.here.program, {})
+                if task.segment not in known and self._alike(task) >= UNKNOWN_AT_ONCE:
+                    return None  # to launch another's instead would be against the policy
                 request = task.here.request
                 if request is None or request.is_admitted or self._admission.admit(request):
                     queue.tasks.popleft()
-                    known = self._estimates_us.get(task.here.program, {})
                     task.estimate_us = known.get(task.segment, UNKNOWN_US)
                     self.policy.charge(queue, task.estimate_us)
                     queue.launched += 1
@@ -471,6 +477,12 @@ class IslandScheduler(Actor):
             segments, device_time_us = CONTENDED_WINDOW_SEGMENTS, CONTENDED_WINDOW_US
         launched = len(self._in_flight)
         return launched < 2 or (launched < segments and self._in_flight_us < device_time_us)
+
+    def _alike(self, task: SegmentTask) -> int:
+        """Launches of the same part of the same program that have not ended."""
+        program, segment = task.here.program, task.segment
+        in_flight = self._in_flight.values()
+        return sum(one.segment == segment and one.here.program == program for one in in_flight)
 
     def _launch(self, task: SegmentTask) -> None:
         here = task.here
