@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of
+from pw.core.errors import ErrorReport, TransferFailed
+from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of, store_of
 from pw.core.lower import lower_with_memory
 from pw.core.messages import (
     CANCELLED,
     ArrayPlaced,
     CancelRun,
+    CreateArray,
     Installed,
     InstallProgram,
     IslandFormed,
@@ -33,6 +34,7 @@ from pw.core.messages import (
     SegmentLaunched,
     Submit,
     UninstallProgram,
+    Uploaded,
     UploadEnded,
 )
 from pw.core.peak import IslandMemory, OutputMemory
@@ -433,6 +435,9 @@ class MemoryBench(Bench):
         self.tell(submit)
         return submit
 
+    def upload(self, array: int, size_bytes: int) -> None:
+        self.tell(ArrayPlaced(array, (DEVICE,), size_bytes), UploadEnded(array))
+
     @property
     def memory(self) -> DeviceMemory:
         memory = self.scheduler._admission.memory
@@ -497,7 +502,7 @@ def test_a_run_that_can_never_fit_is_refused_with_the_numbers() -> None:
 def test_a_run_is_refused_when_nothing_in_flight_can_make_room() -> None:
     bench = MemoryBench()
     for client, size_bytes in ((1, 30), (1, 10), (2, 40)):
-        bench.tell(ArrayPlaced(client_id(client, 5 + size_bytes), (DEVICE,), size_bytes))
+        bench.upload(client_id(client, 5 + size_bytes), size_bytes)
     running = bench.run(bench.program(2, needs(5)))
     bench.run(bench.program(1, needs(50)))
     assert not bench.refused(), "the other run may make room"
@@ -529,7 +534,7 @@ def test_one_run_at_a_time_is_refused_for_what_others_hold() -> None:
     """What the first client drops then is what the second has waited for."""
     bench = MemoryBench()
     held = client_id(1, 5)
-    bench.tell(ArrayPlaced(held, (DEVICE,), 60))
+    bench.upload(held, 60)
     program = bench.program(1, needs(50))
     first = bench.run(program)
     bench.tell(Release(1, (held,), (("h0",),)))
@@ -539,6 +544,64 @@ def test_one_run_at_a_time_is_refused_for_what_others_hold() -> None:
     bench.tell(CancelRun(first.run))
     assert bench.launched() == [second.run]
     assert len(bench.refused()) == 1
+
+
+@pytest.mark.parametrize("islands", [(), ("h", "i")])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_waits_for_an_upload_whose_array_goes_when_it_has_come(
+    first: int, islands: tuple[str, ...]
+) -> None:
+    """It was deleted on its way. Whose work is looked at first makes no difference."""
+    bench = MemoryBench()
+    array = client_id(first, 5)
+    bench.tell(ArrayPlaced(array, (DEVICE,), 60))
+    run = bench.run(bench.program(3 - first, needs(50)), islands=islands)
+    if islands:
+        bench.tell(ReserveRun(run.run))
+    later = client_id(first, 6)
+    bench.tell(ArrayPlaced(later, (DEVICE,), 10))
+    assert not bench.launched()
+    assert not bench.refused()
+    bench.world.mailboxes["controller"] += [
+        (bench.address, bench.address, UploadEnded(array)),
+        (bench.address, bench.address, Release(first, (array,), (("h0",),))),
+    ]
+    bench.world.drain("controller")
+    assert bench.launched() == [run.run]
+    assert not bench.refused()
+
+
+def test_a_run_waits_for_an_upload_that_others_wait_for() -> None:
+    """What they do then may make room."""
+    bench = MemoryBench()
+    held, late = client_id(1, 5), client_id(1, 6)
+    bench.upload(held, 60)
+    bench.tell(ArrayPlaced(late, (DEVICE,), 10))
+    reader = bench.run(bench.program(1, needs(0, inputs=1)), late, awaits=(late,))
+    bench.tell(Release(1, (held,), (("h0",),)))
+    run = bench.run(bench.program(2, needs(50)))
+    assert not bench.refused()
+    bench.tell(UploadEnded(late))
+    assert bench.launched() == [reader.run, run.run]
+    assert not bench.refused()
+
+
+def test_an_upload_that_has_ended_or_began_later_keeps_no_run_from_its_end() -> None:
+    bench = MemoryBench(3)
+    held, late = client_id(1, 5), client_id(1, 6)
+    bench.upload(held, 60)
+    bench.tell(ArrayPlaced(late, (DEVICE,), 10))
+    first = bench.run(bench.program(2, needs(50)))
+    assert not bench.refused()
+    bench.tell(ArrayPlaced(client_id(1, 7), (DEVICE,), 10), UploadEnded(late))
+    assert [refused.run for refused in bench.refused()] == [first.run]
+    bench.tell(CancelRun(first.run))
+    second = bench.run(bench.program(2, needs(90)))
+    assert len(bench.refused()) == 1
+    bench.upload(client_id(3, 5), 60)
+    bench.tell(RemoveClient(1))
+    assert not bench.memory.arriving
+    assert [refused.run for refused in bench.refused()] == [first.run, second.run]
 
 
 def test_a_release_in_the_queue_makes_room_in_its_turn() -> None:
@@ -691,6 +754,7 @@ def check_memory_is_free(world: World) -> None:
         assert not admission._refused
         if admission.memory is not None:
             assert admission.memory.claims == 0
+            assert not admission.memory.arriving
             assert admission.memory.used_bytes(DeviceAddress(f"{island}0", 0)) == 0
 
 
@@ -745,6 +809,29 @@ def test_what_is_counted_at_rest_is_what_is_alive() -> None:
         client.delete(kept, y, z)
         world.settle()
         check_memory_is_free(world)
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
+    """Whether it is sent again, or nobody wants it any more."""
+    world = cluster(0, a=10 * LARGE_SHARD)
+    client = join(world, "c")
+    spec = split(client.slice(1, "a"), 1, LARGE)
+    world.settle()
+    array = client.id()
+    client.tell(CreateArray(array, spec))
+    if deleted:
+        client.delete(array)
+    world.settle()
+    memory = world.schedulers["a"]._admission.memory
+    assert memory is not None
+    assert memory.arriving == {array}
+    assert memory.used_bytes(DeviceAddress("a0", 0)) == LARGE_SHARD
+    error = ErrorReport.of(TransferFailed("the link was cut"))
+    world.post(store_of("a0"), CONTROL, Uploaded(array, error))
+    world.settle()
+    assert not memory.arriving
+    assert memory.used_bytes(DeviceAddress("a0", 0)) == (0 if deleted else LARGE_SHARD)
 
 
 def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them() -> None:

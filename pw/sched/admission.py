@@ -6,8 +6,10 @@ does not fit waits, and others that fit may pass it, but only `PATIENCE` times: 
 admitted before it, so the island drains until it fits. Three ends are possible: it fits; it could not
 have the island to itself, and is refused at once; or nothing is in flight on the island any more that
 could free memory, and it is refused with the names of those who hold it. (A run that is alone on the
-island, arrays included, either fits or never will.) A refused run stays at the head of its client's
-queue until the controller cancels it, so that later runs that need its results cannot slip by.
+island, arrays included, either fits or never will.) An upload under way is in flight, too: its array may
+have been deleted meanwhile, and what waits for it may free others. But one that begins later is not, or
+somebody who uploads all the time could keep a run from its end. A refused run stays at the head of its
+client's queue until the controller cancels it, so that later runs that need its results cannot slip by.
 
 Runs on several islands. If a run were launched on one island while it waits for memory on another, two
 runs could each hold what the other waits for. So such a run is admitted on all of its islands before it
@@ -65,6 +67,8 @@ class Request:
     """How many runs were admitted while this one waited for memory."""
     tried_at: int = -1
     """`DeviceMemory.frees` when it was found not to fit."""
+    hopes: frozenset[int] | None = None
+    """Arrays that were on their way when first nothing else could make room."""
 
 
 class Admission:
@@ -171,6 +175,10 @@ class Admission:
         if memory is None or not self._blocked or self._refused or memory.claims:
             return
         request = self._overdue() or next(iter(self._blocked.values()))
+        if request.hopes is None:
+            request.hopes = frozenset(memory.arriving)
+        if not memory.arriving.isdisjoint(request.hopes):
+            return
         client = client_of(request.run)
         self._refuse(request, memory.no_room(request.program, request.args, client))
 

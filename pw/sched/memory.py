@@ -90,6 +90,8 @@ class DeviceMemory:
         """Runs that hold a reservation."""
         self.frees = 0
         """Goes up whenever memory may have come back."""
+        self.arriving: set[int] = set()
+        """Arrays that are on their way to their devices."""
 
     # --- programs ------------------------------------------------------------------------------------
 
@@ -128,13 +130,19 @@ class DeviceMemory:
     # --- arrays --------------------------------------------------------------------------------------
 
     def place(self, array: int, devices: tuple[DeviceAddress, ...], shard_bytes: int) -> None:
-        """An array that no run makes takes memory from now on."""
+        """An array that no run makes takes memory from now on, before it has arrived."""
         buffer = _Buffer(self._place(devices), shard_bytes)
         self._name(array, buffer)
         self._count(buffer)
+        self.arriving.add(array)
+
+    def arrived(self, array: int) -> None:
+        """The array is on all its devices, or will not come."""
+        self.arriving.discard(array)
 
     def release(self, array: int) -> None:
         """The array is gone; its bytes come back when no run in flight reads them."""
+        self.arriving.discard(array)
         buffer = self._buffers.pop(array, None)
         if buffer is not None:
             buffer.names -= 1

@@ -325,6 +325,8 @@ class IslandScheduler(Actor):
 
     @handles(UploadEnded)
     def _upload_ended(self, sender: Address, message: UploadEnded) -> None:
+        if self._admission.memory is not None:
+            self._admission.memory.arrived(message.array)
         for task in self._waiting_uploads.pop(message.array, ()):
             task.awaits.discard(message.array)
 
@@ -424,10 +426,11 @@ class IslandScheduler(Actor):
         ready: list[ClientQueue] = []
         eligible: list[ClientQueue] = []
         wanting = 0
+        for queue in self._clients.values():  # first of all: it may make room for any of them
+            while queue.tasks and not isinstance(queue.tasks[0], SegmentTask):
+                self._order(queue.tasks.popleft())
         for queue in self._clients.values():
             tasks = queue.tasks
-            while tasks and not isinstance(tasks[0], SegmentTask):
-                self._order(tasks.popleft())
             wanting += bool(tasks or queue.launched)
             if not tasks:
                 continue

@@ -140,6 +140,7 @@ class Uploads:
         array.uploading -= {host}
         if error is not None and array.error is None:
             if self._rebuilder.arrival_failed(client, number, array, error):
+                self._tell_schedulers(number)
                 return
             if error.kind in INFRASTRUCTURE:
                 lost = ArrayLost(f"the array could not be brought back: {error.message}")
@@ -150,12 +151,16 @@ class Uploads:
             return
         if array.restored:
             self._copies.arrived(client, number)
-        for island in self._ledger.schedulers:
-            self._env.send(scheduler_of(island), UploadEnded(number))
+        self._tell_schedulers(number)
         if client.doomed.pop(number, None) is not None:
             drop(self._env, self._ledger, client, [(number, array)])
         if client.backlog:
             self._go_on(client)
+
+    def _tell_schedulers(self, number: int) -> None:
+        """Nothing waits for this array any more: it is there, or what needs it was withdrawn."""
+        for island in self._ledger.schedulers:
+            self._env.send(scheduler_of(island), UploadEnded(number))
 
     def input_gone(self, client: Client, message: InputGone) -> None:
         """A client was asked to send an array once more, and has not got it any more."""
