@@ -20,11 +20,13 @@ from pw.core.messages import (
     ArrayPlaced,
     CancelRun,
     CreateArray,
+    Discard,
     Installed,
     InstallProgram,
     IslandFormed,
     IslandJoined,
     IslandLost,
+    Launch,
     Release,
     RemoveClient,
     ReserveRun,
@@ -568,6 +570,51 @@ def test_a_run_waits_for_an_upload_whose_array_goes_when_it_has_come(
     ]
     bench.world.drain("controller")
     assert bench.launched() == [run.run]
+    assert not bench.refused()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_deleted_on_its_way_makes_room_for_what_its_client_does_next(seed: int) -> None:
+    """Though that is handed over before the array has come; but not before what uses it."""
+    world = cluster(seed, a=3 * LARGE_SHARD + 8)
+    client = join(world, "c")
+    spec = split(client.slice(1, "a"), 1, LARGE)
+    world.settle()
+    program = client.program(chain([spec]))
+    world.settle()
+    x = np.arange(LARGE)
+    used = client.upload(x, spec)
+    (y,) = client.run(program, used)
+    unused = client.upload(x, spec)
+    client.delete(used, unused)
+    (z,) = client.run(program, y)
+    world.steps(world.random.randrange(100))
+    np.testing.assert_array_equal(client.value(y), x + 1)
+    np.testing.assert_array_equal(client.value(z), x + 2)
+    assert not client.failed
+    client.delete(y, z)
+    world.settle()
+    check_memory_is_free(world)
+
+
+def test_what_is_deleted_on_its_way_goes_behind_all_that_may_use_it() -> None:
+    bench = MemoryBench()
+    array, held = client_id(1, 5), client_id(1, 6)
+    bench.upload(held, 60)
+    bench.tell(ArrayPlaced(array, (DEVICE,), 30))
+    reader = bench.run(bench.program(1, needs(0, inputs=1)), array, awaits=(array,), depends=(3,))
+    large = bench.program(1, needs(20))
+    runs = [bench.run(large), bench.run(large)]
+    bench.tell(UploadEnded(array), Release(1, (array,), (("h0",),), late=True))
+    bench.tell(Release(1, (held,), (("h0",),)))
+    assert not bench.launched()
+    bench.tell(SegmentLaunched(reader.run, 3))
+    assert bench.launched() == [reader.run]
+    assert bench.used == 90
+    orders = [m for m in bench.world.to(executor_of("h0")) if isinstance(m, Launch | Discard)]
+    assert [type(order) for order in orders] == [Launch, Discard]
+    bench.end(bench.launches()[0])
+    assert bench.launched() == [reader.run] + [run.run for run in runs]
     assert not bench.refused()
 
 

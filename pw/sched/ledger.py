@@ -35,8 +35,18 @@ class Ledger:
         return self.bindings[spec.placement.slice].located(spec.placement)
 
 
-def drop(env: Env, ledger: Ledger, client: Client, arrays: Iterable[tuple[int, Array]]) -> None:
-    """Have the hosts that hold these arrays forget them, after the client's earlier work."""
+def drop(
+    env: Env,
+    ledger: Ledger,
+    client: Client,
+    arrays: Iterable[tuple[int, Array]],
+    *,
+    late: bool = False,
+) -> None:
+    """Have the hosts that hold these arrays forget them, after the client's earlier work.
+
+    Where they were deleted before they had arrived (`late`), after that of it which uses them.
+    """
     by_island: dict[str, tuple[list[int], list[tuple[str, ...]]]] = {}
     for number, array in arrays:
         if array.hosts and array.island in ledger.islands:
@@ -44,4 +54,5 @@ def drop(env: Env, ledger: Ledger, client: Client, arrays: Iterable[tuple[int, A
             numbers.append(number)
             hosts.append(array.hosts)
     for island, (numbers, hosts) in by_island.items():
-        env.send(scheduler_of(island), Release(client.number, tuple(numbers), tuple(hosts)))
+        release = Release(client.number, tuple(numbers), tuple(hosts), late)
+        env.send(scheduler_of(island), release)

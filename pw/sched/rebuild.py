@@ -450,7 +450,7 @@ class Rebuilder:
             self._lose(client, number, array, error)
         elif client.doomed.pop(number, None) is not None:
             # other hosts may have their shards
-            drop(self._env, self._ledger, client, [(number, array)])
+            drop(self._env, self._ledger, client, [(number, array)], late=True)
         consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
         self.interrupt(error, runs=consumers)
         self._try_again(client, array.restored)

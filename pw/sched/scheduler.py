@@ -332,9 +332,11 @@ class IslandScheduler(Actor):
 
     @handles(Release)
     def _release(self, sender: Address, message: Release) -> None:
-        self._enqueue(
-            message.client, DiscardTask(message.arrays, message.hosts, 0, self._arrival())
-        )
+        task = DiscardTask(message.arrays, message.hosts, 0, self._arrival())
+        if not message.late:
+            self._enqueue(message.client, task)
+        elif (queue := self._clients.get(message.client)) is not None:
+            queue.insert(task)
 
     @handles(CancelRun)
     def _cancel(self, sender: Address, message: CancelRun) -> None:

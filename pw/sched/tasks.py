@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
+from pw.core.ids import arrays_in
 from pw.core.messages import Arguments, Copy, CopyFile
 from pw.sched.admission import Request
 
@@ -88,6 +89,21 @@ class ClientQueue:
     def head_arrival(self) -> int:
         """Serial number of the oldest task."""
         return self.tasks[0].arrival
+
+    def insert(self, discard: DiscardTask) -> None:
+        """Queue it behind the last task that may use its arrays; what is behind may need their memory."""
+        arrays = frozenset(discard.arrays)
+        place = len(self.tasks)
+        while place and not _may_use(self.tasks[place - 1], arrays):
+            place -= 1
+        self.tasks.insert(place, discard)
+
+
+def _may_use(task: Task, arrays: frozenset[int]) -> bool:
+    if isinstance(task, SegmentTask):
+        given = task.here.arguments
+        return not (arrays.isdisjoint(arrays_in(given.args)) and arrays.isdisjoint(given.results))
+    return isinstance(task, CopyTask)
 
 
 @dataclass(slots=True)

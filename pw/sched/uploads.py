@@ -153,7 +153,7 @@ class Uploads:
             self._copies.arrived(client, number)
         self._tell_schedulers(number)
         if client.doomed.pop(number, None) is not None:
-            drop(self._env, self._ledger, client, [(number, array)])
+            drop(self._env, self._ledger, client, [(number, array)], late=True)
         if client.backlog:
             self._go_on(client)
 

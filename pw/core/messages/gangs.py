@@ -76,6 +76,8 @@ class Release(Base, frozen=True, tag=65):
     arrays: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
     """Holders of each array."""
+    late: bool = False
+    """They were deleted before they had arrived: of the earlier work only what names them can need them."""
 
 
 class RemoveClient(Base, frozen=True, tag=66):
