@@ -428,11 +428,13 @@ class IslandScheduler(Actor):
         ready: list[ClientQueue] = []
         eligible: list[ClientQueue] = []
         wanting = 0
-        for queue in self._clients.values():  # first of all: it may make room for any of them
-            while queue.tasks and not isinstance(queue.tasks[0], SegmentTask):
-                self._order(queue.tasks.popleft())
+        if self._admission.memory is not None:  # what is dropped may make room for any of them
+            for queue in self._clients.values():
+                self._order(queue.tasks)
         for queue in self._clients.values():
             tasks = queue.tasks
+            if tasks and not isinstance(tasks[0], SegmentTask):
+                self._order(tasks)
             wanting += bool(tasks or queue.launched)
             if not tasks:
                 continue
@@ -469,12 +471,14 @@ class IslandScheduler(Actor):
         self._admission.refuse_if_stuck()
         return None
 
-    def _order(self, task: Task) -> None:
-        """See to what is not a gang, and has come to the head of its queue."""
-        if isinstance(task, CopyTask):
-            self._replicate(task)
-        elif isinstance(task, DiscardTask):
-            self._drop(task)
+    def _order(self, tasks: deque[Task]) -> None:
+        """See to what is no gang, and has come to the head of its queue."""
+        while tasks and not isinstance(task := tasks[0], SegmentTask):
+            tasks.popleft()
+            if isinstance(task, CopyTask):
+                self._replicate(task)
+            else:
+                self._drop(task)
 
     def _window_open(self, wanting: int) -> bool:
         segments, device_time_us = WINDOW_SEGMENTS, WINDOW_US
