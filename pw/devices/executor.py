@@ -100,8 +100,11 @@ class _Launched:
     run: _Run
     segment: Segment
     position: int = 0
-    made: list[Value] = field(default_factory=list)
-    """The last result of the last computation at each placement."""
+    last_results: tuple[Value, ...] = ()
+    awaited: int = 1
+    """What has to end before it can be reported: its last computation, and others at other placements."""
+    ended_s: float = 0.0
+    """When all of it was handed over."""
     lost: ErrorReport | None = None
     """It reads a value that was lost on its way here."""
     began_s: float | None = None
@@ -401,17 +404,22 @@ class HostExecutor(HostMember):
             failed = partial(self._break_gang, run) if together else None
             kept = head.segment.kept.get(head.position, ())
             guarded = head.position in head.segment.unread and not (
-                head.launch.report and head.position in head.segment.watched
+                head.launch.report
+                and (head.position == head.segment.last or head.position in head.segment.aside)
             )
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
-            if head.position in head.segment.watched:
-                # All are there at once. The last is the one that is least often donated.
-                head.made.append(results[-1])
+            head.last_results = results or head.last_results
             if results and instruction.computation in run.program.judged:
                 self._hold(head, instruction, results)
-                return True
-            for slot in instruction.results:
-                self._made(run, slot)
+            else:
+                for slot in instruction.results:
+                    self._made(run, slot)
+            if head.launch.report and head.position in head.segment.aside:
+                # At once: nothing may hold its memory until the launch has ended.
+                head.awaited += 1
+                hurried = self._reported < PROGRESS_SHARE
+                watch = partial(self._watch, head, results[-1:], results[-1:], hurried)
+                self._when_there(results[-1:], watch)
         elif isinstance(instruction, Send):
             value = run.slots[instruction.slot]
             if value in self._arriving:
@@ -545,19 +553,20 @@ class HostExecutor(HostMember):
     def _end(self, head: _Launched) -> None:
         """All instructions of a launch have been handed over."""
         launch, run = head.launch, head.run
-        self._account.handed(run.run, launch.segment, run.program, head.made)
-        come: list[Value] = []
+        # All results of a computation are there at once. The last is the one that is least often donated.
+        values = list(head.last_results[-1:])
+        self._account.handed(run.run, launch.segment, run.program, values)
         if launch.arguments is not None:
             for slot in run.program.passed_on:
-                come.append(run.slots[slot])
-                self._when_there(come[-1:], partial(self._made, run, slot))
+                values.append(run.slots[slot])
+                self._when_there(values[-1:], partial(self._made, run, slot))
         if launch.report:
-            come += [
+            values += [
                 run.slots[receive.slot]
                 for receive in head.segment.receives
                 if receive.slot in run.program.outputs_of_slot
             ]
-            self._when_there([*head.made, *come], partial(self._watch, head, come))
+            self._when_there(values, partial(self._watch_end, head, tuple(values)))
         if launch.segment == CANCELLED:
             self._cut_off(run)
         if launch.last:
@@ -579,30 +588,39 @@ class HostExecutor(HostMember):
         for value in missing:
             self._arriving[value].append(partial(arrived, value))
 
-    def _watch(self, head: _Launched, come: list[Value]) -> None:
-        """Report a launch when all it makes is ready, or has failed, and all that has come."""
-        started_s = self.env.now_s() if head.began_s is None else head.began_s
-        # A watch ends with the first failure among its values: what is elsewhere has an end of its own.
-        watched = [(*head.made[:1], *come), *[(value,) for value in head.made[1:]]]
-        left = len(watched)
+    def _watch_end(self, head: _Launched, values: tuple[Value, ...]) -> None:
+        """All of a launch has been handed over, and has come that comes from elsewhere."""
+        head.ended_s = self.env.now_s()
+        self._reported += 1
+        self._watch(head, values, head.last_results[-1:], self._reported <= PROGRESS_SHARE)
+
+    def _watch(
+        self,
+        head: _Launched,
+        values: tuple[Value, ...],
+        made: tuple[Value, ...],
+        hurried: bool,
+    ) -> None:
+        """Report a launch when these are ready or one has failed, if that is all that it waits for.
+
+        `made` are those of them that were computed here.
+        """
 
         def done(error: ErrorReport | None) -> None:
-            nonlocal left
-            left -= 1
-            if error is not None and any(value.alone for value in head.made):
+            if error is not None and any(value.alone for value in made):
                 self._break_gang(head.run, error)
             if error is not None and error.kind in INFRASTRUCTURE:
                 head.lost = head.lost or error
-            if left:
+            head.awaited -= 1
+            if head.awaited:
                 return
             now_s = self.env.now_s()
+            started_s = head.ended_s if head.began_s is None else head.began_s
             busy_s = now_s - max(started_s, self._busy_until_s)
             self._busy_until_s = now_s
             self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
 
-        self._reported += 1
-        hurried = self._reported <= PROGRESS_SHARE
-        self._ops += [ops.Watch(values, done, hurried=hurried) for values in watched]
+        self._ops.append(ops.Watch(values, done, hurried=hurried))
 
     def _flush(self) -> None:
         if self._queue:

@@ -29,8 +29,10 @@ class Segment:
 
     instructions: tuple[Instruction, ...] = ()
     receives: tuple[Receive, ...] = ()
-    watched: tuple[int, ...] = ()
-    """Positions of the last computation with results at each placement: what a report waits for."""
+    last: int = -1
+    """Position of the last computation with results. A report waits for it,"""
+    aside: frozenset[int] = frozenset()
+    """and for these, the last ones at each other placement."""
     unread: frozenset[int] = frozenset()
     """Positions of computations together with other hosts of which no later such one reads a result. The
     failure of any other is that of one of these as well."""
@@ -53,7 +55,8 @@ class Segment:
                 kept = tuple(index for index in donated if index not in taken)
                 if kept:
                     segment.kept[position] = kept
-        segment.watched = tuple(sorted(last.values()))
+        segment.last = max(last.values(), default=-1)
+        segment.aside = frozenset(last.values()) - {segment.last}
         segment.unread = _unread(instructions, gangs)
         return segment
 
