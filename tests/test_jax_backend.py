@@ -10,9 +10,11 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -94,6 +96,29 @@ def export(
         ),
         artifact,
     )
+
+
+KEPT: list[Callable[..., Any]] = []
+
+
+def call_kept(index: int, *arrays: Any) -> Any:
+    return KEPT[index](*arrays)
+
+
+def python(
+    function: Callable[..., Any], inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]
+) -> tuple[Computation, bytes]:
+    """A host function that is `function` itself when it is called, with all that it closes over."""
+    KEPT.append(function)
+    artifact = cloudpickle.dumps(partial(call_kept, len(KEPT) - 1))
+    return pickled(function.__name__, artifact, inputs, outputs), artifact
+
+
+def pickled(
+    name: str, artifact: bytes, inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]
+) -> Computation:
+    digest, placement = hashlib.sha256(artifact).digest(), outputs[0].placement
+    return Computation(name, digest, placement, tuple(inputs), tuple(outputs), python=True)
 
 
 class Host:
@@ -180,7 +205,9 @@ async def open_host(folder: Path | None = None) -> AsyncIterator[Host]:
     devices = jax.devices()
     assert len(devices) >= 8, "these tests need JAX_NUM_CPU_DEVICES=8"
     loop = asyncio.get_running_loop()
-    backend = JaxBackend(loop, HOST, lambda at: devices[at.ordinal], compile_cache=folder)
+    backend = JaxBackend(
+        loop, HOST, lambda at: devices[at.ordinal], allow_python=True, compile_cache=folder
+    )
     try:
         yield Host(backend)
     finally:
@@ -979,6 +1006,84 @@ async def test_a_failing_call_is_raised_on_the_loop(host: Host) -> None:
     assert await asyncio.wait_for(future, BOUND_S) is None
     assert str(await asyncio.wait_for(told, BOUND_S)) == "in its turn"
     host.loop.set_exception_handler(handler)
+
+
+# Python functions.
+
+
+def held(opened: threading.Event) -> Callable[[Any], Any]:
+    """Adds one, once `opened`."""
+
+    def add_one_held(x: Any) -> Any:
+        assert opened.wait(BOUND_S)
+        return [x + 1]
+
+    return add_one_held
+
+
+@on_host
+async def test_who_waits_for_a_python_function_holds_up_nobody_else(host: Host) -> None:
+    spec, opened = spec_of(), threading.Event()
+    await host.install(b"python", python(held(opened), [spec], [spec]))
+    await host.install(b"slow", export(slow_add, [spec], [spec]))
+    ready = host.build(spec, np.zeros(8))
+    (made,) = host.execute(b"python", host.build(spec, np.arange(8)))
+    reading, read = host.reading(made, spec)
+    watching, done = host.answer()
+    host.backend.submit([read, Watch((ready, made, ready), done)])
+    try:
+        (later,) = host.execute(b"slow", ready)
+        assert await host.watch(ready, later) is None
+        np.testing.assert_array_equal(await host.read(later, spec), np.ones(8))
+        assert host.backend.counters()["waiting"] >= 2
+        assert not reading.done()
+        assert not watching.done()
+    finally:
+        opened.set()
+    views = await asyncio.wait_for(reading, BOUND_S)
+    np.testing.assert_array_equal(joined(views, spec), np.arange(8) + 1)
+    assert await asyncio.wait_for(watching, BOUND_S) is None
+    async with asyncio.timeout(BOUND_S):
+        while host.backend.counters()["waiting"]:
+            await asyncio.sleep(0.001)
+
+
+@on_host
+async def test_a_python_function_may_wait_for_who_reads_the_one_before(host: Host) -> None:
+    spec, first, second = spec_of(), threading.Event(), threading.Event()
+    await host.install(b"first", python(held(first), [spec], [spec]))
+    await host.install(b"second", python(held(second), [spec], [spec]))
+    start = host.build(spec, np.zeros(8))
+    (one,), (two,) = host.execute(b"first", start), host.execute(b"second", start)
+    watching, done = host.answer()
+    reading, read = host.reading(one, spec)
+    host.backend.submit([Watch((one, two), done), read])
+    try:
+        assert await host.watch(start) is None
+        first.set()
+        views = await asyncio.wait_for(reading, BOUND_S)
+        np.testing.assert_array_equal(joined(views, spec), np.ones(8))
+        assert not watching.done()
+    finally:
+        first.set()
+        second.set()
+    assert await asyncio.wait_for(watching, BOUND_S) is None
+
+
+@on_host
+async def test_what_is_read_of_a_python_function_is_not_donated(host: Host) -> None:
+    spec, opened = spec_of(), threading.Event()
+    await host.install(b"python", python(held(opened), [spec], [spec]))
+    await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
+    (made,) = host.execute(b"python", host.build(spec, np.zeros(8)))
+    reading, read = host.reading(made, spec)
+    result = Value()
+    host.backend.submit([read, Execute(b"k", (made,), (result,))])
+    opened.set()
+    np.testing.assert_array_equal(await host.read(result, spec), np.full(8, 2))
+    views = await asyncio.wait_for(reading, BOUND_S)
+    np.testing.assert_array_equal(joined(views, spec), np.ones(8))
+    assert host.backend.counters()["donations_copied"] == 1
 
 
 # Installing.

@@ -5,8 +5,9 @@ alike, and collectives pair up. JAX runs asynchronously behind it (on CPU up to 
 the call blocks, which holds up this thread and nobody else). While it has nothing to do, the loop
 thread runs in its place what takes a few microseconds: small arrays, and computations that have
 proven quick (`pw.devices.quick`). A second thread compiles. A third waits for arrays, in the order in
-which that was asked; where everything is ready already and nobody waits, the execute thread answers at
-once. A fourth assembles large arrays from host bytes.
+which that was asked, but puts aside who asks for what a Python function is still to make; where everything
+is ready already and nobody waits, the execute thread answers at once. A fourth assembles large arrays from
+host bytes.
 
 Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it has marked the
 value `shared`, who is going to read it is counted, and a copy is donated instead. A host view that
@@ -74,7 +75,7 @@ from pw.devices.jax_layouts import (
     whole,
 )
 from pw.devices.jax_threads import Completions, QueueThread, join_all
-from pw.devices.python_functions import PythonFunction
+from pw.devices.python_functions import Ending, PythonFunction
 from pw.devices.quick import Quick
 
 _INLINE_BYTES = 64 * 1024
@@ -629,33 +630,56 @@ class JaxBackend:
     # On the watcher (or the execute thread, when nothing is to be waited for).
 
     def _wait(self, op: Watch | Read) -> None:
+        put_aside = False
         try:
             if isinstance(op, Watch):
-                self._answer_watch(op)
+                put_aside = self._answer_watch(op)
             else:
-                self._answer_read(op)
+                put_aside = self._answer_read(op)
         finally:
-            self._waits_ended += 1
+            if not put_aside:
+                self._waits_ended += 1
 
-    def _answer_watch(self, op: Watch) -> None:
+    def _put_aside(self, op: Watch | Read, ending: Ending) -> bool:
+        """Come back to `op` when a Python function has returned: others are not to wait for that.
+
+        It goes straight back to the watcher, since a collective may hold the execute thread by then.
+        """
+        ending.then(partial(self._watching.put, op))
+        return True
+
+    def _answer_watch(self, op: Watch) -> bool:
+        """Answer, or say that it was put aside; what is ready already never is."""
         heirs: dict[Value, None] = {}
-        for value in op.values:
+        rest: tuple[Value, ...] = ()
+        for at, value in enumerate(op.values):
+            ending = python_functions.under_way(value)
+            if ending is not None:
+                rest = op.values[at:]
+                if not heirs:
+                    return self._put_aside(Watch(rest, op.done, op.hurried), ending)
+                break
             error = self._settled(value)
             if error is self._deleted:
                 if value.heir is not None:
                     heirs[value.heir] = None
             elif error is not None:
                 self._completions.post(op.done, error)
-                return
+                return False
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
-            self._hand_over(Watch(tuple(heirs), op.done, op.hurried))
+            self._hand_over(Watch((*heirs, *rest), op.done, op.hurried))
         elif op.hurried:
             self._completions.post(op.done, None)
         else:
             self._completions.post_unhurried(op.done, None)
+        return False
 
-    def _answer_read(self, op: Read) -> None:
+    def _answer_read(self, op: Read) -> bool:
+        """The same for a read."""
+        ending = python_functions.under_way(op.value)
+        if ending is not None:
+            return self._put_aside(op, ending)
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._settled(op.value)
         if answer is None:
             try:
@@ -665,6 +689,7 @@ class JaxBackend:
             except Exception as error:  # noqa: BLE001 - the asker is to know
                 answer = self._report(error)
         self._completions.post(op.done, answer)
+        return False
 
     def _settled(self, value: Value) -> ErrorReport | None:
         """Wait for `value`, and return what went wrong with it."""
