@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -1084,6 +1085,64 @@ async def test_what_is_read_of_a_python_function_is_not_donated(host: Host) -> N
     views = await asyncio.wait_for(reading, BOUND_S)
     np.testing.assert_array_equal(joined(views, spec), np.ones(8))
     assert host.backend.counters()["donations_copied"] == 1
+
+
+def panic() -> BaseException:
+    """Like one of an extension in Rust."""
+    return type("PanicException", (BaseException,), {})("called `Option::unwrap()`")
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError(), panic()])
+def test_a_python_function_ends_no_thread(raised: BaseException) -> None:
+    def ends(x: Any) -> Any:
+        if x[0]:
+            raise raised
+        return [x]
+
+    @on_host
+    async def run(host: Host) -> None:
+        spec = spec_of()
+        await host.install(b"python", python(ends, [spec], [spec]))
+        (failed,) = host.execute(b"python", host.build(spec, np.ones(8)))
+        report = await host.watch(failed)
+        assert report is not None
+        assert report.kind == "ComputationFailed"
+        assert type(raised).__name__ in report.message
+        (fine,) = host.execute(b"python", host.build(spec, np.zeros(8)))
+        assert await host.watch(fine) is None
+
+    run()
+
+
+class Exits:
+    """Ends the thread that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+@on_host
+async def test_a_python_function_that_cannot_be_unpickled_ends_no_thread(host: Host) -> None:
+    spec = spec_of()
+    artifact = cloudpickle.dumps(Exits())
+    report = await host.install(b"exits", (pickled("exits", artifact, [spec], [spec]), artifact))
+    assert report is not None
+    assert report.kind == "CompileError"
+    assert "SystemExit: 3" in report.message
+    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
+
+
+@on_host
+async def test_a_thread_outlives_whatever_is_raised_on_it(host: Host) -> None:
+    told: asyncio.Future[Any] = host.loop.create_future()
+    handler = host.loop.get_exception_handler()
+    host.loop.set_exception_handler(lambda _, context: told.set_result(context["exception"]))
+    host.backend._compiling.put(partial(sys.exit, 3))
+    error = await asyncio.wait_for(told, BOUND_S)
+    assert "SystemExit: 3" in str(error)
+    host.loop.set_exception_handler(handler)
+    spec = spec_of()
+    assert await host.install(b"k", export(add_one, [spec], [spec])) is None
 
 
 # Installing.

@@ -607,7 +607,7 @@ class JaxBackend:
             else:
                 arguments = [value.payload for value in op.args]
                 python_functions.call(function, arguments, op.results, self._layouts)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
             _fail(op.results, self._report(error, function.name))
         finally:
             for value in op.results:
@@ -725,7 +725,7 @@ class JaxBackend:
 
     # Errors.
 
-    def _report(self, error: Exception, computation: str = "") -> ErrorReport:
+    def _report(self, error: BaseException, computation: str = "") -> ErrorReport:
         words = str(error)
         kind: type[Error] = ComputationFailed
         if "RESOURCE_EXHAUSTED" in words:

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from pw.core.errors import InternalError
 from pw.core.messages import ThreadReport
 
 Item = TypeVar("Item")
@@ -93,6 +94,10 @@ class Completions:
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` on the loop, whose exception handler reports it."""
+        if not isinstance(error, Exception):  # it might end the loop
+            told = InternalError(f"{type(error).__name__}: {error}")
+            told.__cause__ = error
+            error = told
         self.post(_raise, error)
 
     def close(self) -> None:
@@ -184,7 +189,7 @@ class QueueThread(Generic[Item]):
                 self._busy_since_s = time.monotonic()
                 try:
                     self._handle(item)
-                except Exception as error:  # noqa: BLE001 - the loop reports it
+                except BaseException as error:  # noqa: BLE001 - the loop reports it
                     self._failed(error)
                 self._busy_since_s = 0.0
                 del item  # an idle thread must not keep the last buffers alive

@@ -80,7 +80,7 @@ def load(
         )
     try:
         flat = cloudpickle.loads(artifact)
-    except Exception as error:
+    except BaseException as error:  # whatever a client's code ends with, the host goes on
         raise CompileError(
             f"the Python function {computation.name!r} cannot be loaded here: "
             f"{type(error).__name__}: {error}. What it imports must be installed on the host"
