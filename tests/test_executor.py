@@ -604,7 +604,9 @@ def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> No
     watches = [op for op in queue if isinstance(op, ops.Watch)]
     assert [op.values for op in watches] == [(made[1],), (made[2],)]
     kinds = [type(op).__name__ for op in queue if isinstance(op, ops.Execute | ops.Watch)]
-    assert kinds == ["Execute", "Execute", "Watch", "Execute", "Watch"], "held until it is ready only"
+    assert kinds == ["Execute", "Execute", "Watch", "Execute", "Watch"], (
+        "held until it is ready only"
+    )
     assert bench.finished() == {0: False}
 
 
