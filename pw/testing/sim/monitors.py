@@ -22,6 +22,8 @@ inputs) has a smaller number.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pw.core.ids import Address
@@ -80,17 +82,18 @@ class Monitors:
             raise Violation("G1", f"launch order on {to.node}: {order[-1]} before {serial}")
         order.append(serial)
 
-    def _launch_arrived(self, sender: Address, to: Address, message: Launch) -> None:
+    def _launch_arrived(
+        self, sender: Address, to: Address, message: Launch
+    ) -> Callable[[], None] | None:
         """A launch comes to its host."""
         node = self._world.nodes[to.node]
         executor: Any = node.actors.get(to.actor)
         if not isinstance(executor, HostExecutor) or executor._broken:
-            return
+            return None
         if message.epoch != executor._epoch:
-            self._world.after(0.0, self._not_taken, executor, executor._expected)
-            return
+            return partial(self._not_taken, executor, executor._expected)
         if message.segment == CANCELLED or message.sequence != executor._expected:
-            return
+            return None
         self._world.checked["once"] += 1
         seen = (f"{to.node}#{node.incarnation}", message.epoch, message.run, message.segment)
         if seen in self._seen:
@@ -100,6 +103,7 @@ class Monitors:
         gang = self._gangs.get((message.run, message.segment))
         if gang is not None and to.node not in gang:
             raise Violation("gangs", f"{to.node} got a launch of {', '.join(gang)}")
+        return None
 
     def _not_taken(self, executor: Any, expected: int) -> None:
         if executor._expected != expected and not executor._broken:

@@ -225,12 +225,14 @@ class SimNode:
                     continue
                 sender = sender or Address(name, actor)
                 note((world.now_s, f"{name}/{actor}", f"{sender.node}/{sender.actor}", message))
-                watchers = watched.get(type(message))
-                if watchers is not None:
-                    for watch in watchers:
-                        watch(sender, Address(name, actor), message)
+                to = Address(name, actor)
+                watchers = watched.get(type(message), ())
+                afterwards = [watch(sender, to, message) for watch in watchers]
                 touched[actor] = target
                 target.receive(sender, message)
+                for check in afterwards:
+                    if check is not None:
+                        check()
             except Violation:
                 raise
             except Exception as error:

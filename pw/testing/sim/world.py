@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pw.testing.sim.network import SimNetwork
     from pw.testing.sim.node import SimNode
 
-Watcher = Callable[[Address, Address, Any], None]
-"""Called with sender, receiver and message."""
+Watcher = Callable[[Address, Address, Any], "Callable[[], None] | None"]
+"""Called with sender, receiver and message; may return what is to be called when it has been handled."""
 Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
 """What is sent in a message's place; None for the message itself."""
 
@@ -132,5 +132,5 @@ class World:
         self.sent_watchers.setdefault(kind, []).append(watcher)
 
     def watch_handled(self, kind: type, watcher: Watcher) -> None:
-        """Have every message of a type looked at before it is handled."""
+        """Have every message of a type looked at before it is handled; what that returns is called then."""
         self.handled_watchers.setdefault(kind, []).append(watcher)
