@@ -141,7 +141,8 @@ class Lineage:
             self._records[order] = record
             program.kept += 1
             if program.kept == 1:
-                self._slices.update(program.slices)
+                for slice in program.slices:
+                    self._slices[slice] += 1
             for arg in arrays_in(args):
                 if (origin := origins.get(arg)) is not None:
                     origin.readers += 1
