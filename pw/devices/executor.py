@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from weakref import ReferenceType, ref
 
 import numpy as np
 from msgspec.structs import replace
@@ -100,11 +101,14 @@ class _Launched:
     run: _Run
     segment: Segment
     position: int = 0
-    last_results: tuple[Value, ...] = ()
-    awaited: int = 1
-    """What has to end before it can be reported: its last computation, and others at other placements."""
-    ended_s: float = 0.0
-    """When all of it was handed over."""
+    last: ReferenceType[Value] | None = None
+    """The last value that it has made; the plan says for how long it is held."""
+    made: tuple[Value, ...] = ()
+    """One that is to be watched as soon as it is on its way to where it is sent."""
+    awaited: int = 0
+    """What has to end before it can be reported: the last computation at each placement, and what comes."""
+    handed_s: float = -1.0
+    """When all of it was handed over, and had come that comes from elsewhere; negative until then."""
     lost: ErrorReport | None = None
     """It reads a value that was lost on its way here."""
     began_s: float | None = None
@@ -371,6 +375,8 @@ class HostExecutor(HostMember):
                 if not self._step(head, instructions[head.position]):
                     self._flush()
                     return
+                if head.made and head.position in head.segment.watch_after:
+                    self._watch_made(head)
                 head.position += 1
             self._queue.popleft()
             self._end(head)
@@ -403,23 +409,19 @@ class HostExecutor(HostMember):
                     self._lose(head, value.error, results)
             failed = partial(self._break_gang, run) if together else None
             kept = head.segment.kept.get(head.position, ())
-            guarded = head.position in head.segment.unread and not (
-                head.launch.report
-                and (head.position == head.segment.last or head.position in head.segment.aside)
-            )
+            watched = head.launch.report and head.position in head.segment.watched
+            guarded = not watched and head.position in head.segment.unread
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
-            head.last_results = results or head.last_results
+            if results:
+                head.last = ref(results[-1])
             if results and instruction.computation in run.program.judged:
                 self._hold(head, instruction, results)
             else:
                 for slot in instruction.results:
                     self._made(run, slot)
-            if head.launch.report and head.position in head.segment.aside:
-                # At once: nothing may hold its memory until the launch has ended.
-                head.awaited += 1
-                hurried = self._reported < PROGRESS_SHARE
-                watch = partial(self._watch, head, results[-1:], results[-1:], hurried)
-                self._when_there(results[-1:], watch)
+            if watched:
+                # All results of a computation are there at once; the last is least often donated.
+                head.made = results[-1:]
         elif isinstance(instruction, Send):
             value = run.slots[instruction.slot]
             if value in self._arriving:
@@ -553,20 +555,20 @@ class HostExecutor(HostMember):
     def _end(self, head: _Launched) -> None:
         """All instructions of a launch have been handed over."""
         launch, run = head.launch, head.run
-        # All results of a computation are there at once. The last is the one that is least often donated.
-        values = list(head.last_results[-1:])
-        self._account.handed(run.run, launch.segment, run.program, values)
+        self._account.handed(run.run, launch.segment, run.program, head.last)
+        coming: list[Value] = []
         if launch.arguments is not None:
             for slot in run.program.passed_on:
-                values.append(run.slots[slot])
-                self._when_there(values[-1:], partial(self._made, run, slot))
+                coming.append(run.slots[slot])
+                self._when_there(coming[-1:], partial(self._made, run, slot))
         if launch.report:
-            values += [
+            coming += [
                 run.slots[receive.slot]
                 for receive in head.segment.receives
                 if receive.slot in run.program.outputs_of_slot
             ]
-            self._when_there(values, partial(self._watch_end, head, tuple(values)))
+            head.awaited += 1
+            self._when_there(coming, partial(self._handed, head, tuple(coming)))
         if launch.segment == CANCELLED:
             self._cut_off(run)
         if launch.last:
@@ -588,39 +590,44 @@ class HostExecutor(HostMember):
         for value in missing:
             self._arriving[value].append(partial(arrived, value))
 
-    def _watch_end(self, head: _Launched, values: tuple[Value, ...]) -> None:
-        """All of a launch has been handed over, and has come that comes from elsewhere."""
-        head.ended_s = self.env.now_s()
+    def _watch_made(self, head: _Launched) -> None:
+        """Watch it now, and not at the end of the launch: nothing may hold its memory until then."""
+        made, head.made = head.made, ()
+        head.awaited += 1
+        self._when_there(made, partial(self._watch, head, made, True))
+
+    def _handed(self, head: _Launched, come: tuple[Value, ...]) -> None:
+        """All of a launch has been handed over, and these have come from elsewhere."""
+        head.handed_s = self.env.now_s()
+        is_all = not come and head.awaited > 1
+        if not is_all:  # if nothing is watched yet: what was handed over has to be done
+            self._watch(head, come, False)
         self._reported += 1
-        self._watch(head, values, head.last_results[-1:], self._reported <= PROGRESS_SHARE)
+        if is_all:
+            self._ended(head)
 
-    def _watch(
-        self,
-        head: _Launched,
-        values: tuple[Value, ...],
-        made: tuple[Value, ...],
-        hurried: bool,
-    ) -> None:
-        """Report a launch when these are ready or one has failed, if that is all that it waits for.
-
-        `made` are those of them that were computed here.
-        """
+    def _watch(self, head: _Launched, values: tuple[Value, ...], made: bool) -> None:
+        """Wait until these are ready, or one has failed; of a value `made` here the others may know nothing."""
 
         def done(error: ErrorReport | None) -> None:
-            if error is not None and any(value.alone for value in made):
+            if error is not None and made and values[0].alone:
                 self._break_gang(head.run, error)
             if error is not None and error.kind in INFRASTRUCTURE:
                 head.lost = head.lost or error
-            head.awaited -= 1
-            if head.awaited:
-                return
-            now_s = self.env.now_s()
-            started_s = head.ended_s if head.began_s is None else head.began_s
-            busy_s = now_s - max(started_s, self._busy_until_s)
-            self._busy_until_s = now_s
-            self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
+            self._ended(head)
 
-        self._ops.append(ops.Watch(values, done, hurried=hurried))
+        self._ops.append(ops.Watch(values, done, hurried=self._reported < PROGRESS_SHARE))
+
+    def _ended(self, head: _Launched) -> None:
+        """Something of a launch has ended; report it if that was all."""
+        head.awaited -= 1
+        if head.awaited or head.handed_s < 0.0:
+            return
+        now_s = self.env.now_s()
+        started_s = head.handed_s if head.began_s is None else head.began_s
+        busy_s = now_s - max(started_s, self._busy_until_s)
+        self._busy_until_s = now_s
+        self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
 
     def _flush(self) -> None:
         if self._queue:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pw.core.plan import Execute, HostPlan, Instruction, Receive
+from pw.core.plan import Execute, Free, HostPlan, Instruction, Receive, Send
 from pw.core.program import Program
 from pw.core.sharding import (
     ArraySpec,
@@ -29,10 +29,10 @@ class Segment:
 
     instructions: tuple[Instruction, ...] = ()
     receives: tuple[Receive, ...] = ()
-    last: int = -1
-    """Position of the last computation with results. A report waits for it,"""
-    aside: frozenset[int] = frozenset()
-    """and for these, the last ones at each other placement."""
+    watched: frozenset[int] = frozenset()
+    """Positions of the last computation with results at each placement: what a report waits for."""
+    watch_after: frozenset[int] = frozenset()
+    """Positions behind which that is watched: of these computations, or of what sends their results on."""
     unread: frozenset[int] = frozenset()
     """Positions of computations together with other hosts of which no later such one reads a result. The
     failure of any other is that of one of these as well."""
@@ -55,10 +55,21 @@ class Segment:
                 kept = tuple(index for index in donated if index not in taken)
                 if kept:
                     segment.kept[position] = kept
-        segment.last = max(last.values(), default=-1)
-        segment.aside = frozenset(last.values()) - {segment.last}
+        segment.watched = frozenset(last.values())
+        segment.watch_after = frozenset(_last_send(instructions, at) for at in segment.watched)
         segment.unread = _unread(instructions, gangs)
         return segment
+
+
+def _last_send(instructions: tuple[Instruction, ...], position: int) -> int:
+    """The last of the sends that follow an instruction, before anything is computed; itself if none does."""
+    last = position
+    for behind in range(position + 1, len(instructions)):
+        if isinstance(instructions[behind], Send):
+            last = behind
+        elif not isinstance(instructions[behind], Free):
+            break
+    return last
 
 
 def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset[int]:

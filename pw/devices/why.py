@@ -9,8 +9,8 @@ at least.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from weakref import ReferenceType, ref
+from collections.abc import Collection, Iterator
+from weakref import ReferenceType
 
 from pw.core.messages import HostReport, LaunchReport
 from pw.core.plan import Execute, Instruction
@@ -30,9 +30,11 @@ class Account:
         self._backend = backend
         self._recent: deque[_Handed] = deque(maxlen=KEPT)
 
-    def handed(self, run: int, segment: int, program: HostProgram, made: Sequence[Value]) -> None:
-        """All instructions of a launch have become ops; the last of them makes these."""
-        self._recent.append((run, segment, program, ref(made[-1]) if made else None))
+    def handed(
+        self, run: int, segment: int, program: HostProgram, made: ReferenceType[Value] | None
+    ) -> None:
+        """All instructions of a launch have become ops; the last of them makes this value."""
+        self._recent.append((run, segment, program, made))
 
     def reports(self, wanted: Collection[tuple[int, int]]) -> Iterator[LaunchReport]:
         """How far these launches (run, segment) are."""
