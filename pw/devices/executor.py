@@ -409,10 +409,11 @@ class HostExecutor(HostMember):
                     self._lose(head, value.error, results)
             failed = partial(self._break_gang, run) if together else None
             kept = head.segment.kept.get(head.position, ())
-            watched = head.launch.report and head.position in head.segment.watched
+            is_last = head.position in head.segment.watched
+            watched = is_last and head.launch.report
             guarded = not watched and head.position in head.segment.unread
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
-            if results:
+            if is_last:
                 head.last = ref(results[-1])
             if results and instruction.computation in run.program.judged:
                 self._hold(head, instruction, results)
@@ -568,7 +569,10 @@ class HostExecutor(HostMember):
                 if receive.slot in run.program.outputs_of_slot
             ]
             head.awaited += 1
-            self._when_there(coming, partial(self._handed, head, tuple(coming)))
+            if coming:
+                self._when_there(coming, partial(self._handed, head, tuple(coming)))
+            else:
+                self._handed(head, ())
         if launch.segment == CANCELLED:
             self._cut_off(run)
         if launch.last:
@@ -594,7 +598,10 @@ class HostExecutor(HostMember):
         """Watch it now, and not at the end of the launch: nothing may hold its memory until then."""
         made, head.made = head.made, ()
         head.awaited += 1
-        self._when_there(made, partial(self._watch, head, made, True))
+        if made[0] in self._arriving:
+            self._arriving[made[0]].append(partial(self._watch, head, made, True))
+        else:
+            self._watch(head, made, True)
 
     def _handed(self, head: _Launched, come: tuple[Value, ...]) -> None:
         """All of a launch has been handed over, and these have come from elsewhere."""
