@@ -541,10 +541,10 @@ class Controller(Actor):
 
     @handles(_LookAtDrained)
     def _look_at_drained(self, sender: Address, note: _LookAtDrained) -> None:
+        self._drains.ticked(more=bool(self._copies.draining))
         for node in sorted(self._copies.draining):
             if self._copies.emptied(node):
                 self.env.send(RESOURCES, HostEmptied(node))
-        self._drains.ticked(more=bool(self._copies.draining))
 
     # --- reports -------------------------------------------------------------------------------------
 

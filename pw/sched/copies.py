@@ -326,10 +326,13 @@ class Copies:
             return False
         alone = False
         for array, copies in self._copies.items():
+            client = self._ledger.clients.get(client_of(array))
+            origin = client.lineage.origins.get(array) if client else None
+            if origin is None:  # deleted in this turn, at the end of which its copies go
+                continue
             for box in copies.get(host, ()):
                 if not any(box in boxes for other, boxes in copies.items() if other != host):
                     alone = True
-                    origin = self._ledger.clients[client_of(array)].lineage.origins[array]
                     self._copy_more(array, origin.spec, box, [host])
         return not alone
 
