@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of
+from pw.core.ids import CONTROL, RESOURCES, SERVICES, Address, executor_of, session_of
 from pw.core.messages import (
     AllocateSlice,
+    Answered,
     Directory,
+    DrainHost,
+    Draining,
     EndEpoch,
     FormIsland,
     HostRejected,
@@ -377,3 +380,39 @@ def test_a_slice_that_does_not_fit_any_more_is_refused_not_shrunk() -> None:
     bench.say(CONTROL, ReleaseSlice(1))
     bench.say(CONTROL, ReleaseSlice(2))
     assert len(bench.ask(3, 2).devices) == 2
+
+
+def drained(bench: Bench) -> list[ErrorReport | None]:
+    return [answer.error for answer in bench.world.to(session_of("c"), Answered)]
+
+
+def test_islands_that_have_waited_for_a_drained_host_are_formed_when_it_is_given_up() -> None:
+    """Also one that has never had an epoch, and so no time at which anybody would look at it."""
+    bench = Bench()
+    bench.island("a", 2, 1)
+    bench.host("s", "a", 2, spare=True)
+    bench.host("b0", "b", 2)
+    bench.say(CONTROL, DrainHost(1, "a0", "c"))
+    bench.host("a1", "a", 2)
+    bench.host("b1", "b", 2)
+    islands = bench.manager.inventory.islands
+    assert {island.state for island in islands.values()} == {"waiting"}
+    bench.world.wait(REJOIN_S + 1)
+    (error,) = drained(bench)
+    assert error is not None
+    assert "did not come back" in error.message
+    assert {island.state for island in islands.values()} == {"forming"}
+
+
+def test_a_drained_host_has_its_time_though_that_of_another_island_ends() -> None:
+    bench = Bench()
+    bench.island("a", 2, 1)
+    bench.island("b", 2, 1)
+    bench.host("s", "a", 2, spare=True)
+    bench.lose("b0")
+    bench.world.wait(REJOIN_S - 5)
+    bench.say(CONTROL, DrainHost(1, "a0", "c"))
+    bench.world.wait(6)
+    bench.host("a0", "a", 2)
+    assert bench.news(Draining)[-1].nodes == ("a0",)
+    assert not drained(bench)

@@ -50,6 +50,8 @@ class Drains:
         self._announce = announce
         self._asked: dict[str, list[DrainHost]] = {}
         """Who wants to hear when a host has been drained."""
+        self._left: dict[str, str] = {}
+        """The islands that hosts have left to be emptied."""
 
     def begin(self, message: DrainHost) -> None:
         """Have a host emptied; the client that asks hears when that is done, or why it cannot be."""
@@ -73,6 +75,7 @@ class Drains:
         self._asked.setdefault(node, []).append(message)
         if island is not None:
             self._draining[node] = None
+            self._left[node] = island.name
             replaced = inventory.spare_for(island) is not None
             self._leave_epoch(island, f"host {node} is drained")
             if not replaced:
@@ -112,13 +115,15 @@ class Drains:
         if self._draining.get(node) is not None:
             self._end(node, None)
 
-    def give_up(self) -> None:
-        """Hosts that have not come back by now will not."""
+    def give_up(self, island: str) -> None:
+        """Hosts that have left this island and have not come back by now will not."""
         for node in [node for node, host in self._draining.items() if host is None]:
-            self._end(node, HostLost(f"host {node} did not come back to be emptied"))
+            if self._left[node] == island:
+                self._end(node, HostLost(f"host {node} did not come back to be emptied"))
 
     def _end(self, node: str, error: Error | None) -> None:
         del self._draining[node]
+        self._left.pop(node, None)
         for message in self._asked.pop(node, ()):
             self._answer(message, error)
         self.tell()

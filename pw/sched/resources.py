@@ -109,9 +109,7 @@ class ResourceManager(Actor):
             self._draining[node] = host
             self._announce()
             self._drains.tell()
-            for island in self._islands.values():
-                if island.state == "waiting" and island.is_complete:
-                    self._form(island)
+            self._form_complete()
             return
         own = self.inventory.island_with_rank_of(node)
         if not message.island and own is None:
@@ -237,6 +235,12 @@ class ResourceManager(Actor):
             )
         else:
             self._invite(island, "")
+
+    def _form_complete(self) -> None:
+        """Form the islands that have all their hosts: they may have waited for one that is drained."""
+        for island in self._islands.values():
+            if island.state == "waiting" and island.is_complete:
+                self._form(island)
 
     @handles(CoordinationStarted)
     def _coordination_started(self, sender: Address, message: CoordinationStarted) -> None:
@@ -403,10 +407,9 @@ class ResourceManager(Actor):
         if island is not None and island.state == "waiting" and island.epoch == note.epoch:
             island.awaited.clear()
             island.is_open = True
-            self._drains.give_up()
+            self._drains.give_up(island.name)
             self._fill(island)
-            if island.is_complete and island.state == "waiting":
-                self._form(island)
+            self._form_complete()
 
     @handles(_Move)
     def _move(self, sender: Address, note: _Move) -> None:
