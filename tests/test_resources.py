@@ -31,6 +31,7 @@ from pw.core.messages import (
     StopCoordination,
 )
 from pw.sched.resources import REJOIN_S, RESTART_S, ResourceManager
+from pw.sched.slices import MOVE_S
 from tests.actors import SECRET, Services, World
 
 
@@ -365,6 +366,27 @@ def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_aske
     assert [refused.slice for refused in bench.news(SliceRefused)] == [1]
     bench.world.wait(29)
     assert [refused.slice for refused in bench.news(SliceRefused)] == [1, 2]
+
+
+def test_slices_of_an_island_that_is_away_for_good_go_where_there_is_room_as_soon_as_there_is() -> (
+    None
+):
+    bench = Bench()
+    bench.island("a", 1, 1)
+    bench.ask(1, 1)
+    bench.island("b", 1, 1)
+    bench.lose("b0")
+    bench.lose("a0")
+    bench.world.wait(MOVE_S + 10)
+    assert [bound.island for bound in bench.news(SliceBound)] == ["a"]
+    bench.island("b", 1, 1, epoch=2)
+    assert [bound.island for bound in bench.news(SliceBound)] == ["a", "b"]
+    bench.island("a", 1, 1, epoch=2)
+    assert len(bench.news(SliceBound)) == 2
+    bench.lose("a0")
+    bench.lose("b0")
+    bench.island("a", 1, 1, epoch=3)
+    assert len(bench.news(SliceBound)) == 2, "its own island has as long again to come back"
 
 
 def test_a_slice_that_does_not_fit_any_more_is_refused_not_shrunk() -> None:

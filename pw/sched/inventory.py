@@ -62,6 +62,8 @@ class Island:
     """Ranks were given out: they are kept from now on."""
     is_open: bool = False
     """Though no ranks were given out, its own hosts have had their time: spares may have its places."""
+    is_late: bool = False
+    """It has been away for so long that its slices go to any island that has room."""
     kind: str = ""
     load: Counter[Place] = field(default_factory=Counter)
     """Virtual devices bound to each physical one, as `Slices` counts them."""

@@ -124,6 +124,7 @@ class ResourceManager(Actor):
             known = self.inventory.declare(message, message.island_hosts)
             if former is not None:
                 known.epoch, known.newest = former.epoch, former.newest
+                known.is_late = former.is_late
         if (error := known.objection(node, message)) is not None:
             self.env.log("warning", "host rejected", host=node, reason=str(error))
             self.env.send(sender, HostRejected(ErrorReport.of(error)))
@@ -283,6 +284,7 @@ class ResourceManager(Actor):
 
     def _ready(self, island: Island, kind: str) -> None:
         island.state = "ready"
+        island.is_late = False
         island.kind = kind
         hosts = tuple(host.node for host in island.ranked())
         self.env.log(
@@ -297,6 +299,9 @@ class ResourceManager(Actor):
         for other in list(self._islands.values()):
             self._fill(other)
         self._slices.retry_parked()
+        for other in self._islands.values():
+            if other.is_late and other.state == "waiting":
+                self._slices.move(other)
 
     def _announce(self) -> None:
         """Tell hosts and clients who is here."""
@@ -417,6 +422,7 @@ class ResourceManager(Actor):
         island = self._islands.get(note.island)
         if island is not None and island.state == "waiting" and island.epoch == note.epoch:
             self._announce()  # whoever has come back may have copies to give
+            island.is_late = True
             self._slices.move(island)
 
     # --- draining ------------------------------------------------------------------------------------
