@@ -41,6 +41,7 @@ from pw.core.messages import (
     Submit,
     Upload,
     UploadAgain,
+    Uploaded,
 )
 from pw.core.packing import pack
 from pw.core.program import Node, Output, Value
@@ -839,6 +840,64 @@ def test_a_drain_waits_for_a_host_that_is_started_again_but_not_for_ever() -> No
     assert answer is not None
     assert answer.error is not None
     assert "there is no host 'a1'" in answer.error.message
+
+
+@pytest.mark.parametrize("how", ["made", "uploaded", "copied"])
+def test_what_lives_for_a_while_each_time_is_never_given_up(how: str) -> None:
+    """Its tries are of no account when the last of them was long ago."""
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    array, value = client.upload(X, cluster.b), X
+    if how != "uploaded":
+        (array,) = client.run(client.program(chain([cluster.b])), array)
+        value = X + 1
+    if how == "copied":
+        client.checkpoint(array)
+    world.settle()
+    world.wait(1)
+    for _ in range(20):
+        cluster.hosts["b0"].crash()
+        world.settle()
+        world.wait(700)
+        np.testing.assert_array_equal(client.value(array), value)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_array_that_does_not_arrive_is_tried_for_as_long_as_a_network_takes_to_heal(
+    monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    cluster = Cluster()
+    client, world = cluster.client, cluster.world
+    array = client.upload(X, cluster.b)
+    if copied:
+        client.checkpoint(array)
+    world.settle()
+    world.wait(1)
+    post, error = world.post, ErrorReport.of(HostLost("a link was cut"))
+    broken = True
+
+    def lose(sender: Address, to: Address, message: object) -> None:
+        if isinstance(message, Uploaded) and to == CONTROL and broken:
+            message = msgspec.structs.replace(message, error=error)
+        post(sender, to, message)
+
+    monkeypatch.setattr(world, "post", lose)
+    cluster.hosts["b0"].crash()
+    world.settle()
+    for _ in range(60):
+        world.wait(0.5)
+    (held,) = [each.arrays[array] for each in world.control.ledger.clients.values()]
+    assert held.error is None
+    broken = False
+    world.wait(3)
+    np.testing.assert_array_equal(client.value(array), X)
+    broken = True
+    cluster.hosts["b0"].crash()
+    world.settle()
+    for _ in range(400):
+        world.wait(0.5)
+    assert held.error is not None
+    assert "could not be brought back" in held.error.message
 
 
 def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:

@@ -368,9 +368,7 @@ def test_a_slice_of_an_island_that_is_away_waits_for_so_long_whenever_it_is_aske
     assert [refused.slice for refused in bench.news(SliceRefused)] == [1, 2]
 
 
-def test_slices_of_an_island_that_is_away_for_good_go_where_there_is_room_as_soon_as_there_is() -> (
-    None
-):
+def test_slices_of_a_late_island_go_where_there_is_room_as_soon_as_there_is() -> None:
     bench = Bench()
     bench.island("a", 1, 1)
     bench.ask(1, 1)

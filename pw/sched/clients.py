@@ -5,6 +5,7 @@ Everything a client owns hangs on one `Client`, so that forgetting it is droppin
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,8 +53,13 @@ class Array:
     error: ErrorReport | None = None
     input: int = 0
     """What the client knows it as that uploads it; 0 if it does not come from the client."""
-    restored: int = 0
-    """How often it was made from copies in host memory."""
+    restored: bool = False
+    """It was made from copies in host memory, or had to be brought once more."""
+    repeats: int = 0
+    """How often it has not arrived, or was said not to be there."""
+    attempts: int = 0
+    """The same, as a `Record` has it."""
+    attempted_s: float = -math.inf
 
 
 @dataclass(slots=True)

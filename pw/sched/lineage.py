@@ -50,6 +50,7 @@ class Record:
     attempts: int = 0
     """The same, where repeats that follow each other closely count as one."""
     attempted_s: float = -math.inf
+    """When the last of these attempts began."""
     weight: int = 0
     """How many values it has read and made, as far as keeping it goes."""
 

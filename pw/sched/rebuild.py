@@ -44,11 +44,9 @@ from pw.sched.copies import Copies
 from pw.sched.ledger import Ledger, drop
 from pw.sched.lineage import Record
 from pw.sched.programs import RegisteredProgram, holders
-from pw.sched.recovery import RecoveryPlan, plan_recovery
+from pw.sched.recovery import ANEW_S, RecoveryPlan, is_in_vain, plan_recovery
 from pw.sched.resume import RESTARTED
 
-RESTORES = 8
-"""How often one array is made from copies before it is given up."""
 PATIENCE_S = 5.0
 """How long to wait for hosts that may have copies, when a client of an earlier controller has come back."""
 LOOK_S = 0.5
@@ -215,7 +213,9 @@ class Rebuilder:
             self._lose(client, number, array, error)
             origin = client.lineage.origins.get(number)
             maker = origin.maker if origin is not None else None
-            self._try_again(client, array.restored if maker is None else maker.repeats)
+            if maker is None:
+                _count(array, self._env.now_s())
+            self._try_again(client, (maker or array).repeats)
 
     # --- getting it back -----------------------------------------------------------------------------
 
@@ -267,7 +267,10 @@ class Rebuilder:
             return None if held is None else held.error
 
         copies = self._copies.of(client)
-        return plan_recovery(client.lineage, wanted, exists, copies, client.lost, bound, failed)
+        now_s = self._env.now_s()
+        return plan_recovery(
+            client.lineage, wanted, exists, copies, client.lost, bound, failed, now_s
+        )
 
     def _waits_for_slices(self, client: Client, plan: RecoveryPlan) -> bool:
         """Borrow the slices that the client gave back and that are needed now; true if there are any."""
@@ -324,7 +327,7 @@ class Rebuilder:
             )
         for number, sources in plan.restores.items():
             name, array = self._land(client, number, names)
-            array.restored += 1
+            array.restored = True
             array.input = 0
             devices = self._ledger.located(array.spec)
             for host in array.hosts:
@@ -397,11 +400,7 @@ class Rebuilder:
         if error is not None:
             failed.update(dict.fromkeys(record.results, error))
             return
-        record.repeats += 1
-        now_s = self._env.now_s()
-        if now_s - record.attempted_s >= ATTEMPT_S:
-            record.attempts += 1
-            record.attempted_s = now_s
+        _count(record, self._env.now_s())
         args = tuple(names.get(arg, arg) if isinstance(arg, int) else arg for arg in record.args)
         awaits = []
         for arg in arrays_in(args):
@@ -443,9 +442,11 @@ class Rebuilder:
 
     def arrival_failed(self, client: Client, number: int, array: Array, error: ErrorReport) -> bool:
         """An upload or a restored array did not get there: get it in another way, so many times."""
-        if error.kind not in INFRASTRUCTURE or array.restored > RESTORES:
+        now_s = self._env.now_s()
+        if error.kind not in INFRASTRUCTURE or is_in_vain(array, now_s):
             return False
-        array.restored += 1
+        array.restored = True
+        _count(array, now_s)
         if number in client.arrays:
             self._lose(client, number, array, error)
         elif client.doomed.pop(number, None) is not None:
@@ -453,7 +454,7 @@ class Rebuilder:
             drop(self._env, self._ledger, client, [(number, array)], late=True)
         consumers = [run for run, state in self._ledger.runs.items() if number in state.args]
         self.interrupt(error, runs=consumers)
-        self._try_again(client, array.restored)
+        self._try_again(client, array.repeats)
         return True
 
     def give_up(self, note: GiveUp) -> None:
@@ -521,3 +522,14 @@ class Rebuilder:
     def slice_refused(self, client: Client, number: int, error: ErrorReport) -> None:
         """A slice that was bound, or is said to have been, cannot be had."""
         self._abandon(client, {number}, error)
+
+
+def _count(tried: Record | Array, now_s: float) -> None:
+    """Something is tried once more: from the beginning, if what was made the last time has lived long."""
+    since_s = now_s - tried.attempted_s
+    if since_s >= ANEW_S:
+        tried.repeats = tried.attempts = 0
+    tried.repeats += 1
+    if since_s >= ATTEMPT_S:
+        tried.attempts += 1
+        tried.attempted_s = now_s

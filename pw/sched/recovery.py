@@ -14,10 +14,13 @@ from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import Source
 from pw.core.sharding import ArraySpec, Box
+from pw.sched.clients import Array
 from pw.sched.lineage import Lineage, Record
 
 ATTEMPTS = 16
-"""How often one run is run again before its arrays are given up."""
+"""How often one run is run again, or one array brought again, before its arrays are given up."""
+ANEW_S = 600.0
+"""When the last attempt was so long ago, it was not in vain: attempts are counted from the beginning."""
 
 Copies = Mapping[int, Mapping[str, frozenset[Box]]]
 """Boxes of arrays in host memory, by array and host."""
@@ -56,6 +59,7 @@ def plan_recovery(
     why: Mapping[int, ErrorReport],
     bound: Callable[[int], bool] = lambda slice: True,
     failed: Callable[[int], ErrorReport | None] = lambda array: None,
+    now_s: float = 0.0,
 ) -> RecoveryPlan:
     """How to get the `wanted` arrays back.
 
@@ -67,6 +71,7 @@ def plan_recovery(
         why: how an array was lost, where that is known.
         bound: whether a slice has devices, or can have them; its island may have been given up.
         failed: how an array that the client holds has failed for good.
+        now_s: the time.
     """
     plan = RecoveryPlan()
     records: dict[int, Record] = {}
@@ -89,7 +94,7 @@ def plan_recovery(
             plan.uploads.append(array)
         elif any(c.python for c in origin.maker.program.body.computations):
             plan.lost[array] = _lost(why.get(array), _IMPURE)
-        elif origin.maker.attempts >= ATTEMPTS:
+        elif is_in_vain(origin.maker, now_s):
             plan.lost[array] = _lost(
                 why.get(array), f"it was made again {ATTEMPTS} times, and lost again each time"
             )
@@ -108,6 +113,11 @@ def plan_recovery(
             if array in seen and array not in plan.restores:
                 plan.lost[array] = plan.lost[missing]
     return plan
+
+
+def is_in_vain(tried: Record | Array, now_s: float) -> bool:
+    """Whether something was tried so often, with no long time between, that it is given up."""
+    return tried.attempts >= ATTEMPTS and now_s - tried.attempted_s < ANEW_S
 
 
 _NO_ORIGIN = (
