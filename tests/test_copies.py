@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 from pw.core.ids import CONTROL, client_id, session_of, store_of
 from pw.core.messages import Directory, Holding, Holdings, OfferReplica, Peer
 from pw.sched.clients import Client
-from pw.sched.copies import Copies
+from pw.sched.copies import OFFER_S, PAUSE_DOUBLINGS, Copies
 from pw.sched.ledger import Ledger
 from tests.actors import FakeEnv, World
 from tests.scripted import split
@@ -31,6 +35,17 @@ class Bench:
     def has(self, host: str) -> None:
         self.copies.holds(host, Holdings((Holding(ARRAY, (self.box,)),)))
 
+    def refuses(self, host: str) -> None:
+        self.copies.holds(host, Holdings((Holding(ARRAY, ()),)))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, in which the controller is told what it has asked to be told."""
+        until_s = self.world.now_s + seconds
+        while self.world.alarms and self.world.alarms[0].due_s <= until_s:
+            self.world.now_s = self.world.alarms.pop(0).due_s
+            self.copies.offer_again()
+        self.world.now_s = until_s
+
     def offers(self, host: str) -> int:
         return len(self.world.to(store_of(host), OfferReplica))
 
@@ -44,3 +59,41 @@ def test_what_was_deleted_a_moment_ago_does_not_keep_a_host_from_being_empty() -
     assert bench.offers("b") == 1
     bench.client.lineage.release([ARRAY])
     assert bench.copies.emptied("a")
+
+
+def test_a_copy_that_could_not_be_taken_is_offered_again_and_to_others_first() -> None:
+    bench = Bench("a", "b")
+    bench.has("a")
+    bench.client.lineage.copied(ARRAY)
+    bench.hosts_are("a", "b")
+    assert bench.offers("b") == 1
+    bench.wait(10 * OFFER_S)
+    assert bench.offers("b") == 1, "it may take that long"
+    bench.refuses("b")
+    bench.wait(OFFER_S)
+    assert bench.offers("b") == 2
+    bench.hosts_are("a", "b", "c")
+    bench.refuses("b")
+    bench.copies.top_up(bench.client)
+    assert (bench.offers("b"), bench.offers("c")) == (2, 1)
+    bench.has("c")
+    bench.wait(1000)
+    assert (bench.offers("b"), bench.offers("c")) == (2, 1)
+    assert not bench.world.alarms
+
+
+def test_a_host_that_never_has_room_for_a_copy_is_asked_less_and_less_often() -> None:
+    bench = Bench("a", "b")
+    bench.has("a")
+    bench.copies.draining = {"a"}
+    asked_s: list[float] = []
+    for _ in range(10_000):
+        assert not bench.copies.emptied("a")
+        if bench.offers("b") > len(asked_s):
+            asked_s.append(bench.world.now_s)
+            bench.refuses("b")
+        bench.wait(0.1)
+    pauses_s = [after - before for before, after in itertools.pairwise(asked_s)]
+    expected = [OFFER_S * 2 ** min(n, PAUSE_DOUBLINGS) for n in range(len(pauses_s))]
+    assert len(pauses_s) > PAUSE_DOUBLINGS
+    assert pauses_s == pytest.approx(expected, abs=OFFER_S + 0.2)

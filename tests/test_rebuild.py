@@ -30,10 +30,12 @@ from pw.core.messages import (
     Explain,
     Explanation,
     ForgetInputs,
+    Holding,
     Holdings,
     InputGone,
     Inquire,
     LeaveIsland,
+    OfferReplica,
     PeerLost,
     ReleaseSlice,
     SegmentDone,
@@ -769,6 +771,43 @@ def test_a_drained_host_leaves_nothing_behind_and_nothing_fails(seed: int, spare
     else:
         assert cluster.hosts[victim].finished == "drained"
     np.testing.assert_array_equal(client.value(state), X + 5)
+
+
+def test_a_drain_ends_though_nobody_could_take_its_copies_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(spares=1)
+    client, world = cluster.client, cluster.world
+    array = client.upload(X, cluster.b)
+    client.checkpoint(array)
+    world.settle()
+    world.wait(1)
+    post, is_full = world.post, True
+
+    def refuse(sender: Address, to: Address, message: object) -> None:
+        if isinstance(message, OfferReplica) and is_full:
+            sender, to, message = to, CONTROL, Holdings((Holding(message.array, ()),))
+        post(sender, to, message)
+
+    monkeypatch.setattr(world, "post", refuse)
+    (keeper,) = {to.node for _, to, m in world.sent if isinstance(m, OfferReplica)}
+    cluster.hosts[keeper].hand_over(())
+    cluster.hosts[keeper].crash()
+    world.settle()
+    world.wait(1)
+    request = client.id()
+    client.tell(DrainHost(request, "b0"))
+    for _ in range(20):
+        world.wait(0.2)
+    assert client.answered(request) is None
+    is_full = False
+    for _ in range(60):
+        world.wait(0.2)
+    answer = client.answered(request)
+    assert answer is not None
+    assert answer.error is None
+    assert cluster.hosts["b0"].finished == "drained"
+    np.testing.assert_array_equal(client.value(array), X)
 
 
 def test_what_is_lost_again_and_again_is_tried_less_and_less_often(

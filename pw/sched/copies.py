@@ -11,6 +11,7 @@ unclaimed, and kept until it is certain that they will not come.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,13 +37,15 @@ from pw.sched.recovery import sources_of
 
 OFFER_S = 5.0
 """How long a host may take to fetch a copy before it is told of it once more."""
+PAUSE_DOUBLINGS = 5
+"""How often the time is doubled after which a host is asked again that could not take a copy."""
 COPIES = 2
 """Hosts that shall have a copy of whatever was checkpointed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferAgain:
-    """Note to the controller: what checkpoints still wait for may have been lost with a link."""
+    """Note to the controller: offers of copies may have been lost with a link, or be accepted by now."""
 
 
 @dataclass(slots=True)
@@ -96,7 +99,12 @@ class Copies:
         """Boxes in host memory, by array and host."""
         self._checkpoints: list[_Copying] = []
         self._offers = Ticker(env, OFFER_S, OfferAgain())
-        self._offered: set[tuple[int, Box, str]] = set()
+        self._offered: dict[tuple[int, str], set[Box]] = {}
+        """What hosts were asked to take, by array and host."""
+        self._refusals: Counter[tuple[int, str]] = Counter()
+        """How often they could not."""
+        self._paused: dict[tuple[int, str], float] = {}
+        """When those that could not are asked again."""
         self._hosts: tuple[str, ...] = ()
         self._expected_until_s = 0.0
         """Until then a host may be back that had copies."""
@@ -144,7 +152,7 @@ class Copies:
                 chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
             missing = copying.missing.setdefault(number, set())
             for host, at in chosen.items():
-                targets = self._targets(host, array.hosts)
+                targets = self._targets(number, host, array.hosts)
                 copying.islands[host] = array.island
                 copy = Copy(number, array.spec, devices, tuple(at), targets)
                 by_island.setdefault(array.island, []).append((host, copy))
@@ -171,7 +179,8 @@ class Copies:
                     if keeper != giver and box in self._copies.get(array, {}).get(giver, ()):
                         offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
                         self._env.send(store_of(keeper), offer)
-        self._offers.ticked(more=bool(self._checkpoints))
+        self._ask_again()
+        self._offers.ticked(more=bool(self._checkpoints or self._paused))
 
     def _check(self, copying: _Copying) -> None:
         """Note the arrays of a checkpoint of which all copies are there, and answer when all are."""
@@ -258,6 +267,8 @@ class Copies:
                 copies = self._copies.setdefault(holding.array, {})
                 copies[host] = copies.get(host, frozenset()).union(holding.boxes)
                 self._recall(client, holding.array, copies)
+            elif holding.array in self._copies:
+                self._refused(holding.array, host)
         if useless:
             self._env.send(store_of(host), DropReplicas(tuple(useless)))
         for copying in list(self._checkpoints):
@@ -292,24 +303,45 @@ class Copies:
                 there = [host for host, boxes in copies.items() if box in boxes]
                 self._copy_more(array, origin.spec, box, there)
 
+    def _refused(self, array: int, host: str) -> None:
+        """A host could not take a copy: it is asked again after a while, and others are asked first."""
+        if (array, host) not in self._paused:
+            pause_s = OFFER_S * 2 ** min(self._refusals[array, host], PAUSE_DOUBLINGS)
+            self._refusals[array, host] += 1
+            self._paused[array, host] = self._env.now_s() + pause_s
+            self._offers.start()
+
+    def _ask_again(self) -> None:
+        """Ask those that could not take a copy some time ago, where it is still wanted."""
+        now_s = self._env.now_s()
+        due = [key for key, again_s in self._paused.items() if again_s <= now_s]
+        for key in due:
+            del self._paused[key]
+            self._offered.pop(key, None)
+        for number in dict.fromkeys(client_of(array) for array, _ in due):
+            client = self._ledger.clients.get(number)
+            if client is not None and not client.recovering:
+                self.top_up(client)
+
     def _copy_more(self, array: int, spec: ArraySpec, box: Box, there: list[str]) -> None:
         lasting = [host for host in there if host not in self.draining]
         if not there or len(lasting) >= COPIES:
             return
-        for host in self._targets(there[0], tuple(there)):
-            if host not in there and (array, box, host) not in self._offered:
-                self._offered.add((array, box, host))
-                offer = OfferReplica(array, spec.dtype, (box,), there[0])
-                self._env.send(store_of(host), offer)
+        for host in self._targets(array, there[0], tuple(there)):
+            if host in there or box in self._offered.get((array, host), ()):
+                continue
+            self._offered.setdefault((array, host), set()).add(box)
+            offer = OfferReplica(array, spec.dtype, (box,), there[0])
+            self._env.send(store_of(host), offer)
 
-    def _targets(self, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """Who keeps copies of what is on `host`: rather one that does not hold the array itself."""
+    def _targets(self, array: int, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
+        """Who keeps copies of what is on `host`: rather one that has not the array itself, nor refused."""
         others = [other for other in self._hosts if other != host and other not in self.draining]
         if not others:
             return ()
         start = sum(host.encode())
         turned = others[start % len(others) :] + others[: start % len(others)]
-        turned.sort(key=lambda other: other in holders)
+        turned.sort(key=lambda other: (other in holders, self._refusals[array, other]))
         return tuple(turned[: COPIES - 1])
 
     def emptied(self, host: str) -> bool:
@@ -364,7 +396,11 @@ class Copies:
         for array in arrays:
             for host in self._copies.pop(array, ()):
                 by_host.setdefault(host, []).append(array)
-        self._offered = {offer for offer in self._offered if offer[0] in self._copies}
+        for key in {*self._offered, *self._refusals}:
+            if key[0] not in self._copies:
+                self._offered.pop(key, None)
+                self._refusals.pop(key, None)
+                self._paused.pop(key, None)
         for host, dropped in by_host.items():
             self._env.send(store_of(host), DropReplicas(tuple(dropped)))
 
