@@ -711,15 +711,22 @@ def test_a_controller_that_does_not_come_back_is_given_up() -> None:
         assert host.incarnations == 2, "its supervisor goes on looking, or ends"
 
 
-def test_a_client_that_its_own_controller_gave_up_is_not_taken_back() -> None:
+@pytest.mark.parametrize(
+    ("reason", "words"), [("silent", "silent"), ("closed", "the controller was paused")]
+)
+def test_a_client_that_its_own_controller_gave_up_is_not_taken_back(
+    reason: str, words: str
+) -> None:
+    """It is told why: a controller that was stopped for a while hears that its clients have hung up."""
     cluster = Cluster(0)
     user, world = cluster.user, cluster.world
     for one, other in ((user.me.node, CONTROLLER), (CONTROLLER, user.me.node)):
         for actor in world.actors[one]:
-            world.post(Address(one, actor), Address(one, actor), PeerLost(other, "silent"))
+            world.post(Address(one, actor), Address(one, actor), PeerLost(other, reason))
     cluster.time(2)
     assert isinstance(user.session.closed, Disconnected)
     assert "given up" in str(user.session.closed)
+    assert words in str(user.session.closed)
     assert not world.control.ledger.clients
 
 

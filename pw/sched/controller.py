@@ -216,7 +216,7 @@ class Controller(Actor):
         )
         self._copies.client_left(client)
         self._saves.client_left(client)
-        self._sessions.leave(client)
+        self._sessions.leave(client, reason)
         for number in client.slices | client.borrowed:
             self._bindings.pop(number, None)
             self.env.send(RESOURCES, ReleaseSlice(number))

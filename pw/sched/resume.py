@@ -42,7 +42,8 @@ class ClientNumbers:
         self.first = first % CLIENT_NUMBERS or 1
         self._here = here
         self._next = self.first
-        self._given: OrderedDict[int, None] = OrderedDict()
+        self._given: OrderedDict[int, str] = OrderedDict()
+        """With the reason why a client left that is not here any more."""
 
     def take(self, taken: Container[int]) -> int:
         """A number that is not `taken`."""
@@ -54,7 +55,7 @@ class ClientNumbers:
         return number
 
     def _give(self, number: int) -> None:
-        self._given[number] = None
+        self._given[number] = ""
         if len(self._given) > GIVEN_KEPT:
             self._given.popitem(last=False)
 
@@ -67,6 +68,23 @@ class ClientNumbers:
             return False
         self._give(number)
         return True
+
+    def left(self, number: int, reason: str) -> None:
+        """The client with this number has left."""
+        if number in self._given:
+            self._given[number] = reason
+
+    def why_gone(self, number: int) -> str:
+        """Why a client that comes back cannot have this number any more."""
+        reason = self._given.get(number)
+        if not reason:
+            return "its number is not its own"
+        if reason.startswith("silent"):
+            return f"it was {reason}, and was given up"
+        return (
+            f"its link to the controller ended ({reason}), and so it was given up. If the network between them "
+            "was not cut, the controller was paused for longer than its clients wait for it"
+        )
 
     def is_known(self, number: int) -> bool:
         """Whether a client has this number here, or had it not long ago, whatever has become of it."""

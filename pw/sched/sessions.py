@@ -70,7 +70,7 @@ class Sessions:
         if not number:
             number = self._numbers.take(taken)
         elif not self._numbers.claim(number):
-            self._env.send(sender, Evicted("it was silent for too long, and was given up"))
+            self._env.send(sender, Evicted(self._numbers.why_gone(number)))
             return None
         client = Client(sender, number, message.name, repeats=self._numbers.first << 16)
         self._ledger.clients[number] = self._nodes[sender.node] = client
@@ -94,8 +94,9 @@ class Sessions:
     def _added(self, number: int) -> AddClient:
         return AddClient(number, *self._shares[number])
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: Client, reason: str) -> None:
         """A client is not here any more."""
+        self._numbers.left(client.number, reason)
         del self._nodes[client.address.node], self._ledger.clients[client.number]
         del self._shares[client.number]
         for island in self._ledger.schedulers:
