@@ -150,6 +150,18 @@ def test_it_is_nothing_that_can_be_traced(mesh: pw.Mesh, asked: Asked) -> None:
     assert not asked
 
 
+def test_an_array_that_failed_is_not_said_to_be_safe(mesh: pw.Mesh) -> None:
+    def fail(x: Any) -> Any:
+        raise ValueError("no such value")
+
+    good = pw.put(numbers(8), sharding=split(mesh))
+    like = jax.ShapeDtypeStruct((8,), "float32")
+    bad = pw.host_function(fail, like, devices=mesh.devices.flat[:1])(good)
+    pw.checkpoint(good).result(30)
+    with pytest.raises(pw.ComputationFailed, match="no such value"):
+        pw.checkpoint([good, bad]).result(30)
+
+
 # --- drain -----------------------------------------------------------------------------------------------
 
 

@@ -733,11 +733,15 @@ def test_what_has_no_value_is_not_copied_and_told() -> None:
     assert bench.world.counters["copies_skipped"] == 2
     bench.world.wait(KEEP_S)
     told = {
-        holding.array: holding.boxes
+        holding.array: (holding.boxes, holding.error and holding.error.kind)
         for m in bench.world.to(CONTROL, Holdings)
         for holding in m.holdings
     }
-    assert told == {failed: (), gone: (), fine: (bench.here.box(0),)}
+    assert told == {
+        failed: ((), "ComputationFailed"),
+        gone: ((), "ArrayLost"),
+        fine: ((bench.here.box(0),), None),
+    }
 
 
 def test_a_copy_takes_a_launch_number() -> None:

@@ -388,6 +388,34 @@ def test_hosts_that_have_the_last_copies_are_waited_for(returns: bool) -> None:
     assert "no copies of it" in client.value(state).message
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_checkpoint_says_what_kept_an_array_from_being_copied(seed: int) -> None:
+    cluster = Cluster(seed, elements=LARGE)
+    client, world = cluster.client, cluster.world
+    good = client.upload(cluster.x, cluster.a)
+    program = client.program(chain([cluster.a], b"raise"), b"raise")
+    (failed,) = client.run(program, good)
+    asked = client.checkpoint(good, failed)
+    world.settle()
+    world.wait(KEEP_S)
+    answer = client.answered(asked)
+    assert answer is not None
+    assert answer.error is not None
+    assert answer.error.kind == "ComputationFailed"
+    for host in ("a0", "a1", "b0"):
+        cluster.hosts[host].current.bulk.full = True
+    other = client.upload(cluster.x[:SMALL], msgspec.structs.replace(cluster.a, shape=(SMALL,)))
+    (made,) = client.run(client.program(chain([cluster.a])), good)
+    refused, fine = client.checkpoint(made), client.checkpoint(other)
+    world.settle()
+    world.wait(KEEP_S)
+    answer = client.answered(refused)
+    assert answer is not None
+    assert answer.error is not None
+    assert answer.error.kind == "OutOfHostMemory"
+    assert client.answered(fine) == Answered(fine, None)
+
+
 @pytest.mark.parametrize("victim", ["a0", "a1", "b0", "s0"])
 def test_a_checkpoint_that_asks_a_host_that_was_just_lost_does_not_wait_for_it(victim: str) -> None:
     """The controller has heard of the loss, but not yet what it means for the island."""

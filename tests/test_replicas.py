@@ -377,10 +377,23 @@ def test_an_offer_that_comes_to_nothing_is_told_as_well() -> None:
         bench.world.steps(bench.world.random.randrange(2))
         bench.world.kill("b")
         bench.check_idle()
-        assert bench.world.to(CONTROL, Holdings)[-1] in (
-            Holdings((Holding(ARRAY, ()),)),
-            Holdings((Holding(ARRAY, (bench.boxes[0],)),)),
-        )
+        (told,) = bench.world.to(CONTROL, Holdings)[-1].holdings
+        if told.boxes:
+            assert told == Holding(ARRAY, (bench.boxes[0],))
+        else:
+            assert told.error is not None
+            assert told.error.kind == "HostLost", "the array itself may be where it was"
+
+
+def test_a_host_without_room_for_a_copy_says_so() -> None:
+    bench = Bench(LARGE, b=(0,))
+    bench.nodes["a"].bulk.full = True
+    bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+    bench.check_idle()
+    (told,) = bench.world.to(CONTROL, Holdings)[-1].holdings
+    assert not told.boxes
+    assert told.error is not None
+    assert told.error.kind == "OutOfHostMemory"
 
 
 @SIZES

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pw.core.actor import Actor, Env, handles
-from pw.core.errors import ArrayLost, Error, ErrorReport, ProtocolError
+from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
@@ -147,14 +148,15 @@ class Replicas(Actor):
     def copy(self, copy: Copy, value: Value | None) -> Read | None:
         """The op that copies shards of an array here, to be submitted in its turn."""
         if value is None:
-            self._skip(copy.array)
+            gone = ArrayLost("an array to be copied is not there any more")
+            self._skip(copy.array, ErrorReport.of(gone, self._host))
             return None
         boxes = [copy.spec.box(position) for position in copy.positions]
         wanted = [(at, relative(box)) for at, box in zip(copy.positions, boxes, strict=True)]
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._skip(copy.array)
+                self._skip(copy.array, views)
                 return
             if client_of(copy.array) in self._gone_clients:
                 return
@@ -165,10 +167,10 @@ class Replicas(Actor):
 
         return Read(value, wanted, copy.spec, copy.devices, read)
 
-    def _skip(self, array: int) -> None:
+    def _skip(self, array: int, error: ErrorReport) -> None:
         """There will be no copy of an array here: nobody is to wait for it."""
         self.env.count("copies_skipped")
-        self.env.send(CONTROL, Holdings((Holding(array, ()),)))
+        self.env.send(CONTROL, Holdings((Holding(array, (), error),)))
 
     def _hold(self, array: int, boxes: dict[Box, Bytes]) -> None:
         self._held.setdefault(array, {}).update(boxes)
@@ -376,7 +378,10 @@ class Replicas(Actor):
             self._offers = [gathering for gathering in self._offers if not gathering.over]
             if isinstance(found, ErrorReport):
                 self.env.log("warning", "cannot take a copy", sender=sender, why=found.message)
-                self._skip(message.array)
+                if found.kind == ArrayLost.__name__:
+                    # Only the copy is: the array may be where it was.
+                    found = msgspec.structs.replace(found, kind=HostLost.__name__)
+                self._skip(message.array, found)
             else:
                 self._hold(message.array, found)
 

@@ -283,13 +283,15 @@ class Copies:
             self._check(copying)
 
     def _confirm(self, host: str, holding: Holding) -> None:
-        """A host has what it was to keep; without boxes: it will not have it (the array has failed)."""
+        """A host has what it was to keep; without boxes: it will not have it, and says why."""
         for copying in self._checkpoints:
             missing = copying.missing.get(holding.array)
             if missing is not None and holding.boxes:
                 missing -= {(host, box) for box in holding.boxes}
-            elif missing is not None:
-                copying.without(host, holding.array)
+            elif missing is not None and copying.without(host, holding.array):
+                array = copying.client.arrays.get(holding.array)
+                known = None if array is None else array.error
+                copying.error = copying.error or known or holding.error
 
     def _recall(self, client: Client, array: int, copies: dict[str, frozenset[Box]]) -> None:
         """What was checkpointed once, and is all there again, has lasting copies again."""

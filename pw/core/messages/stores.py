@@ -100,6 +100,8 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
     array: int
     boxes: tuple[Box, ...]
+    error: ErrorReport | None = None
+    """What kept those away that were asked for, where there are none."""
 
 
 class Holdings(Base, frozen=True, tag=103):
