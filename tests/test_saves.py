@@ -14,6 +14,7 @@ from pw.core.errors import CheckpointFailed, ErrorReport
 from pw.core.ids import scheduler_of
 from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
 from pw.devices import disk, files
+from pw.sched import saves
 from tests import test_controller_restart as restart
 from tests.scripted import chain
 from tests.test_rebuild import Cluster, Survivor
@@ -353,6 +354,23 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         assert error is not None
         assert error.kind == kind
     assert not writer.path.parent.exists()
+    writer.end()
+
+
+def test_what_no_message_could_tell_a_host_is_refused_and_nothing_else_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(0, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(saves, "OBJECTS", 10)
+        refused = writer.save()
+        writer.world.settle()
+    error = writer.error(refused)
+    assert error is not None
+    assert "several checkpoints" in error.message
+    saved = writer.save()
+    writer.world.settle()
+    assert writer.error(saved) is None
     writer.end()
 
 

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from pw.core import copying
+from pw.core.copying import unpacked
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, client_id, executor_of, scheduler_of
 from pw.core.messages import (
@@ -16,6 +18,7 @@ from pw.core.messages import (
     Arguments,
     Copy,
     CopyArrays,
+    CopyFile,
     Discard,
     EndEpoch,
     Finished,
@@ -38,6 +41,7 @@ from pw.core.messages import (
 )
 from pw.core.plan import HostPlan
 from pw.core.program import Program
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.sched.policy import POLICIES
 from pw.sched.scheduler import (
     CONTENDED_WINDOW_SEGMENTS,
@@ -45,6 +49,7 @@ from pw.sched.scheduler import (
     WINDOW_SEGMENTS,
     IslandScheduler,
 )
+from pw.transport import codec
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, join, split
 from tests.supervised import SupervisedHost
@@ -447,9 +452,42 @@ def test_copies_are_made_between_the_runs_before_and_after_them() -> None:
     orders = [m for m in bench.world.to(executor_of("h0")) if hasattr(m, "sequence")]
     assert [type(order) for order in orders] == [Launch, Replicate, Launch, Discard]
     assert [order.sequence for order in orders] == [0, 1, 2, 3]
-    assert orders[1].copies == (copies[0], copies[2])
+    assert unpacked(orders[1]).copies == (copies[0], copies[2])
     (other,) = bench.world.to(executor_of("h1"), Replicate)
-    assert (other.epoch, other.sequence, other.copies) == (1, 1, (copies[1],))
+    assert (other.epoch, other.sequence) == (1, 1)
+    assert unpacked(other).copies == (copies[1],)
+
+
+def test_copies_of_many_arrays_on_many_devices_fit_into_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what does not fit into one comes in several, with numbers of their own."""
+    bench = Bench()
+    bench.client(1)
+    devices = tuple(DeviceAddress(f"h{at // 4}", at % 4) for at in range(256))
+    copies = []
+    for array in range(1400):
+        there = Placement(1 + array % 2, tuple(range(256)))
+        spec = ArraySpec((256, 8), "float32", Sharding(("x",), (256,), (("x",),)), there)
+        copies.append(Copy(array, spec, devices, (0, 1, 2, 3), ("h1",)))
+    names = tuple(f"['layer {array}']" for array in range(1400))
+    file = CopyFile("0123456789abcdef", "/x", False, "f", names, tuple(copies))
+    made = CopyArrays(1, tuple(("h0", copy) for copy in copies), (("h0", file), ("h1", file)))
+    bench.tell(made, bench.submission(1))
+    (order,) = bench.world.to(executor_of("h0"), Replicate)
+    assert len(codec.encode_message(order)) < 1 << 18
+    assert unpacked(order).copies == tuple(copies)
+    assert unpacked(order).files == (file,)
+    monkeypatch.setattr(copying, "OBJECTS", 20_000)
+    bench.tell(made, bench.submission(1))
+    orders = [m for m in bench.world.to(executor_of("h0")) if hasattr(m, "sequence")][2:]
+    assert [order.sequence for order in orders] == list(range(2, 2 + len(orders)))
+    parts = [unpacked(order) for order in orders[:-1]]
+    assert len(parts) > 1
+    assert [copy for part in parts for copy in part.copies] == copies
+    assert [whole for part in parts for whole in part.files] == [file], "a file is not divided"
+    for order in orders[:-1]:
+        assert copying.weight_of(order.copies) <= 20_000
 
 
 def test_what_names_hosts_of_an_older_epoch_is_dropped() -> None:

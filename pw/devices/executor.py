@@ -37,6 +37,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from pw.core.actor import Env, handles
+from pw.core.copying import unpacked
 from pw.core.errors import (
     INFRASTRUCTURE,
     ArrayLost,
@@ -745,9 +746,9 @@ class HostExecutor(HostMember):
     @handles(Replicate)
     def _replicate(self, sender: Address, message: Replicate) -> None:
         if self._in_sequence(message.epoch, message.sequence, sender):
-            value = self._store.value
-            copies = tuple((copy, value(copy.array)) for copy in message.copies)
-            files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in message.files)
+            value, order = self._store.value, unpacked(message)
+            copies = tuple((copy, value(copy.array)) for copy in order.copies)
+            files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in order.files)
             self._queue.append(_Copying(copies, files))
             self._advance()
 

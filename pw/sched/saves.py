@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pw.core.actor import Env
-from pw.core.errors import ErrorReport, HostLost, ProtocolError
+from pw.core.copying import OBJECTS, weight_of
+from pw.core.errors import ArgumentError, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import scheduler_of, store_of
 from pw.core.messages import (
     AbandonFiles,
@@ -86,6 +87,14 @@ class Saves:
                 names, copies = parts.setdefault(host, ([], []))
                 names.append(name)
                 copies.append(Copy(number, spec, devices, positions, ()))
+        many = next(
+            (names for names, copies in parts.values() if weight_of(copies) > OBJECTS), None
+        )
+        if many is not None:
+            words = f"a host would have to write {len(many)} arrays at once; make several checkpoints of them"
+            answer = Answered(message.request, ErrorReport.of(ArgumentError(words)))
+            self._env.send(client.address, answer)
+            return
         files = {
             host: f"{message.checkpoint}-{at:05d}.safetensors" for at, host in enumerate(parts)
         }

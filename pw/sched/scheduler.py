@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from pw.core.actor import Actor, Env, handles
+from pw.core.copying import orders
 from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
 from pw.core.messages import (
     CANCELLED,
@@ -51,7 +53,6 @@ from pw.core.messages import (
     Progress,
     Release,
     RemoveClient,
-    Replicate,
     ReserveRun,
     RunAdmitted,
     RunAtHead,
@@ -609,8 +610,9 @@ class IslandScheduler(Actor):
             if host not in self._next_sequence:
                 self.env.count("messages_stale")
                 continue
-            mine = tuple(copies.get(host, ())), tuple(files.get(host, ()))
-            self.env.send(executor_of(host), Replicate(self.epoch, self._sequence(host), *mine))
+            mine = copies.get(host, ()), files.get(host, ())
+            for order in orders(self.epoch, partial(self._sequence, host), *mine):
+                self.env.send(executor_of(host), order)
 
     # --- admission -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pw.core.messages.clients import Artifact
 from pw.core.peak import IslandMemory
 from pw.core.plan import HostPlan
 from pw.core.program import Program
-from pw.core.sharding import ArraySpec, DeviceAddress
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 
 
 class AddClient(Base, frozen=True, tag=60):
@@ -231,6 +231,15 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     positions: tuple[int, ...]
     """Mesh positions whose shards are copied."""
     targets: tuple[str, ...]
+    place: int | None = None
+    """While it travels (`pw.core.copying`): the place that has the spec's placement and the devices."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where arrays lie: virtual devices, and the device behind each."""
+
+    placement: Placement
+    devices: tuple[DeviceAddress, ...]
 
 
 class CopyFile(msgspec.Struct, frozen=True, array_like=True):
@@ -263,6 +272,8 @@ class Replicate(Base, frozen=True, tag=79):
     sequence: int
     copies: tuple[Copy, ...]
     files: tuple[CopyFile, ...] = ()
+    places: tuple[Place, ...] = ()
+    """Of the arrays in both."""
 
 
 class RunRefused(Base, frozen=True, tag=80):
