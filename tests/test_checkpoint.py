@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import current
+from pw.client import current, waiting
 from pw.client.runtime import Runtime
 from pw.client.uploads import KEEP_BYTES, Uploads
 from pw.testing import InProcessCluster
@@ -86,6 +86,19 @@ def test_a_failure_is_raised_where_it_is_looked_at_and_logged_anyway(
         with pytest.raises(pw.HostLost, match="is gone"):
             saving.result()
     assert "failed, the host" in repr(saving)
+
+
+@pytest.mark.parametrize("path", [None, "somewhere"])
+def test_who_has_waited_in_vain_is_told_what_is_in_the_way(
+    mesh: pw.Mesh, path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "POLL_S", 0.0)
+    monkeypatch.setattr(Runtime, "in_the_way", lambda self: "The disk is slow")
+    for kind in ("checkpoint", "save"):
+        monkeypatch.setattr(Runtime, kind, lambda self, *_: waiting.Waiting(self.in_the_way))
+    x = pw.put(numbers(8), sharding=split(mesh))
+    with pytest.raises(TimeoutError, match="The disk is slow"):
+        pw.checkpoint(x, path=path).result(timeout=0.01)
 
 
 def test_it_can_be_awaited_and_does_not_end_with_the_task_that_does(

@@ -9,7 +9,7 @@ donation they are the only way back. Bytes go from host to host, and to disk if 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +20,7 @@ from pw.client.array import Array, wait_for
 from pw.client.graph import ProgramTracer
 from pw.client.jit import under_jax_trace
 from pw.client.signature import signature_of
+from pw.client.waiting import Waiting
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 
@@ -100,16 +101,17 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         nothing.set_result(None)
         return Checkpoint(nothing)
     saving = None if path is None else checkpoint_files.save(leaves, path, overwrite)
-    future: Future[None] = arrays[0]._runtime.checkpoint([array._id for array in arrays])
+    session = arrays[0]._runtime
+    future: Future[None] = session.checkpoint([array._id for array in arrays])
     if saving is not None:
-        future = _both(saving, future)
+        future = _both(saving, future, session.in_the_way)
     future.add_done_callback(_log_failure)
     return Checkpoint(future)
 
 
-def _both(first: Future[None], second: Future[None]) -> Future[None]:
+def _both(first: Future[None], second: Future[None], explain: Callable[[], str]) -> Future[None]:
     """Done when both are; fails with what the first failed with, else the second."""
-    both: Future[None] = Future()
+    both: Future[None] = Waiting(explain)
 
     def settle(_: Future[None]) -> None:
         error = first.exception() or second.exception()
