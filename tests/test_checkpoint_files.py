@@ -653,6 +653,41 @@ def test_a_box_that_no_file_has_is_missed(tmp_path: Path) -> None:
         reader.read(source, spec, [((2, 6),)])
 
 
+@pytest.mark.parametrize("step", range(3))
+def test_what_is_abandoned_while_it_is_committed_is_there_or_is_not(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pw.core.messages import CommitFiles, CopyFile
+
+    spec = ArraySpec((4,), "int32", Sharding((), ()), Placement(0, (0,)))
+    shard = disk.Shard("x", spec, ((0, 4),), np.arange(4, dtype=np.int32))
+    path, ids, steps, rename = f"{tmp_path}/x", ("0" * 16, "1" * 16), [], os.rename
+
+    def put(id_: str) -> None:
+        file = f"{id_}-00000.safetensors"
+        disk.write(CopyFile(id_, path, True, file, ("x",), ()), [shard])
+        disk.commit(CommitFiles(id_, path, True, (file,), b"[]", ()))
+
+    def abandoned_before(one: str, other: str) -> None:
+        if not other.endswith("-gone"):
+            steps.append(other)
+            if len(steps) == step + 1:
+                assert not disk.abandon(path, ids[1])
+        rename(one, other)
+
+    put(ids[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.os, "rename", abandoned_before)
+        with pytest.raises(pw.CheckpointFailed):
+            put(ids[1])
+    assert disk.describe(path)[0] == ids[0]
+    assert entries(tmp_path) == ["x"]
+    assert len(files(tmp_path / "x")) == 1
+    put(ids[1])
+    assert disk.abandon(path, ids[1])
+    assert disk.describe(path)[0] == ids[1]
+
+
 # --- processes -------------------------------------------------------------------------------------------
 
 

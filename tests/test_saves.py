@@ -408,6 +408,44 @@ def test_another_controller_has_it_written_and_read(seed: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seed", range(30))
+def test_another_controller_finds_it_done_although_its_arrays_were_donated(
+    seed: int, tmp_path: Path
+) -> None:
+    cluster = restart.Cluster(seed)
+    user, world, path, id_ = cluster.user, cluster.world, tmp_path / "last", f"{seed:016x}"
+    program = user.program(chain([cluster.a], donated=(0,)))
+    x = user.run(program, X.tobytes())
+    saving = user.ask(
+        lambda request: SaveArrays(request, id_, f"{path}", False, (x,), ("x",), b"[]"), x
+    )
+    more = user.run(program, x)
+    if seed < 20:
+        world.steps(seed * 3)
+    else:  # it is there, and no controller has heard of it
+        while not path.exists():
+            world.steps(1)
+    cluster.lose()
+    if seed % 2:
+        world.steps(seed)
+    cluster.start()
+    world.steps(seed * 5)
+    if seed % 5 == 0:
+        cluster.hosts["a0"].crash()
+    cluster.time(20)
+    assert saving.done(), "a checkpoint is never answered"
+    error = saving.exception(0)
+    assert path.exists() == (error is None)
+    assert error is None or (seed < 20 and type(error).__name__ in ("ArrayDeleted", "HostLost"))
+    np.testing.assert_array_equal(user.value(more), X + 2)
+    (client,) = world.control.ledger.clients.values()
+    assert not any(client.unanswered.values())
+    assert not world.control._saves._saves
+    user.delete(more)
+    user.release(program)
+    cluster.idle()
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_another_controller_goes_on_with_those_that_wait_for_others(
     seed: int, tmp_path: Path
 ) -> None:

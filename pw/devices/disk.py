@@ -186,13 +186,26 @@ def commit(message: CommitFiles) -> None:
             _publish(staging, path, message)
             _sync(os.path.dirname(path))
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        _discard(staging)
     _tidy(path, message.others)
 
 
-def abandon(path: str, checkpoint: str) -> None:
-    """Remove what hosts have written of a checkpoint that will not be."""
-    shutil.rmtree(_staging(path, checkpoint), ignore_errors=True)
+def abandon(path: str, checkpoint: str) -> bool:
+    """Remove what hosts have written of a checkpoint that will not be; whether it is at its path after all.
+
+    If it is not, whoever may still be at putting it there fails.
+    """
+    _discard(_staging(path, checkpoint))
+    return _id_at(path) == checkpoint
+
+
+def _discard(staging: str) -> None:
+    """Remove a directory; one that another host is about to rename goes as a whole, or not at all."""
+    going = f"{staging}-gone"
+    shutil.rmtree(going, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(staging, going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def _publish(staging: str, path: str, message: CommitFiles) -> None:

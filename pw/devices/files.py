@@ -147,12 +147,17 @@ class Files(Actor):
 
     @handles(AbandonFiles)
     def _abandon(self, sender: Address, message: AbandonFiles) -> None:
-        if self._from_controller(sender):
-            self._call(partial(disk.abandon, message.path, message.checkpoint), self._tidied)
+        if not self._from_controller(sender):
+            return
 
-    def _tidied(self, result: ErrorReport | None) -> None:
-        if result is not None:
-            self.env.log("warning", "cannot remove files of a checkpoint", why=result.message)
+        def abandoned(result: bool | ErrorReport) -> None:
+            if isinstance(result, ErrorReport):
+                self.env.log("warning", "cannot remove files of a checkpoint", why=result.message)
+            if message.unless is not None:
+                error = None if result is True else message.unless
+                self.env.send(CONTROL, FilesCommitted(message.checkpoint, error))
+
+        self._call(partial(disk.abandon, message.path, message.checkpoint), abandoned)
 
     def _from_controller(self, sender: Address) -> bool:
         if sender.node != CONTROLLER:

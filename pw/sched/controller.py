@@ -225,6 +225,7 @@ class Controller(Actor):
     @handles(Directory)
     def _directory_changed(self, sender: Address, message: Directory) -> None:
         self._copies.hosts_are(message)
+        self._saves.hosts_are(message)
         self._sessions.hosts_are(message)
 
     # --- slices --------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
                      |                                          |
                      +-- one could not, or was lost -> one host removes the rest -> answered with why
 
+Arrays that cannot be written may have been, for an earlier controller that did not live to say so: then one
+host looks whether the checkpoint is at its path, and removes what there is of it if it is not.
+
 Nothing is removed before every host that is there has said what became of its file; one that was given up
 and writes nevertheless is told when it says so. Checkpoints to the same path are committed in the order
 in which they were begun, so the later one stays.
@@ -24,6 +27,7 @@ from pw.core.messages import (
     Copy,
     CopyArrays,
     CopyFile,
+    Directory,
     FilesCommitted,
     FileWritten,
     SaveArrays,
@@ -39,7 +43,7 @@ class _Save:
     client: Client
     message: SaveArrays
     files: dict[str, str]
-    """What each host writes."""
+    """What each host writes; nothing if it is only looked whether it is at its path already."""
     islands: dict[str, str]
     """Where each host is."""
     missing: set[str]
@@ -58,6 +62,7 @@ class Saves:
         self._ledger = ledger
         self._saves: dict[str, _Save] = {}
         """By id, in the order in which they were begun."""
+        self._hosts: tuple[str, ...] = ()
 
     def must_wait(self, message: SaveArrays) -> bool:
         """Whether another one is being put in its place at the same path.
@@ -71,9 +76,17 @@ class Saves:
 
     def begin(self, client: Client, message: SaveArrays) -> None:
         """Have every box of the arrays written once, after the client's earlier work."""
+        if not self._makes_sense(message):
+            refused = ErrorReport.of(ProtocolError("that is no checkpoint that can be written"))
+            self._env.send(client.address, Answered(message.request, refused))
+            return
         error = self._objection(client, message)
         if error is not None:
-            self._env.send(client.address, Answered(message.request, error))
+            client.unanswered[SaveArrays] += 1
+            self._saves[message.checkpoint] = _Save(
+                client, message, {}, {}, set(), list(self._hosts), error
+            )
+            self._proceed()
             return
         parts: dict[str, tuple[list[str], list[Copy]]] = {}
         sizes_bytes: dict[str, int] = {}
@@ -110,17 +123,19 @@ class Saves:
         )
         client.unanswered[SaveArrays] += 1
 
+    def _makes_sense(self, message: SaveArrays) -> bool:
+        id_ = message.checkpoint
+        return (
+            8 <= len(id_) <= 64
+            and set(id_) <= set("0123456789abcdef")
+            and id_ not in self._saves
+            and bool(message.arrays)
+            and len(message.arrays) == len(message.names)
+            and message.path.startswith("/")
+        )
+
     def _objection(self, client: Client, message: SaveArrays) -> ErrorReport | None:
         """Why arrays cannot be written."""
-        id_ = message.checkpoint
-        if (
-            not (8 <= len(id_) <= 64 and set(id_) <= set("0123456789abcdef"))
-            or id_ in self._saves
-            or not message.arrays
-            or len(message.arrays) != len(message.names)
-            or not message.path.startswith("/")
-        ):
-            return ErrorReport.of(ProtocolError("that is no checkpoint that can be written"))
         for number in message.arrays:
             error = objection(client, number, client.arrays.get(number))
             if error is not None:
@@ -160,6 +175,10 @@ class Saves:
         self._answer(save, message.error)
         self._proceed()
 
+    def hosts_are(self, directory: Directory) -> None:
+        """These hosts can look at a path."""
+        self._hosts = tuple(peer.node for peer in directory.peers)
+
     def host_lost(self, node: str) -> None:
         """It will not write, and not commit."""
         for save in self._saves.values():
@@ -198,6 +217,10 @@ class Saves:
             message = save.message
             if save.missing or save.committing:
                 paths.add(message.path)
+            elif save.error is not None and not save.files and save.present:
+                save.committing = True
+                look = AbandonFiles(id_, message.path, save.error)
+                self._env.send(store_of(save.present[0]), look)
             elif save.error is not None:
                 del self._saves[id_]
                 self._abandon(id_, save)

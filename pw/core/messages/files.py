@@ -52,7 +52,7 @@ class CommitFiles(Base, frozen=True, tag=142):
 
 
 class FilesCommitted(Base, frozen=True, tag=143):
-    """ObjectStore to Controller: the checkpoint is at its path, or nothing of it is anywhere."""
+    """ObjectStore to Controller: the checkpoint is at its path, or it never will be."""
 
     checkpoint: str
     error: ErrorReport | None
@@ -63,6 +63,8 @@ class AbandonFiles(Base, frozen=True, tag=144):
 
     checkpoint: str
     path: str
+    unless: ErrorReport | None = None
+    """It may be at its path already: answered by `FilesCommitted`, with this if it is not."""
 
 
 class Describe(Base, frozen=True, tag=145):
