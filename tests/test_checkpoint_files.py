@@ -643,7 +643,9 @@ def test_a_box_that_no_file_has_is_missed(tmp_path: Path) -> None:
         disk.commit(CommitFiles(id_, path, False, (file, f"{id_}-00001.safetensors"), b"[]", ()))
     assert entries(tmp_path) == []
     disk.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
+    (tmp_path / f".x.pw-{id_}" / ".tmp0").write_text("of a host that was killed while it wrote")
     disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
+    assert entries(tmp_path / "x") == [file, "manifest.json"]
     disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))  # a second one finds it done
     reader = disk.Reader(path, id_)
     source = FileSource(path, id_, "x")

@@ -150,6 +150,7 @@ def test_a_host_may_be_lost_at_any_moment(
         writer.step()
         writer.world.settle()
         writer.world.wait(5)
+        assert not writer.junk(), "who comes next has removed it"
         error, found = writer.error(asked), writer.on_disk()
         outcomes.add(error is None)
         if error is None:
@@ -171,6 +172,28 @@ def test_a_host_may_be_lost_at_any_moment(
         np.testing.assert_array_equal(found[0], X + 3)
         writer.end()
     assert outcomes == {True, False}
+
+
+def test_nothing_is_left_by_the_only_host_that_could_write(tmp_path: Path) -> None:
+    lost = 0
+    for seed in SEEDS:
+        writer = Writer(seed, tmp_path)
+        request, path = writer.client.id(), f"{writer.path}"
+        writer.client.tell(
+            SaveArrays(request, f"{seed:016x}", path, True, (writer.y,), ("y",), b"[]")
+        )
+        writer.world.steps(seed * 2)
+        writer.cluster.hosts["b0"].crash()
+        writer.world.settle()
+        writer.world.wait(5)
+        error = writer.error(request)
+        lost += error is not None
+        assert error is None or error.kind == "HostLost"
+        assert not writer.junk()
+        assert not writer.world.control._saves._leftovers
+        writer.client.value(writer.y)
+        writer.end()
+    assert 0 < lost < len(SEEDS)
 
 
 def test_a_client_may_be_lost_at_any_moment(writers: Iterator[Writer]) -> None:
@@ -434,7 +457,7 @@ def test_another_controller_finds_it_done_although_its_arrays_were_donated(
     cluster.time(20)
     assert saving.done(), "a checkpoint is never answered"
     error = saving.exception(0)
-    assert path.exists() == (error is None)
+    assert entries(tmp_path) == (set() if error else {"last"})
     assert error is None or (seed < 20 and type(error).__name__ in ("ArrayDeleted", "HostLost"))
     np.testing.assert_array_equal(user.value(more), X + 2)
     (client,) = world.control.ledger.clients.values()

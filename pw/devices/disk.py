@@ -176,6 +176,10 @@ def commit(message: CommitFiles) -> None:
             if _id_at(path) == checkpoint:
                 return  # a host that was lost meanwhile had come so far
             files = {file: _index_of(os.path.join(staging, file)) for file in message.files}
+            for entry in os.listdir(staging):
+                if entry not in files:  # a host that was killed while it wrote has left it
+                    with contextlib.suppress(OSError):
+                        os.remove(os.path.join(staging, entry))
             manifest = _Manifest(FORMAT, VERSION, checkpoint, msgspec.Raw(message.tree), files)
             with open(os.path.join(staging, MANIFEST), "wb") as out:
                 out.write(msgspec.json.encode(manifest))

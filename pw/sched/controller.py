@@ -501,6 +501,7 @@ class Controller(Actor):
             self._spawn_scheduler(message.island)
             self._sessions.scheduler_added(message.island)
         self.env.send(scheduler_of(message.island), message)
+        self._saves.island_formed(message)
 
     @handles(IslandLost)
     def _island_lost(self, sender: Address, message: IslandLost) -> None:

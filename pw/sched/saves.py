@@ -8,8 +8,9 @@ Arrays that cannot be written may have been, for an earlier controller that did 
 host looks whether the checkpoint is at its path, and removes what there is of it if it is not.
 
 Nothing is removed before every host that is there has said what became of its file; one that was given up
-and writes nevertheless is told when it says so. Checkpoints to the same path are committed in the order
-in which they were begun, so the later one stays.
+and writes nevertheless is told when it says so. Who is to remove it may end before that, or nobody may be there
+who could: so an island that wrote it is told once more when it is formed again. Checkpoints to the same path
+are committed in the order in which they were begun, so the later one stays.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from pw.core.messages import (
     Directory,
     FilesCommitted,
     FileWritten,
+    IslandFormed,
     SaveArrays,
 )
 from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.sched.clients import Client
 from pw.sched.copies import objection
 from pw.sched.ledger import Ledger
+
+LEFTOVERS_KEPT = 1000
+"""Checkpoints that were given up, and of which something may be left."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,8 @@ class Saves:
         self._saves: dict[str, _Save] = {}
         """By id, in the order in which they were begun."""
         self._hosts: tuple[str, ...] = ()
+        self._leftovers: dict[str, tuple[str, frozenset[str]]] = {}
+        """Paths of those that were given up, by id, and the islands that wrote them; none: any can look."""
 
     def must_wait(self, message: SaveArrays) -> bool:
         """Whether another one is being put in its place at the same path.
@@ -88,6 +95,7 @@ class Saves:
             )
             self._proceed()
             return
+        self._leftovers.pop(message.checkpoint, None)
         parts: dict[str, tuple[list[str], list[Copy]]] = {}
         sizes_bytes: dict[str, int] = {}
         islands: dict[str, str] = {}
@@ -179,6 +187,13 @@ class Saves:
         """These hosts can look at a path."""
         self._hosts = tuple(peer.node for peer in directory.peers)
 
+    def island_formed(self, message: IslandFormed) -> None:
+        """Have it remove what its hosts may have left when they ended."""
+        for id_, (path, islands) in list(self._leftovers.items()):
+            if message.island in islands or not islands:
+                del self._leftovers[id_]
+                self._env.send(store_of(message.hosts[0]), AbandonFiles(id_, path))
+
     def host_lost(self, node: str) -> None:
         """It will not write, and not commit."""
         for save in self._saves.values():
@@ -242,6 +257,9 @@ class Saves:
                 self._env.send(store_of(save.present[0]), commit)
 
     def _abandon(self, id_: str, save: _Save) -> None:
+        self._leftovers[id_] = save.message.path, frozenset(save.islands.values())
+        if len(self._leftovers) > LEFTOVERS_KEPT:
+            del self._leftovers[next(iter(self._leftovers))]
         if save.present:
             self._env.send(store_of(save.present[0]), AbandonFiles(id_, save.message.path))
 
