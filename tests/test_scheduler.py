@@ -16,6 +16,7 @@ from pw.core.ids import CONTROL, RESOURCES, client_id, executor_of, scheduler_of
 from pw.core.messages import (
     AddClient,
     Arguments,
+    CancelRun,
     Copy,
     CopyArrays,
     CopyFile,
@@ -434,6 +435,38 @@ def test_a_segment_has_ended_when_all_have_said_so_who_see_its_end() -> None:
     assert bench.world.to(CONTROL, SegmentDone) == [SegmentDone(submit.run, 7, 7)]
     assert bench.scheduler.launched == 0
     assert not bench.scheduler._reporting
+
+
+def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
+    """What hangs there now is ended in its time, and what crashes it is to blame."""
+    bench = Bench()
+    bench.client(1)
+    bench.client(2)
+    bench.tell(bench.submission(1, reporters=2))
+    bench.end(bench.launches()[0])
+    hangs = bench.submission(2, hosts=("h0",))
+    bench.tell(hangs)
+    blamed: list[int] = []
+    bench.scheduler._suspects.host_lost = lambda host, compiling, launched: blamed.extend(  # type: ignore[method-assign]
+        program for program, hosts in launched if host in hosts
+    )
+    bench.tell(CancelRun(hangs.run, "overdue", 0.0))
+    assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
+    bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
+    assert blamed == [client_id(2, 1)]
+
+
+def test_others_are_launched_where_a_new_program_has_no_part() -> None:
+    bench = Bench()
+    bench.client(1)
+    bench.client(2)
+    bench.measure(2)
+    new = [bench.submission(1, hosts=("h0",)) for _ in range(UNKNOWN_AT_ONCE + 1)]
+    bench.tell(*new)
+    elsewhere, here = (bench.submission(2, hosts=(host,)) for host in ("h1", "h0"))
+    bench.tell(elsewhere, here)
+    assert [m.run for m in bench.world.to(executor_of("h1"), Launch)][1:] == [elsewhere.run]
+    assert here.run not in [launch.run for launch in bench.launches()]
 
 
 def test_copies_are_made_between_the_runs_before_and_after_them() -> None:

@@ -163,7 +163,8 @@ class IslandScheduler(Actor):
     def _lost(self, sender: Address, message: IslandLost) -> None:
         """Nothing launched or queued here will ever end; the controller has told the clients."""
         if message.host:
-            at_work = ((task.here.program, task.hosts) for task in self._in_flight.values())
+            in_flight = self._in_flight.values()
+            at_work = ((task.here.program, task.under_way()) for task in in_flight)
             self._suspects.host_lost(message.host, self._installing, at_work)
         self.hosts = ()
         self._members = frozenset()
@@ -396,7 +397,7 @@ class IslandScheduler(Actor):
         for task in self._in_flight.values():
             if task.here.run == run:
                 return before.isdisjoint(task.hosts)
-            before.update(task.hosts)
+            before.update(task.under_way())
         return None
 
     def _give_up(self, tasks: Sequence[SegmentTask]) -> None:
@@ -454,14 +455,20 @@ class IslandScheduler(Actor):
             return None
         if not self._window_open(wanting):
             return None
+        taken: set[str] = set()
         for contenders in (ready, eligible):
             while contenders:
                 queue = contenders.pop(self.policy.choose(contenders))
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
+                if taken and not taken.isdisjoint(task.hosts):
+                    continue
                 known = self._estimates_us.get(task.here.program, {})
                 if task.segment not in known and self._alike(task) >= UNKNOWN_AT_ONCE:
-                    return None  # to launch another's instead would be against the policy
+                    taken.update(
+                        task.hosts
+                    )  # to launch another's there would be against the policy
+                    continue
                 request = task.here.request
                 if request is None or request.is_admitted or self._admission.admit(request):
                     queue.tasks.popleft()
@@ -710,6 +717,7 @@ class IslandScheduler(Actor):
         task.device_time_us = max(task.device_time_us, finished.device_time_us)
         task.lost = task.lost or finished.lost
         if task.reporters:
+            task.ended_on += (host,)
             return
         del self._in_flight[key]
         device_time_us = task.device_time_us

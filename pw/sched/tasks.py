@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
@@ -48,8 +49,14 @@ class SegmentTask:
     """The longest that a host has told."""
     lost: ErrorReport | None = None
     """What a host has told: it has no value there because another host was lost."""
+    ended_on: tuple[str, ...] = ()
+    """Hosts that have said that it has ended."""
     launched_s: float = -1.0
     """When it was launched; negative while it is queued."""
+
+    def under_way(self) -> Iterable[str]:
+        """Hosts that may be at it, or wait for who is."""
+        return self.hosts if not self.ended_on else set(self.hosts).difference(self.ended_on)
 
 
 @dataclass(slots=True)
