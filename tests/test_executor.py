@@ -598,7 +598,7 @@ def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> No
         )
     )
     how = {"results": (client_id(1, 800), client_id(1, 801))}
-    bench.launch(program, X.tobytes(), X.tobytes(), **how)
+    run, _ = bench.launch(program, X.tobytes(), X.tobytes(), **how)
     queue = bench.host.backend.queue
     made = [op.results[-1] for op in queue if isinstance(op, ops.Execute)]
     watches = [op for op in queue if isinstance(op, ops.Watch)]
@@ -607,6 +607,22 @@ def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> No
     assert kinds == ["Execute", "Execute", "Watch", "Execute", "Watch"], (
         "held until it is ready only"
     )
+    work = frozenset({(run, 0)})
+    made[2].payload = [X]
+    assert bench.host.executor._described(1, work).launches[-1].state != "finished"
+    made[2].payload = None
+    assert bench.finished() == {0: False}
+    assert bench.host.executor._described(1, work).launches[-1].state == "finished"
+
+
+def test_slices_that_share_a_device_end_with_the_last_computation_there() -> None:
+    bench = Bench()
+    at = DeviceAddress("a0", 0)
+    bench.slices[5], bench.slices[6] = Binding(5, "a", (at,)), Binding(6, "a", (at,))
+    both = [replace(bench.here, placement=Placement(number, (0,))) for number in (5, 6, 5, 6)]
+    program = bench.install(chain(both))
+    bench.launch(program, X.tobytes())
+    assert sum(isinstance(op, ops.Watch) for op in bench.host.backend.queue) == 1
     assert bench.finished() == {0: False}
 
 

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.waiting import POLL_S, Waiting
 from pw.core.ids import CONTROL, executor_of, scheduler_of
+from pw.core.lower import lower
 from pw.core.messages import (
     CreateArray,
     EdgeCredit,
@@ -28,10 +29,13 @@ from pw.core.messages import (
     ExplainHost,
     Explanation,
     HostReport,
+    InstallProgram,
     Launch,
 )
+from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.sched.story import BUSY_S
+from pw.sched.why import Names
 from pw.testing import InProcessCluster
 from tests.actors import Alarm, World
 from tests.daemons import start_module, until
@@ -422,3 +426,11 @@ def test_what_failed_with_a_timeout_is_not_explained() -> None:
     future.set_exception(TimeoutError("its own"))
     with pytest.raises(TimeoutError, match=r"^its own$"):
         future.result(POLL_S)
+
+
+def test_a_part_of_a_program_is_called_after_what_all_its_hosts_compute() -> None:
+    at = {4: Binding(4, "a", (DeviceAddress("a0", 0), DeviceAddress("a1", 0)))}
+    places = [msgspec.structs.replace(split(4, 1), placement=Placement(4, (n,))) for n in (0, 1)]
+    body = chain(places)
+    names = Names.of(InstallProgram(1, body, lower(body, at).hosts, ()))
+    assert names.segments == {0: ("stage 0", "stage 1")}

@@ -102,8 +102,8 @@ class _Launched:
     run: _Run
     segment: Segment
     position: int = 0
-    last: ReferenceType[Value] | None = None
-    """The last value that it has made; the plan says for how long it is held."""
+    last: tuple[ReferenceType[Value], ...] = ()
+    """The last values that it has made on each device; the plan says for how long they are held."""
     made: tuple[Value, ...] = ()
     """One that is to be watched as soon as it is on its way to where it is sent."""
     awaited: int = 0
@@ -415,7 +415,7 @@ class HostExecutor(HostMember):
             guarded = not watched and head.position in head.segment.unread
             self._ops.append(ops.Execute(key, args, results, kept, failed, guarded))
             if is_last:
-                head.last = ref(results[-1])
+                head.last += (ref(results[-1]),)
             if results and instruction.computation in run.program.judged:
                 self._hold(head, instruction, results)
             else:

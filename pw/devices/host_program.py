@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from pw.core.plan import Execute, Free, HostPlan, Instruction, Receive, Send
-from pw.core.program import Program
+from pw.core.program import Computation, Program
 from pw.core.sharding import (
     ArraySpec,
     Binding,
@@ -30,7 +31,7 @@ class Segment:
     instructions: tuple[Instruction, ...] = ()
     receives: tuple[Receive, ...] = ()
     watched: frozenset[int] = frozenset()
-    """Positions of the last computation with results at each placement: what a report waits for."""
+    """Positions of the last computations with results on this host's devices: what a report waits for."""
     watch_after: frozenset[int] = frozenset()
     """Positions behind which that is watched: of these computations, or of what sends their results on."""
     unread: frozenset[int] = frozenset()
@@ -40,22 +41,37 @@ class Segment:
     """By the position of a computation, what it would take over but the plan still needs."""
 
     @classmethod
-    def of(cls, instructions: tuple[Instruction, ...], body: Program, gangs: set[int]) -> Segment:
-        """Index the instructions of one segment of a program, in which `gangs` run on several hosts."""
+    def of(
+        cls,
+        instructions: tuple[Instruction, ...],
+        body: Program,
+        gangs: set[int],
+        own: Callable[[Computation], frozenset[int]],
+    ) -> Segment:
+        """Index the instructions of one segment of a program.
+
+        Args:
+            instructions: of the segment, on this host.
+            body: the program.
+            gangs: computations that run on several hosts.
+            own: what of this host a computation runs on: there they run one after the other.
+        """
         receives = (i for i in instructions if isinstance(i, Receive))
         segment = cls(instructions, tuple(receives))
-        last: dict[Placement, int] = {}
+        last: list[tuple[frozenset[int], int]] = []
         for position, instruction in enumerate(instructions):
             if isinstance(instruction, Execute):
                 computation = body.computations[instruction.computation]
                 if instruction.results:
-                    last[computation.placement] = position
+                    devices = own(computation)
+                    last = [known for known in last if not known[0] <= devices]
+                    last.append((devices, position))
                 donated = computation.donated
                 taken = set(instruction.donated)
                 kept = tuple(index for index in donated if index not in taken)
                 if kept:
                     segment.kept[position] = kept
-        segment.watched = frozenset(last.values())
+        segment.watched = frozenset(position for _, position in last)
         segment.watch_after = frozenset(_last_send(instructions, at) for at in segment.watched)
         segment.unread = _unread(instructions, gangs)
         return segment
@@ -83,6 +99,7 @@ def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset
     return frozenset(unread)
 
 
+_PYTHON = frozenset((-1,))
 NO_SEGMENT = Segment()
 """One in which this host has nothing to do."""
 
@@ -169,10 +186,17 @@ class HostProgram:
             if computation.checks or (computation.python and index in program.gangs):
                 program.judged.add(index)
         program.segments = {
-            part.segment: Segment.of(part.instructions, body, program.gangs)
+            part.segment: Segment.of(part.instructions, body, program.gangs, program._own)
             for part in plan.segments
         }
         return program
+
+    def _own(self, computation: Computation) -> frozenset[int]:
+        """The devices of this host that a computation runs on; Python functions have a thread."""
+        if computation.python:
+            return _PYTHON
+        here = (d for d in self.at(computation.placement) if d.host == self.plan.host)
+        return frozenset(device.ordinal for device in here)
 
     @property
     def compiled(self) -> tuple[bytes, ...]:

@@ -1,8 +1,8 @@
 """What a host can say about work that does not end: how far each launch has got here.
 
 The executor does not watch what it hands over; only some hosts of a gang report. So that every host
-can be asked all the same, the last launches are remembered, each with a weak reference to the last value
-that it makes: the value itself tells how far it is, and one that nobody holds any more has been enqueued
+can be asked all the same, the last launches are remembered, each with weak references to the last values
+that it makes: a value itself tells how far it is, and one that nobody holds any more has been enqueued
 at least.
 """
 
@@ -20,7 +20,9 @@ from pw.devices.host_program import NO_SEGMENT, HostProgram
 KEPT = 512
 """Launches that are remembered: more than may be under way on an island."""
 
-_Handed = tuple[int, int, HostProgram, ReferenceType[Value] | None]
+_STAGES = ("handed over", "entered", "enqueued", "finished")
+
+_Handed = tuple[int, int, HostProgram, tuple[ReferenceType[Value], ...]]
 
 
 class Account:
@@ -31,20 +33,20 @@ class Account:
         self._recent: deque[_Handed] = deque(maxlen=KEPT)
 
     def handed(
-        self, run: int, segment: int, program: HostProgram, made: ReferenceType[Value] | None
+        self, run: int, segment: int, program: HostProgram, made: tuple[ReferenceType[Value], ...]
     ) -> None:
-        """All instructions of a launch have become ops; the last of them makes this value."""
+        """All instructions of a launch have become ops; these are the last values that they make."""
         self._recent.append((run, segment, program, made))
 
     def reports(self, wanted: Collection[tuple[int, int]]) -> Iterator[LaunchReport]:
         """How far these launches (run, segment) are."""
         for run, segment, program, made in self._recent:
             if (run, segment) in wanted:
-                value = made() if made is not None else None
-                stage = "enqueued" if value is None else self._backend.stage(value)
-                if made is None:
-                    stage = "finished"
-                yield launch_report(run, segment, program, stage)
+                values = [value for one in made if (value := one()) is not None]
+                unknown = "enqueued" if made else "finished"
+                stages = map(self._backend.stage, values)
+                least = min(stages, key=_STAGES.index, default=unknown)
+                yield launch_report(run, segment, program, least)
 
 
 def launch_report(

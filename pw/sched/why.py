@@ -74,7 +74,9 @@ class Names:
                 if not made:
                     names.segments.setdefault(part.segment, ())
                     continue
-                names.segments[part.segment] = tuple(computations[one].name for one in made)
+                known = names.segments.get(part.segment, ())
+                here_too = (computations[one].name for one in made)
+                names.segments[part.segment] = tuple(dict.fromkeys((*known, *here_too)))
                 last = list(made)[-1]
                 if last not in holders:
                     placement = computations[last].placement
