@@ -31,6 +31,8 @@ def _done(value: Any) -> Future[Any]:
 class QuietThread:
     """What a runtime asks of its session's thread, but for what it posts there."""
 
+    has_frames = True
+
     def wait_for_hosts(self) -> None:
         pass
 

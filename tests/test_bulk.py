@@ -912,7 +912,11 @@ def test_segments_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -
             assert receiver.counters()["live_segments"] == 4
             held.clear()
             await no_lent_segments(receiver)
-            assert receiver.counters()["live_segments"] == 2
+            again = [await moved(sender, receiver, source) for source in sources]
+            assert receiver.counters()["live_segments"] == 4, "those are used again"
+            assert receiver._pool._last_number == 4
+            again.clear()
+            await no_lent_segments(receiver)
             larger = [await moved(sender, receiver, noise(1 << 20)) for _ in range(4)]
             assert receiver.counters()["lent_segments"] == len(larger), "what is idle makes room"
 

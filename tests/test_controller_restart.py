@@ -518,14 +518,18 @@ def test_a_session_that_has_ended_says_why_until_there_is_another(
         ended.tick()
         thread: Any = ended._thread
         assert thread.closes == 0
+        monkeypatch.setenv("PW_ADDRESS", "tcp://other")
         other = current.connect()
         assert thread.closes == 1
         assert begun == ["tcp://controller"]
         assert other.alive
-        assert other is current.runtime() is current.connect()
+        assert other is current.runtime()
+        current.leave("tcp://other", before)
+        assert other.alive
         with pytest.raises(ConnectionFailed, match="60 s"):
             array.check_owner(other)
-        other.close()
+        current.leave("tcp://controller", before)  # as a local cluster does that ends
+        assert current.is_current(before)
         with pytest.raises(Disconnected, match=r"pw\.disconnect"):
             other.check_alive()
         assert thread.closes == 1
@@ -607,6 +611,7 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
 ) -> None:
     cluster = Cluster(1)
     runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    thread: Any = runtime._thread
     spec = split(runtime.allocate_slice(2, island="a").slice, 2)
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20_000)
     large = bytes(20_000)
@@ -619,6 +624,9 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
     assert not runtime._sent
     assert not runtime._needs
     assert not cluster.world.to(CONTROL, RegisterProgram)
+    thread.has_frames = False  # in a cluster inside this process there are none
+    runtime.release_program(runtime.register_program(chain([spec], large), {digest(large): large}))
+    thread.has_frames = True
     program = runtime.register_program(chain([spec], b"7"), {digest(b"7"): b"7"})
     (y,) = runtime.run(program, [cluster.x.tobytes()], 1)
     fetched = runtime.fetch(y, spec)

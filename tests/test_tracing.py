@@ -617,6 +617,12 @@ def test_powers_of_known_integers_are_jaxs(rt: LocalRuntime) -> None:
     before = len(rt.programs)
     assert (ints**3).tolist() == (odd**3).tolist()
     assert len(rt.programs) == before
+    near = np.linspace(0.9, 1.1, 4, dtype=np.float32)
+    x = put(near, sharding=split)
+    before = len(rt.programs)
+    for exponent in range(65, 90):  # a loop that counts does not compile at every step
+        np.testing.assert_allclose(np.asarray(x**exponent), near**exponent, rtol=1e-4)
+    assert len(rt.programs) <= before + 1
 
 
 def test_counts_of_repetitions_may_be_an_array(rt: LocalRuntime) -> None:

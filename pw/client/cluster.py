@@ -228,10 +228,8 @@ class LocalCluster:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self._runtime is not None and current.is_current(self._runtime):
-            current.disconnect()
-            current.use(self._previous)
-        elif self._runtime is not None:
+        if self._runtime is not None:
+            current.leave(self.address, self._previous)  # which may be a later session
             self._runtime.close()
         workers, controller = self._children[1:], self._children[:1]
         for group in (workers, controller):

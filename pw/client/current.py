@@ -70,8 +70,11 @@ def connect(
     """
     from pw.client import threads
 
-    address = address or os.environ.get("PW_ADDRESS") or None
     with _guard:
+        if not address and _current is not None and _current.ended is not None:
+            address = _current.address
+        else:
+            address = address or os.environ.get("PW_ADDRESS") or None
         if _current is not None and _current.alive:
             if address is None or address == _current.address:
                 return _current
@@ -83,8 +86,6 @@ def connect(
             raise ValueError(f"share must be positive, not {share}")
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
-        if address is None and _current is not None and _current.ended is not None:
-            address = _current.address
         start = threads.embedded if address is None else threads.remote(address)
         if _current is not None:
             _current.close()
@@ -108,6 +109,14 @@ def use(other: Any) -> Any:
     with _guard:
         previous, _current = _current, other
         return previous
+
+
+def leave(address: str, instead: Any) -> None:
+    """Close the session with this controller, if calls go to it, and have them go to `instead`."""
+    with _guard:
+        if _current is not None and _current.address == address:
+            disconnect()
+            use(instead)
 
 
 def is_current(one: Any) -> bool:

@@ -99,7 +99,7 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
             thread.stop()
 
         bulk = BulkPlane(thread.loop)
-        return SessionOnNode(thread, node, bulk, runtime, None, teardown)
+        return SessionOnNode(thread, node, bulk, runtime, None, teardown, has_frames=False)
 
     session = thread.call(make)
     session.expect_hosts(1, [])

@@ -18,6 +18,9 @@ import numpy as np
 
 from pw.client.recent import Recent
 
+POWERS = 64
+"""Exponents up to this one, either way, are computations of their own."""
+
 _of_host_values = Recent()
 
 
@@ -78,9 +81,14 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _power(self: Any, exponent: Any) -> Any:
-    """JAX has rules of its own for an integer that is known while it traces: it multiplies, exactly."""
+    """JAX has rules of its own for an integer that is known while it traces: it multiplies, exactly.
+
+    Each such integer is another computation, so large ones are operands, where that makes no difference.
+    """
     if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
         known = index(exponent)
+        if abs(known) > POWERS and jnp.issubdtype(self.dtype, jnp.inexact):
+            return apply("power", self, known)
         return apply_built(("power", known), partial(_to_the_power_of, known), self)
     return apply("power", self, exponent) if _operand(exponent) else NotImplemented
 

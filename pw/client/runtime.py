@@ -87,6 +87,8 @@ class SessionThread(Protocol):
     """The background thread in which a session's actors live."""
 
     address: str | None
+    has_frames: bool
+    """What is sent leaves this process, and no frame may be too large."""
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
@@ -281,7 +283,8 @@ class Runtime:
 
         Raises ArgumentError for a program that no message can hold.
         """
-        _check_size(program, artifacts)
+        if self._thread.has_frames:
+            _check_size(program, artifacts)
         number = self._id()
         with self._lock:
             self.check_alive()

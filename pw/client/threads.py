@@ -98,8 +98,10 @@ class SessionOnNode:
         runtime: Runtime,
         address: str | None,
         teardown: Callable[[], None],
+        has_frames: bool = True,
     ) -> None:
         self.address = address
+        self.has_frames = has_frames
         self._thread = thread
         self._node = node
         self._bulk = bulk

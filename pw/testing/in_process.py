@@ -64,6 +64,7 @@ class InProcessCluster:
         """Tracebacks of actors that raised; `close` fails if there are any."""
         self._thread = LoopThread("pw-test-cluster")
         self._clients: list[Runtime] = []
+        self._codec = codec
         self._closed = False
         loop = self._thread.loop
 
@@ -107,7 +108,13 @@ class InProcessCluster:
             def make() -> SessionOnNode:
                 bulk = BulkPlane(self._thread.loop)
                 return SessionOnNode(
-                    self._thread, self._node(name), bulk, runtime, None, lambda: None
+                    self._thread,
+                    self._node(name),
+                    bulk,
+                    runtime,
+                    None,
+                    lambda: None,
+                    has_frames=self._codec,
                 )
 
             session = self._thread.call(make)

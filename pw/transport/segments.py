@@ -61,9 +61,9 @@ SMALLEST_BYTES = 64 * 1024
 ALIGNMENT_BYTES = 64
 """What JAX needs in order to alias host memory instead of copying it."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-LIVE_SHARE, IDLE_SHARE = 1 / 2, 1 / 4
-"""How many of the descriptors that a process may have are for segments that live, and that lie idle: each has
-one for as long as it lives, and files and sockets need some as well."""
+SHARE = 1 / 2
+"""How many of the descriptors that a process may have are for segments: each has one for as long as it lives,
+also while it lies idle, and files and sockets need some as well."""
 
 # Python's own mmap keeps a duplicate of the descriptor open as long as the mapping lives, which
 # would double the descriptors of a pool, so the C functions are called directly.
@@ -234,8 +234,7 @@ class SegmentPool:
         self.pooled_bytes = 0
         self._keep_bytes = keep_bytes
         descriptors = _most_descriptors()
-        self._most_live = int(descriptors * LIVE_SHARE)
-        self._most_idle = int(descriptors * IDLE_SHARE)
+        self._most = int(descriptors * SHARE)
         self._on_drop = on_drop
         self._segments: dict[int, Segment] = {}
         self._idle: dict[int, deque[Segment]] = {}
@@ -281,7 +280,7 @@ class SegmentPool:
         return segment
 
     def _make(self, capacity_bytes: int, sparing: bool) -> Segment:
-        if sparing and len(self._segments) >= self._most_live:
+        if sparing and len(self._segments) >= self._most:
             if not self._order:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._drop_oldest()
@@ -370,7 +369,9 @@ class SegmentPool:
             assert isinstance(alias, _Alias)
             self._aliases.discard(alias)
             alias.unaliased(alias.safe)
-        while self.pooled_bytes > self._keep_bytes or len(self._order) > self._most_idle:
+        while self.pooled_bytes > self._keep_bytes or (
+            self._order and len(self._segments) > self._most
+        ):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -482,6 +482,8 @@ class StreamNetwork:
             if was_away:  # we did not listen, so their silence means nothing
                 link.heard_s += away_s
                 link.made_s += away_s
+                if link.source is not None:
+                    link.source.heard_s += away_s
             if link.incarnation is None:
                 if now_s - link.made_s > self._connect_s:
                     self._lose(link, f"could not be reached at {link.endpoint}")
