@@ -159,5 +159,7 @@ class Oracle:
         forgotten = restarted and "was given back" in words
         if held and lasts and not forgotten and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
+        if not held and self._ledger.any:
+            return None  # its island may have been formed anew because another one was lost
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
         return None if self._ledger.touched(nodes) else f"{said} (no fault excuses that)"
