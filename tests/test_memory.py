@@ -44,7 +44,7 @@ from pw.core.plan import Execute, Free, HostPlan, Plan, Receive
 from pw.core.program import Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from pw.sched.admission import PATIENCE
-from pw.sched.memory import DeviceMemory
+from pw.sched.memory import Claim, DeviceMemory
 from pw.sched.programs import RegisteredProgram
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, chain, copy, join, split
@@ -232,12 +232,13 @@ def needs(
     outputs: tuple[int, ...] = (),
     same: dict[int, tuple[int, int]] | None = None,
 ) -> IslandMemory:
-    """A program of one device: its peak, and the sizes of its outputs."""
+    """A program of one device and one computation: its peak, and the sizes of its outputs."""
     made = tuple(
         OutputMemory(number, (DEVICE,), size_bytes, *(same or {}).get(number, (-1, -1)))
         for number, size_bytes in enumerate(outputs)
     )
-    return IslandMemory("i", ((DEVICE,),), (peak,), (), tuple(range(inputs)), donated, made)
+    computes = ((0, 0, peak),)
+    return IslandMemory("i", ((DEVICE,),), (peak,), computes, tuple(range(inputs)), donated, made)
 
 
 class Ledger:
@@ -247,10 +248,17 @@ class Ledger:
         self.memory = DeviceMemory("i", capacity_bytes)
         self.programs = 0
 
-    def program(self, memory: IslandMemory) -> int:
+    def program(self, memory: IslandMemory, temporary_bytes: int = 0) -> int:
         self.programs += 1
         self.memory.install(self.programs, "p", memory)
+        if temporary_bytes:
+            self.memory.add_temporaries(self.programs, (temporary_bytes,))
         return self.programs
+
+    def reserve(self, program: int) -> Claim:
+        claim = self.memory.reserve(program, (), ())
+        assert claim
+        return claim
 
     @property
     def used(self) -> int:
@@ -366,17 +374,106 @@ def test_what_needs_nothing_fits_even_where_uploads_have_taken_too_much() -> Non
     assert ledger.used == 20, "an array that is restored replaces what it was"
 
 
+def test_temporaries_are_reserved_once_for_all_runs_in_flight() -> None:
+    ledger = Ledger(60)
+    program = ledger.program(needs(0), 25)
+    claims = [ledger.reserve(program) for _ in range(256)]
+    assert ledger.used == 25
+    for claim in claims[1:]:
+        ledger.memory.end(claim)
+    assert ledger.used == 25
+    ledger.memory.withdraw(claims[0])
+    assert (ledger.used, ledger.memory.claims) == (0, 0)
+
+
+def test_what_runs_keep_is_reserved_for_each_beside_the_temporaries_of_one() -> None:
+    ledger = Ledger(60)
+    program = ledger.program(needs(20), 25)
+    first = ledger.reserve(program)
+    assert ledger.memory.reserve(program, (), ()) is None
+    assert ledger.used == 45
+    assert ledger.memory.never_fits(program, ()) is None
+    ledger.memory.end(first)
+    assert (ledger.used, ledger.memory.claims) == (0, 0)
+
+
+def test_the_largest_temporaries_in_flight_are_reserved() -> None:
+    ledger = Ledger(60)
+    small, large = ledger.program(needs(5), 10), ledger.program(needs(5), 30)
+    few = ledger.program(needs(30))
+    claims = [ledger.reserve(small), ledger.reserve(large), ledger.reserve(small)]
+    assert ledger.used == 3 * 5 + 30
+    assert ledger.memory.reserve(few, (), ()) is None
+    ledger.memory.uninstall(large)
+    assert ledger.used == 3 * 5 + 30
+    ledger.memory.end(claims[1])
+    assert ledger.used == 2 * 5 + 10
+    claims[1] = ledger.reserve(few)
+    assert ledger.used == 2 * 5 + 10 + 30
+    for claim in claims:
+        ledger.memory.end(claim)
+    assert (ledger.used, ledger.memory.claims) == (0, 0)
+
+
+def test_temporaries_that_become_known_count_for_the_runs_in_flight() -> None:
+    """Also if they are too much: what has been admitted ends, and gives back what it took."""
+    ledger = Ledger(60)
+    program = ledger.program(needs(5))
+    first = ledger.reserve(program)
+    ledger.memory.add_temporaries(program, (20,))
+    assert ledger.used == 25
+    second = ledger.reserve(program)
+    assert ledger.used == 30
+    ledger.memory.add_temporaries(program, (70,))
+    assert ledger.used == 80
+    assert ledger.memory.reserve(program, (), ()) is None
+    ledger.memory.end(first)
+    ledger.memory.withdraw(second)
+    assert (ledger.used, ledger.memory.claims) == (0, 0)
+    error = ledger.memory.never_fits(program, ())
+    assert error
+    assert "needs 75 B" in str(error)
+
+
+def test_temporaries_are_reserved_where_they_are_taken() -> None:
+    """A run of two devices beside runs of one."""
+    memory = DeviceMemory("i", 60)
+    wide = IslandMemory("i", ((DEVICE,), (OTHER,)), (0, 0), ((0, 0, 0), (1, 1, 0)), (), (), ())
+    memory.install(1, "wide", wide)
+    memory.add_temporaries(1, (10, 40))
+    memory.install(2, "narrow", needs(5))
+    memory.add_temporaries(2, (30,))
+    first, second = memory.reserve(2, (), ()), memory.reserve(1, (), ())
+    assert first
+    assert second
+    assert (memory.used_bytes(DEVICE), memory.used_bytes(OTHER)) == (35, 40)
+    memory.end(first)
+    assert (memory.used_bytes(DEVICE), memory.used_bytes(OTHER)) == (10, 40)
+    memory.end(second)
+    assert (memory.used_bytes(DEVICE), memory.used_bytes(OTHER)) == (0, 0)
+
+
+def test_a_run_without_room_for_its_temporaries_is_told_how_much_it_needs() -> None:
+    ledger = Ledger(60)
+    ledger.memory.place(client_id(2, 1), (DEVICE,), 50)
+    program = ledger.program(needs(5), 10)
+    assert ledger.memory.reserve(program, (), ()) is None
+    assert ledger.memory.never_fits(program, ()) is None
+    assert "needs 15 B more" in str(ledger.memory.no_room(program, (), 1))
+
+
 @settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1))
 def test_the_count_is_right_whatever_happens(seed: int) -> None:
-    """Never above the capacity by an admission, and nothing is left when all have gone."""
+    """Never above the capacity by an admission, the largest temporaries in it, and nothing is left."""
     dice = random.Random(seed)
     ledger = Ledger(200)
     kinds = [needs(dice.randrange(80), outputs=(dice.randrange(20),)) for _ in range(3)]
     kinds += [needs(40, 1, (0,), (20, 40)), needs(30, 1, (), (20, 10), {0: (0, -1)})]
     chosen = [(ledger.program(kind), kind) for kind in kinds]
+    known = dict.fromkeys((program for program, _ in chosen), 0)
     arrays: list[int] = []
-    flying: list[Any] = []
+    flying: list[tuple[int, Claim]] = []
     for number in range(60):
         action = dice.random()
         if action < 0.5:
@@ -391,14 +488,21 @@ def test_the_count_is_right_whatever_happens(seed: int) -> None:
             if claim is None:
                 assert ledger.used == before
                 continue
-            flying.append(claim)
+            flying.append((program, claim))
             arrays = [a for a in arrays if a not in [args[k] for k in kind.donated]]
             arrays += results
         elif action < 0.8 and flying:
-            ledger.memory.end(flying.pop(dice.randrange(len(flying))))
+            ledger.memory.end(flying.pop(dice.randrange(len(flying)))[1])
+        elif action > 0.93:
+            program, _ = dice.choice(chosen)
+            size_bytes = dice.randrange(60)
+            ledger.memory.add_temporaries(program, (size_bytes,))
+            known[program] = max(known[program], size_bytes)
         elif arrays:
             ledger.memory.release(arrays.pop(dice.randrange(len(arrays))))
-    for claim in flying:
+        largest = max((known[program] for program, _ in flying), default=0)
+        assert ledger.memory._temporaries.sum() == largest
+    for _, claim in flying:
         ledger.memory.end(claim)
     for array in arrays:
         ledger.memory.release(array)
@@ -670,13 +774,16 @@ def test_a_release_in_the_queue_makes_room_in_its_turn() -> None:
 
 def test_temporaries_are_reserved_as_soon_as_a_host_has_told_of_them() -> None:
     bench = MemoryBench()
-    memory = msgspec.structs.replace(needs(10), executes=((0, 0, 10),))
-    program = bench.program(1, memory)
-    bench.tell(Installed(1, program, None, (70,)), sender=executor_of("h0"))
-    bench.run(program)
-    bench.run(program)
-    assert bench.used == 80
-    assert len(bench.launched()) == 1
+    program = bench.program(1, needs(10))
+    bench.tell(Installed(1, program, None, (75,)), sender=executor_of("h0"))
+    for _ in range(3):
+        bench.run(program)
+    assert bench.used == 95
+    assert len(bench.launched()) == 2
+    bench.end(bench.launches()[0])
+    assert bench.used == 95
+    assert len(bench.launched()) == 3
+    assert not bench.refused()
 
 
 def test_a_client_that_goes_gives_everything_back() -> None:

@@ -6,6 +6,11 @@ goes and what it made is counted as buffers. A buffer is counted as long as an a
 a program can return its argument, or one value twice) or a run in flight reads it: a delete or a donation
 takes the name away at once, and the bytes come back when nobody in flight can touch them any more.
 
+Temporaries are reserved once for all runs in flight, as much as the one that needs most of them: a device
+computes one thing after the other, and what one has used is there for the next. So a program with large
+temporaries is still launched ahead. A run's peak is therefore kept in two parts: what it reserves for
+itself, and what its computations add to that for temporaries.
+
 What is launched can therefore always allocate: on each device buffers and reservations together never
 exceed the capacity by an admission. Uploads are not admitted; they only take away from what is left.
 
@@ -60,7 +65,12 @@ class _Needs:
     group: npt.NDArray[np.intp]
     outputs: list[tuple[OutputMemory, _Place]]
     peaks: _Bytes
+    """What a run reserves for itself on each of the devices."""
     temporary_bytes: tuple[int, ...] = ()
+    temporaries: _Bytes | None = None
+    """What its computations add to that; None for nothing."""
+    runs: int = 0
+    """Runs that hold a reservation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +79,7 @@ class Claim:
 
     devices: npt.NDArray[np.intp]
     peaks: _Bytes
+    needs: _Needs | None = None
     read: list[_Buffer] = field(default_factory=list)
     donated: list[tuple[int, _Buffer]] = field(default_factory=list)
     results: list[tuple[int, _Buffer]] = field(default_factory=list)
@@ -82,6 +93,10 @@ class DeviceMemory:
         self._capacity_bytes = capacity_bytes
         self._numbers: dict[DeviceAddress, int] = {}
         self._used: _Bytes = np.zeros(0, np.int64)
+        self._temporaries: _Bytes = np.zeros(0, np.int64)
+        """What of it is reserved for temporaries, for whichever run in flight computes."""
+        self._computing: set[_Needs] = set()
+        """Programs that take temporaries and have runs in flight."""
         self._places: dict[tuple[DeviceAddress, ...], _Place] = {}
         self._unsettled: set[_Place] = set()
         self._buffers: dict[int, _Buffer] = {}
@@ -101,15 +116,15 @@ class DeviceMemory:
             self._programs.pop(program, None)
             return
         sizes = [len(group) for group in memory.groups]
-        self._programs[program] = needs = _Needs(
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        self._programs[program] = _Needs(
             name,
             memory,
             self._numbered(device for group in memory.groups for device in group),
-            np.repeat(np.arange(len(sizes)), sizes),
+            numbers,
             [(output, self._place(output.devices)) for output in memory.outputs],
-            np.zeros(0, np.int64),
+            np.array(memory.peaks(), np.int64)[numbers],
         )
-        self._work_out(needs)
 
     def add_temporaries(self, program: int, temporary_bytes: tuple[int, ...]) -> None:
         """A host has said what the computations of a program take besides arguments and results."""
@@ -117,15 +132,16 @@ class DeviceMemory:
         if needs is not None and temporary_bytes:
             known = needs.temporary_bytes or (0,) * len(temporary_bytes)
             needs.temporary_bytes = tuple(map(max, known, temporary_bytes))
-            self._work_out(needs)
+            peaks = np.array(needs.memory.peaks(needs.temporary_bytes), np.int64)[needs.group]
+            if (peaks > needs.peaks).any():
+                needs.temporaries = peaks - needs.peaks
+                if needs.runs:
+                    self._computing.add(needs)
+                    self._share_temporaries()
 
     def uninstall(self, program: int) -> None:
         """Forget a program; its runs in flight keep what they have."""
         self._programs.pop(program, None)
-
-    def _work_out(self, needs: _Needs) -> None:
-        peaks = np.array(needs.memory.peaks(needs.temporary_bytes), np.int64)
-        needs.peaks = peaks[needs.group]
 
     # --- arrays --------------------------------------------------------------------------------------
 
@@ -183,12 +199,17 @@ class DeviceMemory:
         if needs is None:
             return Claim(np.zeros(0, np.intp), np.zeros(0, np.int64))
         peaks = self._peaks(needs, args)
-        used = self._settled()[needs.devices] + peaks
-        if ((used > self._capacity_bytes) & (peaks > 0)).any():
+        more = self._with_temporaries(needs, peaks)
+        used = self._settled()[needs.devices] + more
+        if ((used > self._capacity_bytes) & (more > 0)).any():
             self.claims -= 1
             return None
         self._used[needs.devices] = used
-        claim = Claim(needs.devices, peaks)
+        if needs.temporaries is not None and not needs.runs:
+            self._computing.add(needs)
+            self._temporaries[needs.devices] += more - peaks
+        needs.runs += 1
+        claim = Claim(needs.devices, peaks, needs)
         given = {index: self._given(args[index]) for index in needs.memory.inputs}
         for buffer in given.values():
             if buffer is not None:
@@ -228,6 +249,12 @@ class DeviceMemory:
         self.claims -= 1
         self.frees += 1
         self._used[claim.devices] -= claim.peaks
+        needs = claim.needs
+        if needs is not None:
+            needs.runs -= 1
+            if not needs.runs and needs.temporaries is not None:
+                self._computing.remove(needs)
+                self._share_temporaries()
         for buffer in claim.read:
             buffer.readers -= 1
             self._let_go(buffer)
@@ -245,6 +272,23 @@ class DeviceMemory:
                 peaks = peaks + shared * buffer.shard_bytes
         return peaks
 
+    def _with_temporaries(self, needs: _Needs, peaks: _Bytes) -> _Bytes:
+        """What a run adds to what is used: of its temporaries, what is not reserved for others."""
+        if needs.temporaries is None or needs.runs:
+            return peaks
+        beyond = needs.temporaries - self._temporaries[needs.devices]
+        more: _Bytes = peaks + np.maximum(beyond, 0)
+        return more
+
+    def _share_temporaries(self) -> None:
+        """Reserve on each device the largest temporaries of the runs in flight."""
+        largest = np.zeros_like(self._temporaries)
+        for needs in self._computing:
+            assert needs.temporaries is not None
+            largest[needs.devices] = np.maximum(largest[needs.devices], needs.temporaries)
+        self._used += largest - self._temporaries
+        self._temporaries = largest
+
     # --- refusals ------------------------------------------------------------------------------------
 
     def never_fits(self, program: int, args: Sequence[int | bytes]) -> OutOfDeviceMemory | None:
@@ -255,6 +299,8 @@ class DeviceMemory:
         for buffer in {self._given(args[index]) for index in needs.memory.inputs} - {None}:
             assert buffer is not None
             inputs[buffer.place.devices] += buffer.shard_bytes
+        if needs.temporaries is not None:
+            peaks = peaks + needs.temporaries
         alone = peaks + inputs[needs.devices]
         worst = int(alone.argmax()) if alone.size else 0
         if not alone.size or alone[worst] <= self._capacity_bytes:
@@ -269,7 +315,7 @@ class DeviceMemory:
     def no_room(self, program: int, args: Sequence[int | bytes], client: int) -> OutOfDeviceMemory:
         """Why a run does not fit beside the arrays that are alive: who has how much of the memory."""
         needs = self._programs[program]
-        peaks = self._peaks(needs, args)
+        peaks = self._with_temporaries(needs, self._peaks(needs, args))
         used = self._settled()[needs.devices] + peaks
         worst = int(np.where(peaks > 0, used, -1).argmax())
         number = needs.devices[worst]
@@ -303,7 +349,9 @@ class DeviceMemory:
         numbers = [self._numbers.setdefault(device, len(self._numbers)) for device in devices]
         missing = len(self._numbers) - len(self._used)
         if missing:
-            self._used = np.concatenate([self._used, np.zeros(missing, np.int64)])
+            fresh = np.zeros(missing, np.int64)
+            self._used = np.concatenate([self._used, fresh])
+            self._temporaries = np.concatenate([self._temporaries, fresh])
         return np.array(numbers, np.intp)
 
     def _place(self, devices: tuple[DeviceAddress, ...]) -> _Place:
