@@ -4,10 +4,13 @@ One thread enqueues: it takes ops in the order of `submit`, so that hosts which 
 alike, and collectives pair up. JAX runs asynchronously behind it (on CPU up to 32 computations, then
 the call blocks, which holds up this thread and nobody else). While it has nothing to do, the loop
 thread runs in its place what takes a few microseconds: small arrays, and computations that have
-proven quick (`pw.devices.quick`). A second thread compiles. A third waits for arrays, in the order in
-which that was asked, but puts aside who asks for what a Python function is still to make; where everything
-is ready already and nobody waits, the execute thread answers at once. A fourth assembles large arrays from
-host bytes.
+proven quick (`pw.devices.quick`). A second thread compiles. A third assembles large arrays from host bytes.
+
+Each device has a watcher, a thread that waits for arrays in the order in which that was asked, so that a
+device that computes for long holds up nobody who asks for what is on another; an array on several is waited
+for by the watcher of one of them. Who watches what is no array yet goes to a common watcher. They all put
+aside who asks for what a Python function is still to make. Where everything is ready already, and the
+watcher of its device has nothing to do, the execute thread answers at once.
 
 Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it has marked the
 value `shared`, who is going to read it is counted, and a copy is donated instead. A host view that
@@ -30,6 +33,7 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -75,7 +79,8 @@ from pw.devices.jax_layouts import (
     whole,
 )
 from pw.devices.jax_threads import Completions, QueueThread, join_all
-from pw.devices.python_functions import Ending, PythonFunction
+from pw.devices.jax_watcher import Aside, Watcher
+from pw.devices.python_functions import PythonFunction
 from pw.devices.quick import Quick
 
 _INLINE_BYTES = 64 * 1024
@@ -91,6 +96,8 @@ _CLOSE_TIMEOUT_S = 5.0
 
 _GUARD_NAP_S = 0.001
 """How much later it may be known that a computation has failed whose results nobody watches."""
+
+_device_id = attrgetter("id")
 
 _COLLECTIVES = ("Gloo", "NCCL")
 """Who speaks in the error of a computation whose peers have died under it, if other processes take part: what
@@ -119,6 +126,7 @@ class JaxBackend:
     ) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         self._host = host
+        self._device = device
         self._deleted = ErrorReport(
             ArrayDeleted.__name__, "the array was donated to a computation before this use", host
         )
@@ -142,8 +150,8 @@ class JaxBackend:
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
         """Why nothing is enqueued any more that other hosts take part in."""
-        self._waits_begun = 0  # written as on the execute thread
-        self._waits_ended = 0  # written by the watcher only
+        self._busy: set[Watcher] = set()
+        """Those who had something to do when they were last looked at; changed as on the execute thread."""
         self._closed = False
         self._doing: Op | None = None
         self._awaiting = False  # it waits for the host bytes of an argument
@@ -160,7 +168,8 @@ class JaxBackend:
         kept = self._executables_kept = Executables(compile_cache)
         self._compiler = Compiler(host, self._layouts, self._completions, self._publish, kept)
         self._copying: QueueThread[Build] = QueueThread("pw-copy", self._finish_build, fail)
-        self._watching: QueueThread[Watch | Read] = QueueThread("pw-watch", self._wait, fail)
+        self._watchers: dict[Any, Watcher] = {None: Watcher("pw-watch", self._wait, fail)}
+        """By device, each made when it is first needed; None for the common one."""
         self._calling: QueueThread[tuple[PythonFunction, Execute]] = QueueThread(
             "pw-python", self._call_python, fail
         )
@@ -302,7 +311,7 @@ class JaxBackend:
             "executables_failed": self._executables_kept.failed,
             "installed": len(self._compiler),
             "donations_copied": self._copied,
-            "waiting": self._waits_begun - self._waits_ended,
+            "waiting": sum(each.begun - each.ended for each in list(self._watchers.values())),
             "live_bytes": _live_bytes(),
         }
 
@@ -349,7 +358,7 @@ class JaxBackend:
             [
                 self._executing,
                 self._compiling,
-                self._watching,
+                *self._watchers.values(),
                 self._guarding,
                 self._copying,
                 self._calling,
@@ -575,25 +584,57 @@ class JaxBackend:
             self._completions.post(op.done, result.error)
 
     def _watch(self, op: Watch) -> None:
-        if self._waits_begun == self._waits_ended and all(_is_ready(value) for value in op.values):
-            self._answer_watch(op)
+        if all(_is_ready(value) for value in op.values):
+            if not self._busy or not op.values or self._is_free(op.values[0]):
+                self._answer_watch(op)
+                return
+            device = _home(op.values[0].payload)
         else:
-            self._waits_begun += 1
-            self._watching.put(op)
+            late = (value.payload for value in op.values if not _is_ready(value))
+            device = next((_home(array) for array in late if array is not None), None)
+        self._wait_on(device, op)
 
     def _read(self, op: Read) -> None:
         value = op.value
+        array = value.payload  # a watcher may find that it has failed, and take it away
         if (
-            self._waits_begun == self._waits_ended
-            and _is_ready(value)
-            and _in_host_memory(value.payload)
+            _is_ready(value)
+            and array is not None
+            and _in_host_memory(array)
             and op.spec.dtype not in SUB_BYTE  # numpy would unpack it
+            and (not self._busy or self._is_free(value))
         ):
             self._answer_read(op)
             return
         value.reads_begun += 1  # until the views exist, nobody may be given the buffers
-        self._waits_begun += 1
-        self._watching.put(op)
+        self._wait_on(self._home_of_read(op), op)
+
+    def _is_free(self, value: Value) -> bool:
+        """Whether nobody who has asked before waits for the device of this ready value."""
+        self._busy -= {each for each in self._busy if each.begun == each.ended}
+        return not self._busy or self._watchers.get(_home(value.payload)) not in self._busy
+
+    def _wait_on(self, device: Any, op: Watch | Read) -> None:
+        watcher = self._watchers.get(device)
+        if watcher is None:
+            watcher = Watcher(f"pw-watch-{device.id}", self._wait, self._completions.fail)
+            self._watchers[device] = watcher
+            if self._closed:  # `close` may not have seen it
+                watcher.stop()
+        watcher.begun += 1
+        self._busy.add(watcher)
+        watcher.put(op)
+
+    def _home_of_read(self, op: Read) -> Any:
+        """The same device for all reads of a value, so that one thread counts those that have ended."""
+        array = op.value.payload
+        if array is not None:
+            return _home(array)
+        try:
+            here = [self._device(each) for each in op.devices if each.host == self._host]
+        except Exception:  # noqa: BLE001 - the read itself finds out, and tells
+            return None
+        return min(here, key=_device_id, default=None)
 
     # On the thread of Python functions.
 
@@ -627,29 +668,13 @@ class JaxBackend:
             if not array.is_deleted():
                 self._completions.post(failed, self._report(error, value.maker))
 
-    # On the watcher (or the execute thread, when nothing is to be waited for).
+    # On a watcher (or the execute thread, when nothing is to be waited for).
 
-    def _wait(self, op: Watch | Read) -> None:
-        put_aside = False
-        try:
-            if isinstance(op, Watch):
-                put_aside = self._answer_watch(op)
-            else:
-                put_aside = self._answer_read(op)
-        finally:
-            if not put_aside:
-                self._waits_ended += 1
+    def _wait(self, op: Watch | Read) -> Aside | None:
+        return self._answer_watch(op) if isinstance(op, Watch) else self._answer_read(op)
 
-    def _put_aside(self, op: Watch | Read, ending: Ending) -> bool:
-        """Come back to `op` when a Python function has returned: others are not to wait for that.
-
-        It goes straight back to the watcher, since a collective may hold the execute thread by then.
-        """
-        ending.then(partial(self._watching.put, op))
-        return True
-
-    def _answer_watch(self, op: Watch) -> bool:
-        """Answer, or say that it was put aside; what is ready already never is."""
+    def _answer_watch(self, op: Watch) -> Aside | None:
+        """Answer, or say what is to be put aside; what is ready already never is."""
         heirs: dict[Value, None] = {}
         rest: tuple[Value, ...] = ()
         for at, value in enumerate(op.values):
@@ -657,7 +682,7 @@ class JaxBackend:
             if ending is not None:
                 rest = op.values[at:]
                 if not heirs:
-                    return self._put_aside(Watch(rest, op.done, op.hurried), ending)
+                    return Watch(rest, op.done, op.hurried), ending
                 break
             error = self._settled(value)
             if error is self._deleted:
@@ -665,7 +690,7 @@ class JaxBackend:
                     heirs[value.heir] = None
             elif error is not None:
                 self._completions.post(op.done, error)
-                return False
+                return None
         if heirs:
             # They may be about to be made: the execute thread knows when they have been.
             self._hand_over(Watch((*heirs, *rest), op.done, op.hurried))
@@ -673,13 +698,13 @@ class JaxBackend:
             self._completions.post(op.done, None)
         else:
             self._completions.post_unhurried(op.done, None)
-        return False
+        return None
 
-    def _answer_read(self, op: Read) -> bool:
+    def _answer_read(self, op: Read) -> Aside | None:
         """The same for a read."""
         ending = python_functions.under_way(op.value)
         if ending is not None:
-            return self._put_aside(op, ending)
+            return op, ending
         answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._settled(op.value)
         if answer is None:
             try:
@@ -689,7 +714,7 @@ class JaxBackend:
             except Exception as error:  # noqa: BLE001 - the asker is to know
                 answer = self._report(error)
         self._completions.post(op.done, answer)
-        return False
+        return None
 
     def _settled(self, value: Value) -> ErrorReport | None:
         """Wait for `value`, and return what went wrong with it."""
@@ -759,6 +784,14 @@ def _fail(results: Sequence[Value], report: ErrorReport) -> None:
 def _is_ready(value: Value) -> bool:
     array = value.payload
     return array is not None and not array.is_deleted() and array.is_ready()
+
+
+def _home(array: jax.Array | None) -> Any:
+    """The device whose watcher waits for an array: the first of those on this host."""
+    if array is None:  # another watcher has found that it failed
+        return None
+    here: Any = array.sharding.addressable_devices
+    return min(here, key=_device_id, default=None)
 
 
 def _in_host_memory(array: jax.Array) -> bool:
