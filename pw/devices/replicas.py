@@ -53,8 +53,7 @@ KEEP_S = 0.05
 """How long after a copy has arrived all are put where a crash of this process does not reach them."""
 
 KEPT_BYTES = 256 << 20
-"""More than that is not: it would keep the event loop from its work. Then only other hosts have copies that
-outlive it; where there are none, the controller does not forget how the arrays were made."""
+"""More than that is not: it would keep the event loop from its work. Then only other hosts have copies."""
 
 STRANGERS_KEPT = 1000
 """Messages kept from nodes that are not known to be hosts; those beyond are refused."""
@@ -189,13 +188,12 @@ class Replicas(Actor):
     def _keep_all(self, sender: Address, note: Keep) -> None:
         self._keeps.ticked(more=False)
         saved = self.saved()
-        kept = sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES
-        if self._keep is not None and kept:
+        if self._keep is not None and sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES:
             self._keep(saved)
         untold, self._untold = self._untold, []
         told = tuple(holding for holding in untold if holding.array in self._held)
         if told:
-            self.env.send(CONTROL, Holdings(told, kept))
+            self.env.send(CONTROL, Holdings(told))
 
     @handles(DropReplicas)
     def _drop(self, sender: Address, message: DropReplicas) -> None:

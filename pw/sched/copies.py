@@ -60,10 +60,8 @@ class _Copying:
     """Who has it on a device, and gives it to the others."""
     islands: dict[str, str] = field(default_factory=dict)
     """Where those are."""
-    alone: set[int] = field(default_factory=set)
-    """Arrays that no other host keeps, as there is none."""
     too_few: set[int] = field(default_factory=set)
-    """Arrays of which a copy has not been made, or may be lost: how they were made must not be forgotten."""
+    """Arrays of which a copy has not been made: how they were made must not be forgotten."""
     error: ErrorReport | None = None
 
     def without(self, node: str, array: int) -> bool:
@@ -155,8 +153,6 @@ class Copies:
             missing = copying.missing.setdefault(number, set())
             for host, at in chosen.items():
                 targets = self._targets(number, host, array.hosts)
-                if not targets:
-                    copying.alone.add(number)
                 copying.islands[host] = array.island
                 copy = Copy(number, array.spec, devices, tuple(at), targets)
                 by_island.setdefault(array.island, []).append((host, copy))
@@ -257,10 +253,6 @@ class Copies:
     def holds(self, host: str, message: Holdings) -> None:
         """A host has boxes in its memory."""
         useless = []
-        if not message.kept:
-            here = {holding.array for holding in message.holdings}
-            for copying in self._checkpoints:
-                copying.too_few |= copying.alone & here
         for holding in message.holdings:
             self._confirm(host, holding)
             number = client_of(holding.array)

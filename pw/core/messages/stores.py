@@ -111,8 +111,6 @@ class Holdings(Base, frozen=True, tag=103):
     """
 
     holdings: tuple[Holding, ...]
-    kept: bool = True
-    """They outlive a crash of this process as well; false where they are too large for that."""
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
