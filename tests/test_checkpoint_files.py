@@ -655,6 +655,29 @@ def test_a_box_that_no_file_has_is_missed(tmp_path: Path) -> None:
         reader.read(source, spec, [((2, 6),)])
 
 
+def test_a_host_that_commits_leaves_what_another_is_about_to_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was taken for lost when it had written all and not renamed it yet."""
+    from pw.core.messages import CommitFiles, CopyFile
+
+    spec = ArraySpec((4,), "int32", Sharding((), ()), Placement(0, (0,)))
+    path, id_ = f"{tmp_path}/x", "0123456789abcdef"
+    file, staging = f"{id_}-00000.safetensors", tmp_path / f".x.pw-{id_}"
+    shard = disk.Shard("x", spec, ((0, 4),), np.arange(4, dtype=np.int32))
+    disk.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
+    (staging / "manifest.json").write_text("the first host's")
+    (staging / ".tmp0").write_text("of a host that was killed while it wrote")
+    removed = []
+
+    def remove(entry: str) -> None:
+        removed.append(Path(entry).name)
+
+    monkeypatch.setattr(disk.os, "remove", remove)
+    disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
+    assert removed == [".tmp0"]
+
+
 @pytest.mark.parametrize("step", range(3))
 def test_what_is_abandoned_while_it_is_committed_is_there_or_is_not(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch

@@ -617,6 +617,13 @@ def test_powers_of_known_integers_are_jaxs(rt: LocalRuntime) -> None:
     before = len(rt.programs)
     assert (ints**3).tolist() == (odd**3).tolist()
     assert len(rt.programs) == before
+    for base, dtype, exponent in [
+        (-1, jnp.bfloat16, 257),
+        (-1.001, np.float16, 2049),
+        (-1, np.float32, (1 << 24) + 1),
+    ]:
+        known = jnp.asarray(base, dtype)
+        assert float(put(known) ** exponent) == float(known**exponent)
     near = np.linspace(0.9, 1.1, 4, dtype=np.float32)
     x = put(near, sharding=split)
     before = len(rt.programs)

@@ -19,7 +19,9 @@ import numpy as np
 from pw.client.recent import Recent
 
 POWERS = 64
-"""Exponents up to this one, either way, are computations of their own."""
+"""Exponents up to this one, either way, are computations of their own,"""
+EXACT = 1 << 24
+"""and those beyond this one, which is the last that float32 holds with all before it."""
 
 _of_host_values = Recent()
 
@@ -87,10 +89,14 @@ def _power(self: Any, exponent: Any) -> Any:
     """
     if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
         known = index(exponent)
-        if abs(known) > POWERS and jnp.issubdtype(self.dtype, jnp.inexact):
+        if POWERS < abs(known) <= EXACT and _holds_exactly(self.dtype):
             return apply("power", self, known)
         return apply_built(("power", known), partial(_to_the_power_of, known), self)
     return apply("power", self, exponent) if _operand(exponent) else NotImplemented
+
+
+def _holds_exactly(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).nmant >= 23)
 
 
 def _to_the_power_of(exponent: int) -> Callable[[Any], Any]:

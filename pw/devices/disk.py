@@ -177,7 +177,8 @@ def commit(message: CommitFiles) -> None:
                 return  # a host that was lost meanwhile had come so far
             files = {file: _index_of(os.path.join(staging, file)) for file in message.files}
             for entry in os.listdir(staging):
-                if entry not in files:  # a host that was killed while it wrote has left it
+                # A host that was killed while it wrote has left it. Another may be about to publish all this.
+                if entry not in files and entry != MANIFEST:
                     with contextlib.suppress(OSError):
                         os.remove(os.path.join(staging, entry))
             manifest = _Manifest(FORMAT, VERSION, checkpoint, msgspec.Raw(message.tree), files)

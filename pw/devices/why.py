@@ -42,10 +42,9 @@ class Account:
         """How far these launches (run, segment) are."""
         for run, segment, program, made in self._recent:
             if (run, segment) in wanted:
-                values = [value for one in made if (value := one()) is not None]
-                unknown = "enqueued" if made else "finished"
-                stages = map(self._backend.stage, values)
-                least = min(stages, key=_STAGES.index, default=unknown)
+                values = [one() for one in made]
+                stages = ["enqueued" if v is None else self._backend.stage(v) for v in values]
+                least = min(stages, key=_STAGES.index, default="finished")
                 yield launch_report(run, segment, program, least)
 
 

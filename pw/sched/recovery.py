@@ -19,7 +19,7 @@ from pw.sched.lineage import Lineage, Record
 
 ATTEMPTS = 16
 """How often one run is run again, or one array brought again, before its arrays are given up."""
-ANEW_S = 600.0
+ANEW_S = 60.0
 """When the last attempt was so long ago, it was not in vain: attempts are counted from the beginning."""
 
 Copies = Mapping[int, Mapping[str, frozenset[Box]]]
