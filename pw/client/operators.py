@@ -96,7 +96,8 @@ def _power(self: Any, exponent: Any) -> Any:
 
 
 def _holds_exactly(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).nmant >= 23)
+    finfo: Any = jnp.finfo
+    return bool(jnp.issubdtype(dtype, jnp.inexact) and finfo(dtype).nmant >= 23)
 
 
 def _to_the_power_of(exponent: int) -> Callable[[Any], Any]:
