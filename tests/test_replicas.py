@@ -145,6 +145,18 @@ def test_an_array_is_restored_from_copies_wherever_they_are(
         bench.check_idle()
 
 
+def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "TOLD_AT_ONCE", 2)
+    world = World()
+    world.add(CONTROL, Recorder)
+    data = np.arange(4)
+    Node(world, "a", [(client_id(1, number), ((0, 4),), data) for number in range(5)])
+    told = world.to(CONTROL, Holdings)
+    assert [len(message.holdings) for message in told] == [2, 2, 1]
+    arrays = [holding.array for message in told for holding in message.holdings]
+    assert arrays == [client_id(1, number) for number in range(5)]
+
+
 def test_requests_wait_for_an_array_that_will_be_restored() -> None:
     bench = Bench(b=(0, 1))
     bench.say(Fetch(1, ARRAY, bench.spec, HERE, (1,), None))

@@ -24,6 +24,7 @@ from pw.core.messages import (
     EndEpoch,
     Finished,
     GangBroken,
+    Install,
     Installed,
     InstallProgram,
     IslandFormed,
@@ -533,6 +534,28 @@ def test_what_names_hosts_of_an_older_epoch_is_dropped() -> None:
     assert len(bench.launches()) == 1
     assert not bench.world.to(executor_of("gone"))
     assert bench.world.counters["messages_stale"] == 2
+
+
+def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.client(1)
+    post = bench.world.post
+
+    def full(sender: Any, to: Any, message: object) -> None:
+        if isinstance(message, Install):
+            raise codec.MessageTooLarge("no frame holds it")
+        post(sender, to, message)
+
+    monkeypatch.setattr(bench.world, "post", full)
+    number, body = client_id(1, 2), Program("p", (), (), (), ())
+    plans = tuple(HostPlan(host, (), (), (), ()) for host in bench.hosts)
+    bench.tell(InstallProgram(number, body, plans, (), install=3))
+    (refused,) = bench.world.to(CONTROL, ProgramInstalled)
+    assert (refused.program, refused.install) == (number, 3)
+    assert "no frame holds it" in refused.error.message
+    assert not bench.scheduler._installing
 
 
 def test_deletes_never_overtake_runs() -> None:

@@ -55,6 +55,9 @@ KEEP_S = 0.05
 KEPT_BYTES = 256 << 20
 """More than that is not: it would keep the event loop from its work. Then only other hosts have copies."""
 
+TOLD_AT_ONCE = 1000
+"""Arrays of which the controller is told in one message that they are here."""
+
 STRANGERS_KEPT = 1000
 """Messages kept from nodes that are not known to be hosts; those beyond are refused."""
 
@@ -129,9 +132,12 @@ class Replicas(Actor):
 
     def announce(self) -> None:
         """Tell the controller all that is held."""
-        if self._held:
-            holdings = tuple(Holding(array, tuple(boxes)) for array, boxes in self._held.items())
-            self.env.send(CONTROL, Holdings(holdings))
+        self._tell([Holding(array, tuple(boxes)) for array, boxes in self._held.items()])
+
+    def _tell(self, holdings: Sequence[Holding]) -> None:
+        """So many at a time that a message holds them, whatever the number of their boxes."""
+        for start in range(0, len(holdings), TOLD_AT_ONCE):
+            self.env.send(CONTROL, Holdings(tuple(holdings[start : start + TOLD_AT_ONCE])))
 
     def leave(self) -> list[Saved]:
         """All that is held, for the next incarnation; from now on nothing is kept for it any more."""
@@ -191,9 +197,7 @@ class Replicas(Actor):
         if self._keep is not None and sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES:
             self._keep(saved)
         untold, self._untold = self._untold, []
-        told = tuple(holding for holding in untold if holding.array in self._held)
-        if told:
-            self.env.send(CONTROL, Holdings(told))
+        self._tell([holding for holding in untold if holding.array in self._held])
 
     @handles(DropReplicas)
     def _drop(self, sender: Address, message: DropReplicas) -> None:

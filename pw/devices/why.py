@@ -61,11 +61,13 @@ def launch_report(
 
 
 def computations(program: HostProgram, instructions: tuple[Instruction, ...]) -> tuple[str, ...]:
-    """Names of the computations among these instructions."""
+    """Names of the computations among these instructions, each once."""
     return tuple(
-        program.body.computations[instruction.computation].name
-        for instruction in instructions
-        if isinstance(instruction, Execute)
+        dict.fromkeys(
+            program.body.computations[instruction.computation].name
+            for instruction in instructions
+            if isinstance(instruction, Execute)
+        )
     )
 
 

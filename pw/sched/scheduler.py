@@ -24,6 +24,7 @@ from itertools import islice
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.copying import orders
+from pw.core.errors import Error, ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
 from pw.core.messages import (
     CANCELLED,
@@ -221,9 +222,17 @@ class IslandScheduler(Actor):
         self._estimates_us.setdefault(message.program, {})
         self._names[message.program] = Names.of(message)
         self._installs[message.program] = message.install
-        for plan in message.plans:
-            what = (message.program, message.body, plan, message.artifacts, message.install)
-            self.env.send(executor_of(plan.host), Install(self.epoch, *what))
+        try:
+            for plan in message.plans:
+                what = (message.program, message.body, plan, message.artifacts, message.install)
+                self.env.send(executor_of(plan.host), Install(self.epoch, *what))
+        except (
+            Error
+        ) as error:  # no message holds it: its runs are to say so, and nothing waits for it
+            del self._installing[message.program]
+            report = ErrorReport.of(error)
+            refused = ProgramInstalled(self.island, message.program, report, message.install)
+            self.env.send(CONTROL, refused)
 
     def _keep(self, program: int) -> None:
         """It was to be dropped, and is needed again: a drop must not follow the new installation."""
