@@ -634,6 +634,18 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
     np.testing.assert_array_equal(fetched.result(0), cluster.x + 7)
 
 
+def test_a_program_of_too_many_arrays_is_refused_with_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(1)
+    runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    spec = split(runtime.allocate_slice(2, island="a").slice, 2)
+    monkeypatch.setattr(codec, "MAX_OBJECTS", 100)
+    with pytest.raises(ArgumentError, match="2 of them on up to 2 devices: stack"):
+        runtime.register_program(chain([spec] * 3, b"7"), {digest(b"7"): b"7"})
+    assert not cluster.world.to(CONTROL, RegisterProgram)
+
+
 def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
     def send(to: Address, message: object) -> None:
         raise codec.MessageTooLarge("no frame holds it")
