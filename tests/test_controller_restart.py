@@ -634,6 +634,17 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
     np.testing.assert_array_equal(fetched.result(0), cluster.x + 7)
 
 
+def test_questions_that_were_answered_are_not_kept() -> None:
+    cluster = Cluster(1)
+    runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
+    for _ in range(20):
+        runtime.status()
+        runtime.explain()
+        runtime.stats()
+    thread: Any = runtime._thread
+    assert not thread.session._link.journal._requests
+
+
 def test_a_program_of_too_many_arrays_is_refused_with_their_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

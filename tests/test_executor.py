@@ -626,6 +626,30 @@ def test_slices_that_share_a_device_end_with_the_last_computation_there() -> Non
     assert bench.finished() == {0: False}
 
 
+def test_what_ends_on_another_device_takes_nothing_from_the_time_of_a_launch() -> None:
+    bench = Bench()
+    bench.slices[5] = Binding(5, "a", tuple(DeviceAddress("a0", ordinal) for ordinal in (0, 1)))
+    one, other = (replace(bench.here, placement=Placement(5, (at,))) for at in (0, 1))
+    long, short = bench.install(chain([one])), bench.install(chain([other]))
+    bench.settle()
+    bench.launch(long, X.tobytes())
+    for _ in range(5):
+        bench.launch(short, X.tobytes())
+    queue = bench.host.backend.queue
+    first, *others = [op.done for op in queue if isinstance(op, ops.Watch)]
+    queue.clear()
+    for done in others:
+        bench.world.wait(0.1)
+        done(None)
+    bench.world.wait(0.1)
+    first(None)
+    bench.settle()
+    bench.world.wait(1)
+    times_us = {f.sequence: f.device_time_us for p in bench.told(Progress) for f in p.finished}
+    assert times_us.pop(0) == pytest.approx(600_000, rel=0.01)
+    assert sum(times_us.values()) == pytest.approx(500_000, rel=0.01)
+
+
 def test_what_a_cancelled_run_has_not_made_is_lost_on_all_hosts_alike() -> None:
     bench = Bench("a1")
     program = bench.install(chain([bench.here, bench.there, bench.wide]))

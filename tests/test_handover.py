@@ -354,3 +354,11 @@ def test_a_child_that_stands_by_is_next(tmp_path: Path) -> None:
         program.until_alone()
     finally:
         program.kill()
+
+
+def test_a_runtime_that_never_lives_long_is_started_again_all_the_same() -> None:
+    from pw.cli.process import EXIT_AGAIN, EXIT_ERROR
+    from pw.cli.worker import LONGEST_PAUSE_S, pause_before
+
+    assert pause_before(EXIT_AGAIN, 1) == 0.0 < pause_before(EXIT_ERROR, 1)
+    assert pause_before(EXIT_AGAIN, 5000) == LONGEST_PAUSE_S

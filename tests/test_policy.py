@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 
 from pw.core.messages import UploadEnded
+from pw.sched.policy import ProportionalShare
 from pw.sched.scheduler import CONTENDED_WINDOW_US, UNKNOWN_AT_ONCE
+from pw.sched.tasks import ClientQueue, DiscardTask
 from tests.test_scheduler import Bench
 
 
@@ -65,6 +67,30 @@ def test_who_idled_does_not_claim_the_past() -> None:
     island.work(300)
     owners = island.work(100)
     assert 40 <= owners.count(2) <= 60
+
+
+def test_what_was_used_while_nobody_else_was_there_is_held_against_nobody() -> None:
+    island = Island("share", {1: 600_000_000, 2: 1000})
+    island.bench.client(1)
+    island.bench.client(2)
+    island.submit(1)
+    island.work(1)
+    island.submit(*[2] * 50)
+    island.work(50)
+    island.submit(*[1, 2] * 20)
+    assert 1 in island.work(3)
+
+
+def test_to_look_for_somebody_who_fits_costs_nobody_anything() -> None:
+    policy = ProportionalShare()
+    contenders = [ClientQueue(1, 1.0, 0), ClientQueue(2, 1.0, 0)]
+    for number, contender in enumerate(contenders):
+        contender.tasks.append(DiscardTask((), (), 0, number))
+        policy.launched(contender)
+        policy.charge(contender, 1e6 * number)
+    before = dict(policy._pass), policy._virtual_time
+    assert [policy.choose(contenders), policy.choose(contenders[1:])] == [0, 0]
+    assert (policy._pass, policy._virtual_time) == before
 
 
 def test_who_could_not_be_served_claims_only_a_little_of_the_past() -> None:

@@ -179,8 +179,7 @@ class Supervisor:
                         f"with exit code {code}; not starting it again",
                     )
                     return EXIT_ERROR
-            at_once = not short_lives or (code == EXIT_AGAIN and short_lives <= CRASHES)
-            pause_s = 0.0 if at_once else min(LONGEST_PAUSE_S, 0.05 * 2**short_lives)
+            pause_s = pause_before(code, short_lives)
             level = "info" if code == EXIT_AGAIN else "warning"
             fields = {"exit_code": code, "next_in_s": pause_s}
             log(level, "runtime ended", self._name, "", fields)
@@ -239,6 +238,13 @@ class Supervisor:
         # A signal writes its number here.
         numbers = os.read(self._wake_read, 64) if self._wake_read in ready else b""
         return any(number != signal.SIGCHLD for number in numbers)
+
+
+def pause_before(code: int, short_lives: int) -> float:
+    """Seconds before a runtime that ended with this exit code is started again, after so many short lives."""
+    if not short_lives or (code == EXIT_AGAIN and short_lives <= CRASHES):
+        return 0.0
+    return min(LONGEST_PAUSE_S, 0.05 * 2.0 ** min(short_lives, 10))
 
 
 def serve(

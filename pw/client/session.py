@@ -385,14 +385,18 @@ class ClientSession(Actor):
 
     @handles(Status)
     def _on_status(self, sender: Address, message: Status) -> None:
+        self._link.journal.answered(message.request, None)
         self._requests.report(message.request, message)
 
     @handles(Explanation)
     def _on_explanation(self, sender: Address, message: Explanation) -> None:
+        self._link.journal.answered(message.request, None)
         self._requests.report(message.request, message)
 
     @handles(Stats)
     def _on_stats(self, sender: Address, message: Stats) -> None:
+        if sender.node == CONTROLLER:
+            self._link.journal.answered(message.request, None)
         self._requests.counters(message.request, message.node, message.counters)
 
     @handles(AskAgain)

@@ -184,7 +184,8 @@ class HostExecutor(HostMember):
         """Launches under way of which the scheduler wants to hear the end."""
         self._telling = False
         self._late = Ticker(env, PROGRESS_S, _SendProgress(late=True))
-        self._busy_until_s = 0.0
+        self._busy_until_s: dict[int, float] = {}
+        """When what was reported last on each device had ended."""
         self._verdicts = Verdicts(self._host, env.send)
         self._unsettled: dict[Value, str] = {}
         """Values that nobody may use before there is a verdict, and the computations that make them."""
@@ -633,8 +634,11 @@ class HostExecutor(HostMember):
             return
         now_s = self.env.now_s()
         started_s = head.handed_s if head.began_s is None else head.began_s
-        busy_s = now_s - max(started_s, self._busy_until_s)
-        self._busy_until_s = now_s
+        busy = self._busy_until_s
+        for device in head.segment.devices:
+            started_s = max(started_s, busy.get(device, 0.0))
+            busy[device] = now_s
+        busy_s = now_s - started_s
         self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
 
     def _flush(self) -> None:

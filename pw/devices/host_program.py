@@ -37,6 +37,8 @@ class Segment:
     unread: frozenset[int] = frozenset()
     """Positions of computations together with other hosts of which no later such one reads a result. The
     failure of any other is that of one of these as well."""
+    devices: frozenset[int] = frozenset()
+    """Ordinals of this host's devices on which anything is computed."""
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By the position of a computation, what it would take over but the plan still needs."""
 
@@ -64,6 +66,7 @@ class Segment:
                 computation = body.computations[instruction.computation]
                 if instruction.results:
                     devices = own(computation)
+                    segment.devices |= devices
                     last = [known for known in last if not known[0] <= devices]
                     last.append((devices, position))
                 donated = computation.donated

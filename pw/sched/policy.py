@@ -40,7 +40,13 @@ class Policy(Protocol):
     name: str
 
     def choose(self, contenders: Sequence[Contender]) -> int:
-        """Index of the contender that goes next."""
+        """Index of the contender that goes next; nothing is launched yet, and may not be."""
+
+    def launched(self, contender: Contender) -> None:
+        """Work of this contender is launched."""
+
+    def idle(self) -> None:
+        """Nobody has had any work."""
 
     def charge(self, contender: Contender, device_time_us: float) -> None:
         """Account for work just launched (estimated), or correct that (measured)."""
@@ -60,6 +66,12 @@ class Fifo:
     def choose(self, contenders: Sequence[Contender]) -> int:
         """The contender whose head arrived first."""
         return min(range(len(contenders)), key=lambda i: contenders[i].head_arrival)
+
+    def launched(self, contender: Contender) -> None:
+        """Nothing is accounted."""
+
+    def idle(self) -> None:
+        """Nothing is accounted."""
 
     def charge(self, contender: Contender, device_time_us: float) -> None:
         """Nothing is accounted."""
@@ -87,15 +99,24 @@ class ProportionalShare:
 
     def choose(self, contenders: Sequence[Contender]) -> int:
         """The contender with the lowest pass."""
+        passes = [self._claimed(contender) for contender in contenders]
+        return min(range(len(passes)), key=lambda i: (passes[i], contenders[i].head_arrival))
+
+    def _claimed(self, contender: Contender) -> float:
+        """Its pass, with as much of the past as it may claim."""
         now = self._virtual_time
-        passes = [
-            max(self._pass.get(contender.client, now), now - CLAIM_US / contender.share)
-            for contender in contenders
-        ]
-        index = min(range(len(passes)), key=lambda i: (passes[i], contenders[i].head_arrival))
-        self._virtual_time = max(self._virtual_time, passes[index])
-        self._pass[contenders[index].client] = passes[index]
-        return index
+        known = self._pass.get(contender.client, now)
+        return max(known, now - CLAIM_US / contender.share)
+
+    def launched(self, contender: Contender) -> None:
+        """Time goes on to the pass of who goes."""
+        claimed = self._claimed(contender)
+        self._virtual_time = max(self._virtual_time, claimed)
+        self._pass[contender.client] = claimed
+
+    def idle(self) -> None:
+        """What was used until then was nobody else's: it is not held against who used it."""
+        self._virtual_time = max(self._virtual_time, *self._pass.values(), 0.0)
 
     def charge(self, contender: Contender, device_time_us: float) -> None:
         """Advance the client's pass."""
@@ -122,6 +143,12 @@ class Priority:
             range(len(contenders)),
             key=lambda i: (-contenders[i].priority, contenders[i].head_arrival),
         )
+
+    def launched(self, contender: Contender) -> None:
+        """Nothing is accounted."""
+
+    def idle(self) -> None:
+        """Nothing is accounted."""
 
     def charge(self, contender: Contender, device_time_us: float) -> None:
         """Nothing is accounted."""

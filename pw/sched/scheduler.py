@@ -310,6 +310,7 @@ class IslandScheduler(Actor):
             self.env.send(CONTROL, RunRefused(message.run, refusal))
         if not self._runs and not self._in_flight:
             self._watchdog.went_on()
+            self.policy.idle()
         self._runs[message.run] = list(tasks)
         if not queue.tasks:
             self.policy.rejoin(queue.client)
@@ -482,6 +483,7 @@ class IslandScheduler(Actor):
                 if request is None or request.is_admitted or self._admission.admit(request):
                     queue.tasks.popleft()
                     task.estimate_us = known.get(task.segment, UNKNOWN_US)
+                    self.policy.launched(queue)
                     self.policy.charge(queue, task.estimate_us)
                     queue.launched += 1
                     return task
