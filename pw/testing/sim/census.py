@@ -27,7 +27,9 @@ PERMANENT = frozenset(
             "_present",
             "_absent",
         ),
+        # one entry for each device, host or island
         *("_next_sequence", "_lost", "limited", "_numbers", "_places", "_unsettled"),
+        "_busy_until_s",
         # bounded memories of what is gone
         *("_dropped", "_gone_clients", "_void_clients", "_recent", "_strikes"),
     )
