@@ -98,6 +98,15 @@ class Edge:
         send = Send(0, 1, self.source, self.routes[rank])
         end.backend.submit([end.actor.send_op(run, end.actor.begin(run), send, value, self.givers)])
 
+    def arrives(self) -> None:
+        """Both halves are sent, all comes, and nothing is left of it."""
+        for rank in (0, 1):
+            self.send(rank)
+        self.world.settle()
+        assert self.arrived == 1
+        np.testing.assert_array_equal(self.value.payload[0], self.whole)
+        assert not any(self.census().values()), self.census()
+
     def play(
         self, order: tuple[str, ...], failing: tuple[int, ...], launch: Callable[[], None]
     ) -> None:
@@ -323,12 +332,7 @@ def test_a_credit_waits_as_long_as_the_run_of_its_sender_is_queued() -> None:
     edge.expect()
     edge.world.settle()
     edge.world.wait(under_test.PARKED_S + under_test.EXPIRY_S)
-    for rank in (0, 1):
-        edge.send(rank)
-    edge.world.settle()
-    assert edge.arrived == 1
-    np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
-    assert not any(edge.census().values()), edge.census()
+    edge.arrives()
 
 
 def test_a_credit_for_what_is_not_sent_any_more_is_dropped() -> None:
@@ -353,12 +357,7 @@ def test_what_is_queued_is_sent_though_its_client_has_left(waited_s: float) -> N
     edge.expect()
     edge.world.settle()
     edge.world.wait(waited_s)
-    for rank in (0, 1):
-        edge.send(rank)
-    edge.world.settle()
-    assert edge.arrived == 1
-    np.testing.assert_array_equal(edge.value.payload[0], edge.whole)
-    assert not any(edge.census().values()), edge.census()
+    edge.arrives()
 
 
 def test_losses_are_remembered_as_long_as_runs_are_under_way_that_began_before() -> None:

@@ -388,6 +388,14 @@ def test_hosts_that_have_the_last_copies_are_waited_for(returns: bool) -> None:
     assert "no copies of it" in client.value(state).message
 
 
+def error_of(client: Survivor, request: int) -> ErrorReport:
+    """How a request that was answered has failed."""
+    answer = client.answered(request)
+    assert answer is not None
+    assert answer.error is not None
+    return answer.error
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_checkpoint_says_what_kept_an_array_from_being_copied(seed: int) -> None:
     cluster = Cluster(seed, elements=LARGE)
@@ -398,10 +406,7 @@ def test_a_checkpoint_says_what_kept_an_array_from_being_copied(seed: int) -> No
     asked = client.checkpoint(good, failed)
     world.settle()
     world.wait(KEEP_S)
-    answer = client.answered(asked)
-    assert answer is not None
-    assert answer.error is not None
-    assert answer.error.kind == "ComputationFailed"
+    assert error_of(client, asked).kind == "ComputationFailed"
     for host in ("a0", "a1", "b0"):
         cluster.hosts[host].current.bulk.full = True
     other = client.upload(cluster.x[:SMALL], msgspec.structs.replace(cluster.a, shape=(SMALL,)))
@@ -409,10 +414,7 @@ def test_a_checkpoint_says_what_kept_an_array_from_being_copied(seed: int) -> No
     refused, fine = client.checkpoint(made), client.checkpoint(other)
     world.settle()
     world.wait(KEEP_S)
-    answer = client.answered(refused)
-    assert answer is not None
-    assert answer.error is not None
-    assert answer.error.kind == "OutOfHostMemory"
+    assert error_of(client, refused).kind == "OutOfHostMemory"
     assert client.answered(fine) == Answered(fine, None)
 
 
@@ -903,10 +905,7 @@ def test_a_drain_waits_for_a_host_that_is_started_again_but_not_for_ever() -> No
     assert client.answered(request) is None
     for _ in range(100):
         world.wait(1)
-    answer = client.answered(request)
-    assert answer is not None
-    assert answer.error is not None
-    assert "there is no host 'a1'" in answer.error.message
+    assert "there is no host 'a1'" in error_of(client, request).message
 
 
 @pytest.mark.parametrize("how", ["made", "uploaded", "copied"])

@@ -515,15 +515,15 @@ def _check_size(program: Program, artifacts: Mapping[bytes, bytes]) -> None:
     every = tuple(Artifact(digest, artifacts[digest]) for digest in artifacts)
     try:
         codec.encode_message(RegisterProgram(0, program, every))
+    except codec.TooManyObjects as error:
+        specs = [*program.inputs, *(output.spec for output in program.outputs)]
+        devices = max((len(spec.placement.devices) for spec in specs), default=0)
+        raise ArgumentError(
+            f"the program {program.name!r} cannot be sent to the cluster: {error}. It says of each of its "
+            f"arrays on which devices it lies, and has {len(specs)} of them on up to {devices} devices: "
+            "stack arrays that are alike, or divide the function"
+        ) from error
     except codec.MessageTooLarge as error:
-        if "objects" in str(error):
-            specs = [*program.inputs, *(output.spec for output in program.outputs)]
-            devices = max((len(spec.placement.devices) for spec in specs), default=0)
-            raise ArgumentError(
-                f"the program {program.name!r} cannot be sent to the cluster: {error}. It says of each of its "
-                f"arrays on which devices it lies, and has {len(specs)} of them on up to {devices} devices: "
-                "stack arrays that are alike, or divide the function"
-            ) from error
         sizes = {artifact.digest: len(artifact.blob) for artifact in every}
         name, size_bytes = max(
             ((one.name, sizes.get(one.artifact, 0)) for one in program.computations),

@@ -106,10 +106,11 @@ class _Launched:
     """The last values that it has made on each device; the plan says for how long they are held."""
     made: tuple[Value, ...] = ()
     """One that is to be watched as soon as it is on its way to where it is sent."""
-    awaited: int = 0
-    """What has to end before it can be reported: the last computation at each placement, and what comes."""
-    handed_s: float = -1.0
-    """When all of it was handed over, and had come that comes from elsewhere; negative until then."""
+    awaited: int = 1
+    """What has to end before it can be reported: the handing over, with what comes from elsewhere, and the last
+    computations on its devices."""
+    handed_s: float = 0.0
+    """When all of it was handed over, and had come that comes from elsewhere."""
     lost: ErrorReport | None = None
     """It reads a value that was lost on its way here."""
     began_s: float | None = None
@@ -570,7 +571,6 @@ class HostExecutor(HostMember):
                 for receive in head.segment.receives
                 if receive.slot in run.program.outputs_of_slot
             ]
-            head.awaited += 1
             if coming:
                 self._when_there(coming, partial(self._handed, head, tuple(coming)))
             else:
@@ -630,7 +630,7 @@ class HostExecutor(HostMember):
     def _ended(self, head: _Launched) -> None:
         """Something of a launch has ended; report it if that was all."""
         head.awaited -= 1
-        if head.awaited or head.handed_s < 0.0:
+        if head.awaited:
             return
         now_s = self.env.now_s()
         started_s = head.handed_s if head.began_s is None else head.began_s

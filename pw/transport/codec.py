@@ -44,6 +44,10 @@ class MessageTooLarge(ProtocolError):
     """A message that no frame can hold; says how large it is and what the bound is."""
 
 
+class TooManyObjects(MessageTooLarge):
+    """A message of more objects than a frame may hold, whatever its size."""
+
+
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """A decoded frame: its number on the link, and (to actor, from actor, message) in order."""
 
@@ -74,7 +78,7 @@ def encode_message(message: object) -> bytes:
             f"{MAX_FRAME_BYTES}; large values belong in arrays, not in programs or arguments"
         )
     if len(body) > MAX_OBJECTS and _exceeds_objects(body):
-        raise MessageTooLarge(
+        raise TooManyObjects(
             f"{type(message).__name__} consists of more than {MAX_OBJECTS} objects, the bound for "
             "one control message; split the program"
         )
