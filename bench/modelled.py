@@ -33,6 +33,7 @@ import uvloop
 from pw.client.children import Child, read_announcement
 from pw.client.threads import incarnation
 from pw.core.actor import Actor, Env, handles
+from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id
 from pw.core.messages import (
     AllocateSlice,
@@ -426,7 +427,7 @@ class ModelledClient(Actor):
             outputs = tuple(Output(Value(0, index), spec) for index in range(arrays))
             body = Program("step", (step,), (node,), inputs, outputs)
             program = self._id()
-            message = RegisterProgram(program, body, (Artifact(digest, ARTIFACT),))
+            message = RegisterProgram(program, Compact.of(body), (Artifact(digest, ARTIFACT),))
             self.env.send(CONTROL, message)
             self.makes, self.takes = (self.makes, program) if inputs else (program, self.takes)
         self.held = self._ids(arrays)

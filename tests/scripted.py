@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, client_id, session_of, store_of
 from pw.core.messages import (
@@ -138,7 +139,7 @@ class Client(Recorder):
     def program(self, body: Program, blob: bytes = b"1") -> int:
         number = self.id()
         self.outputs[number] = tuple(output.spec for output in body.outputs)
-        self.tell(RegisterProgram(number, body, (Artifact(digest(blob), blob),)))
+        self.tell(RegisterProgram(number, Compact.of(body), (Artifact(digest(blob), blob),)))
         return number
 
     def release(self, program: int) -> None:

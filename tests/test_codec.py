@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pw.core import messages
+from pw.core.compact import Compact
 from pw.core.errors import ProtocolError
+from pw.core.sharding import Placement
 from pw.transport import codec
 
 KINDS: tuple[type, ...] = typing.get_args(messages.Message)
@@ -40,6 +42,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         fields = {name: values_of(hints[name]) for name in kind.__struct_fields__}
         return st.builds(kind, **fields)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(origin, type) and issubclass(origin, Compact):
+        return st.builds(Compact, values_of(args[0]), st.lists(values_of(Placement)).map(tuple))
     if origin in (types.UnionType, typing.Union):
         return functools.reduce(operator.or_, map(values_of, args))
     if origin is tuple and args[1:] == (...,):

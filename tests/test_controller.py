@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, executor_of, session_of
 from pw.core.messages import (
@@ -171,6 +173,20 @@ def test_another_clients_programs_and_slices_are_not_ones_own() -> None:
     stage.client.tell(CreateArray(number, split(slice_, 2)))
     stage.world.settle()
     assert stage.client.failed[number].kind == "NotOwner"
+    stage.check_idle()
+
+
+def test_a_program_that_names_no_placement_is_not_registered() -> None:
+    stage = Stage()
+    client, program = stage.client, stage.client.id()
+    body = msgspec.structs.replace(Compact.of(chain([stage.spec])), placements=())
+    client.outputs[program] = (stage.spec,)
+    client.tell(RegisterProgram(program, body, ()))
+    (nothing,) = client.run(program, X)
+    stage.world.settle()
+    assert client.failed[nothing].kind == "NotOwner"
+    (y,) = client.run(client.program(chain([stage.spec])), X)
+    np.testing.assert_array_equal(client.value(y), X + 1)
     stage.check_idle()
 
 
@@ -446,7 +462,7 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
     assert known() == {digest(b"7")}
     again = other.id()  # without the artifact, which is there
     other.outputs[again] = other.outputs[theirs]
-    other.tell(RegisterProgram(again, chain([split(slice_, 2)], b"7"), ()))
+    other.tell(RegisterProgram(again, Compact.of(chain([split(slice_, 2)], b"7")), ()))
     other.release(theirs)
     (y,) = other.run(again, X)
     np.testing.assert_array_equal(other.value(y), X + 7)

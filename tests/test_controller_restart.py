@@ -28,6 +28,7 @@ from pw.client.runtime import Runtime
 from pw.client.session import ClientSession
 from pw.client.signature import ArrayType
 from pw.client.transfer import put
+from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ArrayLost, CompileError, ConnectionFailed, Disconnected
 from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, Address, client_id, session_of
 from pw.core.messages import (
@@ -98,7 +99,7 @@ class User:
         number = self.id()
         (output,) = body.outputs
         self.outputs[number] = output.spec
-        self.note(Tell(RegisterProgram(number, body, (Artifact(digest(blob), blob),))))
+        self.note(Tell(RegisterProgram(number, Compact.of(body), (Artifact(digest(blob), blob),))))
         return number
 
     def release(self, program: int) -> None:
@@ -652,7 +653,7 @@ def test_a_program_of_too_many_arrays_is_refused_with_their_number(
     runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
     spec = split(runtime.allocate_slice(2, island="a").slice, 2)
     monkeypatch.setattr(codec, "MAX_OBJECTS", 100)
-    with pytest.raises(ArgumentError, match="2 of them on up to 2 devices: stack"):
+    with pytest.raises(ArgumentError, match="takes 1 arrays and makes 1, with 3 calls: stack"):
         runtime.register_program(chain([spec] * 3, b"7"), {digest(b"7"): b"7"})
     assert not cluster.world.to(CONTROL, RegisterProgram)
 

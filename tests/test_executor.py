@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from pw.core.compact import Compact
 from pw.core.errors import ErrorReport, HostLost
 from pw.core.ids import (
     CONTROL,
@@ -97,7 +98,7 @@ class Bench:
         (mine,) = [host_plan for host_plan in plan.hosts if host_plan.host == "a0"]
         self.segments = [part.segment for part in mine.segments]
         artifacts = (Artifact(digest(blob), blob),)
-        self.tell(Install(epoch, number, body, mine, artifacts, install))
+        self.tell(Install(epoch, number, Compact.of(body), Compact.of(mine), artifacts, install))
         return number
 
     def launch(self, program: int, *args: Any, segment: int = 0, **how: Any) -> tuple[int, int]:

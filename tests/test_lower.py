@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pw.core.errors import ArgumentError, PlacementError, ShardingError
+from pw.core.compact import Compact
+from pw.core.errors import ArgumentError, PlacementError, ProtocolError, ShardingError
 from pw.core.lower import format_plan, lower
+from pw.core.messages import Install, RegisterProgram
 from pw.core.plan import Execute, Free, Instruction, Plan, Receive, Send
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
+from pw.transport import codec
 from tests.interpreter import Interpreter, sequentially
 from tests.layouts import shards
 
@@ -198,6 +202,46 @@ def test_every_program_computes_what_it_says(program: Program, seed: int, strict
     check_run(program, plan, seed, strict)
     assert format_plan(plan, program)
     assert lower(program, BINDINGS) == plan
+
+
+@given(programs())
+def test_every_program_and_plan_comes_back_whole(program: Program) -> None:
+    travelling = Compact.of(program)
+    assert travelling.whole() == program
+    assert len(travelling.placements) == len(set(travelling.placements))
+    for plan in lower(program, BINDINGS).hosts:
+        assert Compact.of(plan).whole() == plan
+
+
+def test_equal_specs_are_one_object_when_they_come_back() -> None:
+    spec = lies(ROWS, 0)
+    f = computation(spec, 2, 2)
+    again = Compact.of(Program("p", (f,), (), (spec, lies(ROWS, 1)), ())).whole()
+    assert again.inputs[0] is again.computations[0].inputs[1] is again.computations[0].outputs[0]
+    assert again.inputs[1] is not again.inputs[0]
+
+
+def test_a_thousand_arrays_on_two_thousand_devices_travel() -> None:
+    devices = tuple(DeviceAddress(f"host-{number // 8}", number % 8) for number in range(2048))
+    split = Sharding(("x",), (2048,), (("x",),))
+    place = Placement(0, tuple(range(2048)))
+    specs = tuple(ArraySpec((2048, 1 + n), "float32", split, place) for n in range(1000))
+    step = Computation("step", b"", place, specs, specs)
+    results = tuple(Output(Value(0, index), spec) for index, spec in enumerate(specs))
+    args = tuple(Value(-1, index) for index in range(1000))
+    program = Program("p", (step,), (Node(0, args),), specs, results)
+    plan = lower(program, {0: Binding(0, "a", devices)}).hosts[7]
+    body = Compact.of(program)
+    size = len(codec.encode_message(RegisterProgram(1, body, ())))
+    assert size < 200_000
+    assert len(codec.encode_message(Install(1, 1, body, Compact.of(plan), ()))) < size + 100_000
+
+
+@pytest.mark.parametrize("number", [Placement(1, ()), Placement(-1, ()), Placement(0, (0,))])
+def test_what_names_a_placement_that_was_not_said_cannot_be_whole(number: Placement) -> None:
+    spec = msgspec.structs.replace(lies(ROWS, 0), placement=number)
+    with pytest.raises(ProtocolError, match="was not said"):
+        Compact(Program("p", (), (), (spec,), ()), (Placement(0, (0, 1, 2, 3)),)).whole()
 
 
 def instructions(plan: Plan, host: str) -> list[list[Instruction]]:

@@ -17,6 +17,7 @@ from pw.client.hosts import Hosts
 from pw.client.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.requests import RETRIES
 from pw.client.session import ClientSession
+from pw.core.compact import Compact
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -332,7 +333,7 @@ def test_a_pause_ends_with_what_was_asked(bench: Bench) -> None:
 def test_what_the_client_gave_away_itself_is_not_asked_for_again(bench: Bench, how: str) -> None:
     spec = split(SLICE, 2)
     program = chain([spec], donated=(0,))
-    bench.note(Tell(RegisterProgram(5, program, (Artifact(b"", b""),))))
+    bench.note(Tell(RegisterProgram(5, Compact.of(program), (Artifact(b"", b""),))))
     mine, other = bench.wait(X, Y), bench.wait(Y)
     bench.note(Forget((X,)) if how == "deleted" else Tell(Run(6, 5, (X,), (7,))))
     sent = [type(m) for m in bench.asked(CONTROLLER)]
@@ -347,7 +348,7 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     """A loop of runs that fail, and donate what has failed, would add some with each."""
     bench.session._link.keeps = True
     program = chain([split(SLICE, 2)], donated=(0,))
-    bench.note(Tell(RegisterProgram(5, program, (Artifact(b"", b""),))))
+    bench.note(Tell(RegisterProgram(5, Compact.of(program), (Artifact(b"", b""),))))
     bench.note(Tell(Run(20, 5, (b"x" * 64,), (X,))))
     waiting = bench.wait(X)
     bench.note(Tell(Run(21, 5, (X,), (Y,))))

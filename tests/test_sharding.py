@@ -70,6 +70,8 @@ def test_distinct_boxes_cover_every_element_once_and_every_device(data: st.DataO
         (Sharding(("x",), (2,), (("x",), ())), (4,), "2 dimensions .* 1 dimensions"),
         (Sharding(("x",), (2,), (("y",),)), (4,), "names the axis 'y'"),
         (Sharding(("x",), (2,), (("x",), ("x",))), (4, 4), "axis 'x' twice"),
+        (Sharding(("x",), (2, 4), (("x",),)), (8,), "each needs one"),
+        (Sharding(("x",), (0,), (("x",),)), (8,), "1 or more"),
         (Sharding(("x", "y"), (2, 4), ((), ("x", "y"))), (1, 12), "dimension 1 .* 8 equal shards"),
     ],
 )

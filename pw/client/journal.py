@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 import msgspec
 
 from pw.core.artifacts import Artifacts
+from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import (
@@ -23,6 +24,7 @@ from pw.core.messages import (
     Delete,
     FailedArray,
     KnownArray,
+    KnownArrays,
     RegisterProgram,
     ReleaseProgram,
     ReleaseSlice,
@@ -91,7 +93,7 @@ class Journal:
         self.slice_refused(message.slice)
 
     def _register(self, message: RegisterProgram) -> None:
-        body = message.body
+        body = message.body.whole()
         self._programs[message.program] = msgspec.structs.replace(
             message, artifacts=self._artifacts.of(body, message.artifacts)
         )
@@ -218,9 +220,10 @@ class Journal:
         made = self._inputs.keys() | {a for run in self._runs.values() for a in run.results}
         self._copied &= self._of_interest()
         self._prune_failed()
+        known = [KnownArray(a, spec) for a, spec in self._held.items() if a not in made]
         yield Resumed(
             tuple(self._held),
-            tuple(KnownArray(a, spec) for a, spec in self._held.items() if a not in made),
+            Compact.of(KnownArrays(tuple(known))),
             tuple(FailedArray(a, error) for a, error in self._failed.items()),
             tuple(sorted(self._copied)),
         )

@@ -24,6 +24,7 @@ from pw.client.fetching import Fetching
 from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Look, Open, Put, Tell
 from pw.client.uploads import KEEP_BYTES
 from pw.client.waiting import Waiting
+from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import client_id
 from pw.core.messages import (
@@ -283,13 +284,14 @@ class Runtime:
 
         Raises ArgumentError for a program that no message can hold.
         """
+        body = Compact.of(program)
         if self._thread.has_frames:
-            _check_size(program, artifacts)
+            _check_size(body, artifacts)
         number = self._id()
         with self._lock:
             self.check_alive()
             new = [Artifact(d, blob) for d, blob in artifacts.items() if d not in self._sent]
-            self._thread.post(Tell(RegisterProgram(number, program, tuple(new))))
+            self._thread.post(Tell(RegisterProgram(number, body, tuple(new))))
             self._sent.update(artifacts.keys())
             self._needs[number] = tuple(artifacts)
         return number
@@ -510,17 +512,16 @@ class Runtime:
             self._post(Tell(message))
 
 
-def _check_size(program: Program, artifacts: Mapping[bytes, bytes]) -> None:
+def _check_size(body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None:
     """Raise ArgumentError for a program that cannot travel: to a host it goes with all its artifacts."""
+    program = body.held
     every = tuple(Artifact(digest, artifacts[digest]) for digest in artifacts)
     try:
-        codec.encode_message(RegisterProgram(0, program, every))
+        codec.encode_message(RegisterProgram(0, body, every))
     except codec.TooManyObjects as error:
-        specs = [*program.inputs, *(output.spec for output in program.outputs)]
-        devices = max((len(spec.placement.devices) for spec in specs), default=0)
         raise ArgumentError(
-            f"the program {program.name!r} cannot be sent to the cluster: {error}. It says of each of its "
-            f"arrays on which devices it lies, and has {len(specs)} of them on up to {devices} devices: "
+            f"the program {program.name!r} cannot be sent to the cluster: {error}. It takes "
+            f"{len(program.inputs)} arrays and makes {len(program.outputs)}, with {len(program.nodes)} calls: "
             "stack arrays that are alike, or divide the function"
         ) from error
     except codec.MessageTooLarge as error:

@@ -303,8 +303,8 @@ class ClientSession(Actor):
                 args = message.args
                 self._requests.forget(arrays_in(args[position] for position in donated))
         elif isinstance(message, RegisterProgram):
-            if message.body.donated:
-                self._donating[message.program] = message.body.donated
+            if donated := message.body.held.donated:
+                self._donating[message.program] = donated
         elif isinstance(message, ReleaseProgram):
             self._donating.pop(message.program, None)
         self.env.send(CONTROL, message)

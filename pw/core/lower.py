@@ -119,6 +119,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
     for host in sorted(concerned - set(written), key=physical.rank.__getitem__):
         written[host][schedule.first_segment(physical.island_of[host]).index] = []
 
+    touched = [computation.slices() for computation in program.computations]
     members: list[list[str]] = [[] for _ in schedule.segments]
     plans = []
     for host in sorted(written, key=physical.rank.__getitem__):
@@ -126,7 +127,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
         for index in parts:
             members[index].append(host)
         _free(parts, inputs[host], kept)
-        named = _slices(program, parts)
+        named = _slices(touched, parts)
         named |= {program.inputs[number].placement.slice for number in inputs[host]}
         named |= {program.outputs[number].spec.placement.slice for number, _ in outputs[host]}
         plans.append(
@@ -219,8 +220,8 @@ def _free(parts: dict[int, list[Instruction]], held: list[int], kept: set[int]) 
         next(iter(parts.values())).insert(0, Free(unused))
 
 
-def _slices(program: Program, parts: dict[int, list[Instruction]]) -> set[int]:
-    """The slices that one host's instructions mention."""
+def _slices(touched: list[set[int]], parts: dict[int, list[Instruction]]) -> set[int]:
+    """The slices that one host's instructions mention; those of each computation are `touched`."""
     named: set[int] = set()
     computations: set[int] = set()
     for part in parts.values():
@@ -235,12 +236,7 @@ def _slices(program: Program, parts: dict[int, list[Instruction]]) -> set[int]:
                     named.add(instruction.source.placement.slice)
                 case Free():
                     pass
-    for number in computations:
-        computation = program.computations[number]
-        named.add(computation.placement.slice)
-        for spec in (*computation.inputs, *computation.outputs):
-            named.add(spec.placement.slice)
-    return named
+    return named.union(*(touched[number] for number in computations))
 
 
 def format_plan(plan: Plan, program: Program) -> str:

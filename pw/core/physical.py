@@ -20,12 +20,7 @@ class Physical:
     """Where specs lie physically: checked, and worked out once for each distinct one."""
 
     def __init__(self, program: Program, bindings: Mapping[int, Binding]) -> None:
-        slices = program.slices().union(
-            spec.placement.slice
-            for computation in program.computations
-            for spec in (*computation.inputs, *computation.outputs)
-        )
-        self.bindings = {number: bindings[number] for number in sorted(slices)}
+        self.bindings = {number: bindings[number] for number in sorted(program.slices())}
         self._devices: dict[Placement, tuple[DeviceAddress, ...]] = {}
         self._hosts: dict[Placement, tuple[str, ...]] = {}
         self._checked: set[ArraySpec] = set()

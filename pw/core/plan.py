@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pw.core.compact import OnPlacement, OnSpec
 from pw.core.sharding import ArraySpec, Binding, Box
 
 
@@ -109,6 +110,25 @@ class HostPlan(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[int, ...]
     outputs: tuple[tuple[int, int], ...]
     bindings: tuple[Binding, ...]
+
+    def with_placed(self, spec: OnSpec, placement: OnPlacement) -> HostPlan:
+        """The same with another object for each of its specs."""
+
+        def placed(instruction: Instruction) -> Instruction:
+            match instruction:
+                case Send():
+                    return msgspec.structs.replace(instruction, spec=spec(instruction.spec))
+                case Receive():
+                    return msgspec.structs.replace(
+                        instruction, spec=spec(instruction.spec), source=spec(instruction.source)
+                    )
+            return instruction
+
+        segments = [
+            HostSegment(part.segment, tuple([placed(one) for one in part.instructions]))
+            for part in self.segments
+        ]
+        return msgspec.structs.replace(self, segments=tuple(segments))
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):

@@ -7,10 +7,9 @@ client never writes one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
+from pw.core.compact import OnPlacement, OnSpec
 from pw.core.sharding import ArraySpec, Placement
 
 
@@ -33,6 +32,11 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     checks: tuple[str, ...] = ()
     """Results that must not have NaNs in them, as a user calls them. If there are any, the last output is a
     replicated vector that says for each whether it has."""
+
+    def slices(self) -> set[int]:
+        """All slices it touches."""
+        specs = (*self.inputs, *self.outputs)
+        return {self.placement.slice, *(spec.placement.slice for spec in specs)}
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
@@ -79,27 +83,25 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
 
     def slices(self) -> set[int]:
         """All slices the program touches."""
-        specs = [*self.inputs, *(output.spec for output in self.outputs)]
-        for computation in self.computations:
-            specs += computation.inputs + computation.outputs
-        placements = [spec.placement for spec in specs]
-        placements += [computation.placement for computation in self.computations]
-        return {placement.slice for placement in placements}
+        specs = (*self.inputs, *(output.spec for output in self.outputs))
+        found = {spec.placement.slice for spec in specs}
+        return found.union(*(computation.slices() for computation in self.computations))
 
-    def with_specs(self, other: Callable[[ArraySpec], ArraySpec]) -> Program:
-        """The same with another object for each of its specs."""
+    def with_placed(self, spec: OnSpec, placement: OnPlacement) -> Program:
+        """The same with another object for each of its specs, and for the placement of each computation."""
         computations = [
             msgspec.structs.replace(
                 computation,
-                inputs=tuple(map(other, computation.inputs)),
-                outputs=tuple(map(other, computation.outputs)),
+                placement=placement(computation.placement),
+                inputs=tuple(map(spec, computation.inputs)),
+                outputs=tuple(map(spec, computation.outputs)),
             )
             for computation in self.computations
         ]
-        outputs = [Output(output.value, other(output.spec)) for output in self.outputs]
+        outputs = [Output(output.value, spec(output.spec)) for output in self.outputs]
         return msgspec.structs.replace(
             self,
             computations=tuple(computations),
-            inputs=tuple(map(other, self.inputs)),
+            inputs=tuple(map(spec, self.inputs)),
             outputs=tuple(outputs),
         )

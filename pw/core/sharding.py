@@ -81,6 +81,10 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise ShardingError if an array of `shape` cannot be split this way."""
+        if len(self.axis_names) != len(self.axis_sizes) or min(self.axis_sizes, default=1) < 1:
+            raise ShardingError(
+                f"the mesh has axes {self.axis_names} of sizes {self.axis_sizes}: each needs one, of 1 or more"
+            )
         if len(self.spec) > len(shape):
             raise ShardingError(
                 f"a partition spec of {len(self.spec)} dimensions was given for an array of "

@@ -201,8 +201,8 @@ class HostExecutor(HostMember):
             self.env.count("messages_stale")
             return
         self._scheduler = sender
-        body = message.body
-        program = HostProgram.of(message.program, message.install, body, message.plan)
+        body, plan = message.body.whole(), message.plan.whole()
+        program = HostProgram.of(message.program, message.install, body, plan)
         earlier = self._programs.get(message.program)
         if earlier is not None:
             program.superseded = earlier.compiled

@@ -178,20 +178,11 @@ def _parts(plan: Plan) -> dict[str, _IslandPart]:
     return parts
 
 
-def check_program(body: Program, bindings: Mapping[int, Binding]) -> None:
-    """Raise ProtocolError or ShardingError unless every index in the program points at something."""
-    specs = [*body.inputs, *(output.spec for output in body.outputs)]
+def check_program(body: Program) -> None:
+    """Raise ProtocolError unless every index in the program points at something; lowering checks the specs."""
     for computation in body.computations:
-        specs += computation.inputs + computation.outputs
         if any(not 0 <= position < len(computation.inputs) for position in computation.donated):
             raise ProtocolError(f"{computation.name!r} donates an argument that it does not have")
-    for spec in specs:
-        size = len(bindings[spec.placement.slice].devices)
-        if any(not 0 <= index < size for index in spec.placement.devices):
-            raise ProtocolError(f"a placement names a device outside its slice of {size} devices")
-        if len(spec.placement.devices) != spec.sharding.device_count:
-            raise ProtocolError("a sharding's mesh and its placement differ in their device counts")
-        spec.sharding.check(spec.shape)
     if any(not 0 <= index < len(body.inputs) for index in body.donated):
         raise ProtocolError("a donated program input does not exist")
     for index, node in enumerate(body.nodes):

@@ -31,21 +31,23 @@ class ProgramRegistry:
         if client_of(message.program) != client.number or message.program in client.programs:
             self._env.count("messages_refused")
             return
+        try:
+            body = message.body.whole()
+        except ProtocolError:
+            self._env.count("messages_refused")
+            return
         sent = [a for a in message.artifacts if hashlib.sha256(a.blob).digest() == a.digest]
-        program = RegisteredProgram(
-            message.program,
-            message.body.with_specs(client.one_spec),
-            self._artifacts.of(message.body, sent),
-        )
+        body = body.with_placed(client.one_spec, lambda placement: placement)
+        program = RegisteredProgram(message.program, body, self._artifacts.of(body, sent))
         if client.resuming is not None:
             client.resuming.programs[message.program] = program
             if message.released:
                 return
         client.programs[message.program] = program
-        needed = {computation.artifact for computation in message.body.computations}
+        needed = {computation.artifact for computation in body.computations}
         if len(program.artifacts) < len(needed):
             program.error = ErrorReport.of(
-                ProtocolError(f"program {message.body.name!r} came without all its artifacts")
+                ProtocolError(f"program {body.name!r} came without all its artifacts")
             )
         else:
             self.lower(client, program)
@@ -65,7 +67,7 @@ class ProgramRegistry:
                 return  # it is lowered when they are bound
             if unbound:
                 raise ArrayLost(f"the slices of program {program.body.name!r} are not bound")
-            check_program(program.body, bindings)
+            check_program(program.body)
             installs = program.lower(bindings, self._ledger.limited)
         except Error as error:
             program.error = ErrorReport.of(error)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from pw.core.errors import ErrorReport, HostLost
+from pw.core.errors import ErrorReport, HostLost, ProtocolError
 from pw.core.messages import CreateArray, Resumed, Run
 from pw.sched.clients import NOWHERE, Array, Client
 from pw.sched.programs import RegisteredProgram
@@ -128,7 +128,11 @@ class Resumption:
     def finish(self, client: Client, message: Resumed) -> None:
         """It has told everything: what it holds is lost from now on, until it is rebuilt."""
         lineage = client.lineage
-        for known in message.known:
+        try:
+            known_arrays = message.known.whole().arrays
+        except ProtocolError:
+            known_arrays = ()
+        for known in known_arrays:
             lineage.add_known(known.array, client.one_spec(known.spec))
         held = set(message.held)
         lineage.release([array for array in lineage.origins if array not in held])

@@ -23,6 +23,7 @@ from functools import partial
 from itertools import islice
 
 from pw.core.actor import Actor, Env, handles
+from pw.core.compact import Compact
 from pw.core.copying import orders
 from pw.core.errors import Error, ErrorReport
 from pw.core.ids import CONTROL, RESOURCES, Address, client_of, executor_of, scheduler_of
@@ -222,9 +223,10 @@ class IslandScheduler(Actor):
         self._estimates_us.setdefault(message.program, {})
         self._names[message.program] = Names.of(message)
         self._installs[message.program] = message.install
+        body = Compact.of(message.body)
         try:
             for plan in message.plans:
-                what = (message.program, message.body, plan, message.artifacts, message.install)
+                what = (message.program, body, Compact.of(plan), message.artifacts, message.install)
                 self.env.send(executor_of(plan.host), Install(self.epoch, *what))
         except (
             Error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pw.core.compact import Compact, OnPlacement, OnSpec
 from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
 from pw.core.messages.files import FileSource
@@ -105,7 +106,7 @@ class RegisterProgram(Base, frozen=True, tag=40):
     """ClientSession to Controller: a program I will run, with the artifacts not sent before."""
 
     program: int
-    body: Program
+    body: Compact[Program]
     artifacts: tuple[Artifact, ...]
     released: bool = False
     """I will not run it; it made what I still have (see `Resumed`)."""
@@ -216,6 +217,16 @@ class KnownArray(msgspec.Struct, frozen=True, array_like=True):
     spec: ArraySpec
 
 
+class KnownArrays(msgspec.Struct, frozen=True, array_like=True):
+    """Several of them."""
+
+    arrays: tuple[KnownArray, ...]
+
+    def with_placed(self, spec: OnSpec, placement: OnPlacement) -> KnownArrays:
+        """The same with another object for each of its specs."""
+        return KnownArrays(tuple([KnownArray(one.array, spec(one.spec)) for one in self.arrays]))
+
+
 class FailedArray(msgspec.Struct, frozen=True, array_like=True):
     """An array that never will be."""
 
@@ -227,7 +238,7 @@ class Resumed(Base, frozen=True, tag=58):
     """ClientSession to Controller: this is what I have; before it came my slices, programs, inputs and runs."""
 
     held: tuple[int, ...]
-    known: tuple[KnownArray, ...]
+    known: Compact[KnownArrays]
     """Those held that no input and no run before was about."""
     failed: tuple[FailedArray, ...]
     copied: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pw.core.compact import Compact
 from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
 from pw.core.messages.clients import Artifact
@@ -130,8 +131,8 @@ class Install(Base, frozen=True, tag=71):
 
     epoch: int
     program: int
-    body: Program
-    plan: HostPlan
+    body: Compact[Program]
+    plan: Compact[HostPlan]
     artifacts: tuple[Artifact, ...]
     install: int = 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pw.client.notes import Ask, Await, Forget, Get, Put, Tell
+from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages import (
@@ -100,7 +101,7 @@ class SimClient(Life):
             self.random, slices, self.kinds, f"{self.name}/{number & 0xFFFF}", broken=broken
         )
         self.programs[number] = draft
-        self._post(Tell(RegisterProgram(number, draft.body, draft.artifacts)))
+        self._post(Tell(RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
 
     def _value(self, spec: ArraySpec) -> np.ndarray[Any, Any]:
         data = self.random.randbytes(spec.size_bytes)
