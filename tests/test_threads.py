@@ -12,9 +12,13 @@ from typing import Any, cast
 import pytest
 
 from pw.client import threads
+from pw.client.notes import Forget
 from pw.client.runtime import Runtime
+from pw.client.session import ClientSession
 from pw.client.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
-from pw.core.errors import ConnectionFailed, Disconnected
+from pw.core.errors import ConnectionFailed, Disconnected, InternalError
+from pw.core.ids import Address
+from pw.testing import InProcessCluster
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
@@ -75,6 +79,22 @@ def test_hosts_dial_a_client_at_its_address_towards_the_controller(
     with pytest.raises(ConnectionFailed):
         Runtime(threads.remote("tcp://127.0.0.1:9"), 1.0, 0, connect_s=0.1)
     assert listens_at == ["192.0.2.7"]
+
+
+def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for what it was told would wait for ever."""
+
+    def broken(session: ClientSession, sender: Address, note: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(ClientSession, "_on_forget", broken)
+    cluster = InProcessCluster(1, 1)
+    runtime = cluster.client()
+    runtime._thread.post(Forget((1,)))
+    with pytest.raises(InternalError, match="KeyError: 'broken'"):
+        runtime.status()
+    with pytest.raises(AssertionError, match="actors crashed"):
+        cluster.close()
 
 
 def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import uvloop
 
 from pw.client.children import Child
-from pw.client.notes import AwaitHosts
+from pw.client.notes import AwaitHosts, Close
 from pw.client.session import ClientSession
-from pw.core.errors import ConnectionFailed, Disconnected
+from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import address_towards
@@ -109,6 +109,7 @@ class SessionOnNode:
         self._teardown = teardown
         self._closed = False
         self._expected: tuple[int, list[Child]] = (0, [])
+        self._on_crash, node.on_crash = node.on_crash, self._crashed
         node.add(
             "session", lambda env: ClientSession(env, bulk, runtime.grant, runtime.session_ended)
         )
@@ -147,6 +148,12 @@ class SessionOnNode:
         if not self._closed:
             self._runtime.tick()
             self._node.loop.call_later(TICK_S, self._tick)
+
+    def _crashed(self, actor: str, error: BaseException) -> None:
+        """What an actor was told is lost. Somebody may wait for what the session was told, for ever."""
+        self._on_crash(actor, error)
+        if actor == "session":
+            self.post(Close(ErrorReport.of(error).exception(), Future()))
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
