@@ -26,7 +26,7 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import Placement
-from pw.sched import scheduler
+from pw.sched import window
 from pw.sched.cancelling import GRACE_S, Deadlines, LookAtDeadlines
 from pw.sched.scheduler import HEAD_S
 from pw.sched.suspects import STRIKES
@@ -450,8 +450,8 @@ def test_what_is_queued_at_one_end_only_leaves_no_edges_at_the_other(
     seed: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody will fetch them, and the client stays: a pipeline may be cancelled every second."""
-    monkeypatch.setattr(scheduler, "WINDOW_SEGMENTS", 2)
-    monkeypatch.setattr(scheduler, "CONTENDED_WINDOW_SEGMENTS", 2)
+    monkeypatch.setattr(window, "SEGMENTS", 2)
+    monkeypatch.setattr(window, "CONTENDED_SEGMENTS", 2)
     cluster = Cluster(seed, elements=elements)
     client, world, x = cluster.client, cluster.world, cluster.x
     other: Survivor = world.add(session_of("d"), Survivor)

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from pw.core.messages import UploadEnded
+from pw.sched import window
 from pw.sched.policy import ProportionalShare
-from pw.sched.scheduler import CONTENDED_WINDOW_US, UNKNOWN_AT_ONCE
+from pw.sched.scheduler import UNKNOWN_AT_ONCE
 from pw.sched.tasks import ClientQueue, DiscardTask
 from tests.test_scheduler import Bench
 
@@ -115,10 +116,10 @@ def test_the_launched_work_of_contenders_is_milliseconds() -> None:
         island.submit(1)
         island.submit(2)
     island.work(2 * UNKNOWN_AT_ONCE)  # what was launched before anything was known
-    assert island.worst_ahead_us <= CONTENDED_WINDOW_US + 2 * UNKNOWN_AT_ONCE * 4000
+    assert island.worst_ahead_us <= window.CONTENDED_TIME_US + 2 * UNKNOWN_AT_ONCE * 4000
     island.worst_ahead_us = 0
     island.work(100)
-    assert island.worst_ahead_us <= CONTENDED_WINDOW_US + 2 * 4000
+    assert island.worst_ahead_us <= window.CONTENDED_TIME_US + 2 * 4000
 
 
 def test_first_come_first_served() -> None:

@@ -41,16 +41,12 @@ from pw.core.messages import (
     Submit,
     UninstallProgram,
 )
-from pw.core.plan import HostPlan
-from pw.core.program import Program
-from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
+from pw.core.plan import Execute, HostPlan, HostSegment
+from pw.core.program import Computation, Program
+from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
+from pw.sched import window
 from pw.sched.policy import POLICIES
-from pw.sched.scheduler import (
-    CONTENDED_WINDOW_SEGMENTS,
-    UNKNOWN_AT_ONCE,
-    WINDOW_SEGMENTS,
-    IslandScheduler,
-)
+from pw.sched.scheduler import UNKNOWN_AT_ONCE, IslandScheduler
 from pw.transport import codec
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, join, split
@@ -167,7 +163,7 @@ def test_a_client_may_go_at_any_moment() -> None:
             assert not scheduler.queued
             assert not scheduler.launched
             assert not scheduler._waiting_uploads
-            assert not scheduler._estimates_us
+            assert not scheduler._programs
 
 
 def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only() -> None:
@@ -300,17 +296,55 @@ def test_the_window_bounds_what_is_launched() -> None:
     bench = Bench()
     bench.client(1)
     bench.measure(1)
-    bench.tell(*[bench.submission(1) for _ in range(WINDOW_SEGMENTS + 50)])
-    assert bench.scheduler.launched == WINDOW_SEGMENTS
+    bench.tell(*[bench.submission(1) for _ in range(window.SEGMENTS + 50)])
+    assert bench.scheduler.launched == window.SEGMENTS
     contended = Bench()
     contended.client(1)
     contended.client(2)
     contended.measure(1, 2)
     contended.tell(*[contended.submission(1 + turn % 2) for turn in range(100)])
-    assert contended.scheduler.launched == CONTENDED_WINDOW_SEGMENTS
+    assert contended.scheduler.launched == window.CONTENDED_SEGMENTS
     for launch in contended.launches()[2:]:
         contended.end(launch, 50_000)
-    assert 2 <= contended.scheduler.launched < CONTENDED_WINDOW_SEGMENTS, "time counts, too"
+    assert 2 <= contended.scheduler.launched < window.CONTENDED_SEGMENTS, "time counts, too"
+
+
+def runs_on(bench: Bench, client: int, *at: int) -> None:
+    """The client's program, on some of the two devices of each of two hosts."""
+    devices = tuple(DeviceAddress(f"h{number // 2}", number % 2) for number in range(4))
+    binding = Binding(7, "i", devices)
+    body = Program("p", (Computation("f", b"", Placement(7, at), (), ()),), (), (), ())
+    hosts = dict.fromkeys(devices[number].host for number in at)
+    does = (HostSegment(7, (Execute(0, (), (), ()),)),)
+    plans = tuple(HostPlan(host, does, (), (), (binding,)) for host in hosts)
+    bench.tell(AddClient(client, 1.0, 0))
+    bench.tell(InstallProgram(client_id(client, 1), body, plans, ()))
+
+
+def test_long_runs_hold_up_nobody_on_other_devices() -> None:
+    bench = Bench("fifo")
+    bench.client(9)  # somebody else, so that they are several
+    runs_on(bench, 1, 0)
+    runs_on(bench, 2, 1)
+    runs_on(bench, 3, 2, 3)
+    runs_on(bench, 4, 0, 1)
+    bench.measure(1, 2, 3, 4)
+    for _ in range(5):  # of ten seconds each
+        bench.tell(bench.submission(1))
+        bench.end(bench.launches()[-1], 10_000_000)
+    before = len(bench.launches())
+    bench.tell(*[bench.submission(1) for _ in range(20)])
+    assert bench.owners()[before:] == [1, 1]
+    bench.tell(*[bench.submission(2) for _ in range(10)])
+    bench.tell(*[bench.submission(3) for _ in range(10)])
+    assert bench.owners()[before + 2 :] == [2] * 10 + [3] * 10
+    bench.tell(bench.submission(4), *[bench.submission(2) for _ in range(10)])
+    assert bench.owners()[before + 22 :] == [2] * 10, "its turn on the other device is far away"
+    for ended in range(19):
+        assert 4 not in bench.owners()[before:], "the others came first"
+        long = [launch for launch in bench.launches()[before:] if launch.run >> 40 == 1]
+        bench.end(long[ended], 10_000_000)
+    assert 4 in bench.owners()[before:]
 
 
 def test_little_is_launched_of_what_may_take_any_time() -> None:
@@ -555,7 +589,7 @@ def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
     (refused,) = bench.world.to(CONTROL, ProgramInstalled)
     assert (refused.program, refused.install) == (number, 3)
     assert "no frame holds it" in refused.error.message
-    assert number not in bench.scheduler._installing
+    assert not bench.scheduler._programs[number].compiling
 
 
 def test_deletes_never_overtake_runs() -> None:
@@ -570,7 +604,7 @@ def test_deletes_never_overtake_runs() -> None:
     assert kinds[-2:] == [Launch, Discard]
     (discard,) = bench.world.to(executor_of("h0"), Discard)
     assert (discard.arrays, discard.programs) == ((5,), (program,))
-    assert not bench.scheduler._estimates_us, "what is known of a program goes with it"
+    assert not bench.scheduler._programs, "what is known of a program goes with it"
 
 
 def test_what_all_hosts_of_a_gang_drop_in_a_turn_is_one_message() -> None:
@@ -661,6 +695,6 @@ def test_a_client_that_leaves_while_hosts_compile_leaves_nothing() -> None:
     plan = HostPlan("h0", (), (), (), ())
     program, body = client_id(1, 2), Program("p", (), (), (), ())
     bench.tell(InstallProgram(program, body, (plan,), (), install=1), RemoveClient(1))
-    assert not bench.scheduler._installing
+    assert not bench.scheduler._programs
     bench.tell(Installed(1, program, None, install=1), sender=executor_of("h0"))
     assert not bench.world.to(CONTROL, ProgramInstalled)

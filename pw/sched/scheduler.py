@@ -74,14 +74,8 @@ from pw.sched.policy import Policy
 from pw.sched.suspects import Suspects
 from pw.sched.tasks import ClientQueue, CopyTask, DiscardTask, Drops, RunHere, SegmentTask, Task
 from pw.sched.why import WORK_TOLD, Names, waited_for
+from pw.sched.window import Footprint, Part, Window, places_of
 
-WINDOW_SEGMENTS = 256
-"""Launched segments that have not ended, when one client has the island to itself."""
-WINDOW_US = 250_000.0
-"""Their estimated device time: how long a second client may have to wait."""
-CONTENDED_WINDOW_US = 20_000.0
-"""The same, when several clients want the island."""
-CONTENDED_WINDOW_SEGMENTS = 32
 UNKNOWN_US = 100.0
 """Device time of a segment that has never run."""
 UNKNOWN_AT_ONCE = 4
@@ -108,6 +102,24 @@ class _Overdue:
     """It was next on its devices already when this note was written."""
 
 
+@dataclass(slots=True)
+class _Program:
+    """An installed program."""
+
+    names: Names
+    footprints: dict[int, Footprint]
+    """Where each of its segments runs."""
+    install: int
+    """Its newest installing; hosts may answer for an earlier one."""
+    compiling: set[str]
+    """Hosts that have not answered for that one."""
+    estimates_us: dict[int, float]
+    """Device time of its segments, as far as one has ended."""
+
+
+_UNKNOWN = _Program(Names(), {}, 0, set(), {})
+
+
 class IslandScheduler(Actor):
     """Orders the work of all clients on one island."""
 
@@ -126,15 +138,11 @@ class IslandScheduler(Actor):
         """By its first host and that one's launch number."""
         self._reporting: dict[tuple[str, int], tuple[str, int]] = {}
         """The other hosts that are to say when one of these has ended, and their launch numbers."""
-        self._in_flight_us = 0.0
+        self._window = Window()
         self._waiting_uploads: dict[int, list[SegmentTask]] = {}
-        self._estimates_us: dict[int, dict[int, float]] = {}
-        """Device time of the segments of each installed program."""
-        self._names: dict[int, Names] = {}
+        self._programs: dict[int, _Program] = {}
+        """In the order in which they are compiled."""
         self._watchdog = Watchdog(env, stall_s)
-        self._installing: dict[int, set[str]] = {}
-        self._installs: dict[int, int] = {}
-        """The newest installing of each program; hosts may answer for an earlier one."""
         self._drops: defaultdict[tuple[str, ...], Drops] = defaultdict(Drops)
         """By gang: what all its hosts are to drop when the turn has ended."""
         self._arrivals = 0
@@ -167,19 +175,25 @@ class IslandScheduler(Actor):
         if message.host:
             in_flight = self._in_flight.values()
             at_work = ((task.here.program, task.under_way()) for task in in_flight)
-            self._suspects.host_lost(message.host, self._installing, at_work)
+            compiling = {n: known.compiling for n, known in self._programs.items()}
+            self._suspects.host_lost(message.host, compiling, at_work)
         self.hosts = ()
         self._members = frozenset()
         self._next_sequence = {}
         self._runs.clear()
         self._in_flight.clear()
         self._reporting.clear()
-        self._in_flight_us = 0.0
+        self._window = Window()
         self._waiting_uploads.clear()
-        self._installing.clear()
+        for known in self._programs.values():
+            known.compiling.clear()
         self._drops.clear()
         self._admission.reset(None)
         for queue in self._clients.values():
+            for task in queue.tasks:
+                if isinstance(task, DiscardTask):
+                    self._programs.pop(task.program, None)
+                    self._suspects.uninstall(task.program)
             queue.tasks.clear()
             queue.launched = 0
 
@@ -196,8 +210,7 @@ class IslandScheduler(Actor):
             self._give_up(self._runs.pop(run))
         if self._admission.memory is not None:
             self._admission.memory.forget(message.client)
-        of_programs = (self._estimates_us, self._names, self._installs, self._installing)
-        for known in (self._waiting_uploads, *of_programs):
+        for known in (self._waiting_uploads, self._programs):
             for number in [number for number in known if client_of(number) == message.client]:
                 del known[number]
         self._suspects.forget(message.client)
@@ -219,10 +232,14 @@ class IslandScheduler(Actor):
             self.env.send(CONTROL, refused)
             return
         self._keep(message.program)
-        self._installing[message.program] = {plan.host for plan in message.plans}
-        self._estimates_us.setdefault(message.program, {})
-        self._names[message.program] = Names.of(message)
-        self._installs[message.program] = message.install
+        earlier = self._programs.pop(message.program, None)
+        program = self._programs[message.program] = _Program(
+            Names.of(message),
+            {at: self._window.footprint(where) for at, where in places_of(message).items()},
+            message.install,
+            {plan.host for plan in message.plans},
+            {} if earlier is None else earlier.estimates_us,
+        )
         body = Compact.of(message.body)
         try:
             for plan in message.plans:
@@ -231,7 +248,7 @@ class IslandScheduler(Actor):
         except (
             Error
         ) as error:  # no message holds it: its runs are to say so, and nothing waits for it
-            del self._installing[message.program]
+            program.compiling.clear()
             report = ErrorReport.of(error)
             refused = ProgramInstalled(self.island, message.program, report, message.install)
             self.env.send(CONTROL, refused)
@@ -251,16 +268,16 @@ class IslandScheduler(Actor):
 
     @handles(Installed)
     def _installed(self, sender: Address, message: Installed) -> None:
-        waiting = self._installing.get(message.program)
-        newest = self._installs.get(message.program)
-        if message.epoch != self.epoch or waiting is None or message.install != newest:
+        program = self._programs.get(message.program, _UNKNOWN)
+        is_old = message.epoch != self.epoch or message.install != program.install
+        if is_old or not program.compiling:
             self.env.count("messages_stale")
             return
-        waiting.discard(sender.node)
+        program.compiling.discard(sender.node)
         if self._admission.memory is not None:
             self._admission.memory.add_temporaries(message.program, message.temporary_bytes)
-        if message.error is not None or not waiting:
-            del self._installing[message.program]
+        if message.error is not None or not program.compiling:
+            program.compiling.clear()
             self._suspects.compiled(message.program)
             answer = ProgramInstalled(self.island, message.program, message.error, message.install)
             self.env.send(CONTROL, answer)
@@ -287,6 +304,7 @@ class IslandScheduler(Actor):
             self._admission.request(message),
             message.is_timed,
         )
+        footprints = self._programs.get(message.program, _UNKNOWN).footprints
         tasks = []
         for index, segment in enumerate(message.segments):
             depends = {producer for _, producer in message.depends[index]}
@@ -295,6 +313,7 @@ class IslandScheduler(Actor):
                     here,
                     segment,
                     message.hosts[index],
+                    footprints.get(segment) or self._window.footprint(message.hosts[index]),
                     message.notify[index],
                     depends,
                     set(depends),
@@ -441,6 +460,7 @@ class IslandScheduler(Actor):
         """Take the task that goes next, if one may go now."""
         ready: list[ClientQueue] = []
         eligible: list[ClientQueue] = []
+        footprints: list[Footprint] = []
         wanting = 0
         if self._admission.memory is not None:  # what is dropped may make room for any of them
             for queue in self._clients.values():
@@ -461,25 +481,28 @@ class IslandScheduler(Actor):
                 continue
             if not head.unlaunched:
                 (eligible if head.unfinished else ready).append(queue)
+                footprints.append(head.footprint)
         if not ready and not eligible:
             if self._admission.memory is not None:
                 self._admission.refuse_if_stuck()
             return None
-        if not self._window_open(wanting):
+        may_go = partial(self._window.is_open, contended=wanting > 1)
+        if not any(map(may_go, footprints)):
             return None
-        taken: set[str] = set()
+        taken: set[Part] = set()
         for contenders in (ready, eligible):
             while contenders:
                 queue = contenders.pop(self.policy.choose(contenders))
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
-                if taken and not taken.isdisjoint(task.hosts):
+                where = task.footprint
+                if taken and not taken.isdisjoint(where.parts):
                     continue
-                known = self._estimates_us.get(task.here.program, {})
-                if task.segment not in known and self._alike(task) >= UNKNOWN_AT_ONCE:
-                    taken.update(
-                        task.hosts
-                    )  # to launch another's there would be against the policy
+                known = self._programs.get(task.here.program, _UNKNOWN).estimates_us
+                untried = task.segment not in known and self._alike(task) >= UNKNOWN_AT_ONCE
+                if untried or not may_go(where):
+                    # To launch another's there would be against the policy.
+                    taken.update(where.parts)
                     continue
                 request = task.here.request
                 if request is None or request.is_admitted or self._admission.admit(request):
@@ -500,13 +523,6 @@ class IslandScheduler(Actor):
                 self._replicate(task)
             else:
                 self._drop(task)
-
-    def _window_open(self, wanting: int) -> bool:
-        segments, device_time_us = WINDOW_SEGMENTS, WINDOW_US
-        if wanting > 1:
-            segments, device_time_us = CONTENDED_WINDOW_SEGMENTS, CONTENDED_WINDOW_US
-        launched = len(self._in_flight)
-        return launched < 2 or (launched < segments and self._in_flight_us < device_time_us)
 
     def _alike(self, task: SegmentTask) -> int:
         """Launches of the same part of the same program that have not ended."""
@@ -542,7 +558,7 @@ class IslandScheduler(Actor):
                 self._reporting[host, sequence] = key
         self._watchdog.went_on()
         task.launched_s = self._watchdog.progress_s
-        self._in_flight_us += task.estimate_us
+        self._window.launched(task.footprint, task.estimate_us)
         self.env.count("launches")
         waiting = self._runs[here.run]
         waiting.remove(task)
@@ -581,10 +597,7 @@ class IslandScheduler(Actor):
     def _drop(self, task: DiscardTask) -> None:
         memory = self._admission.memory
         if task.program:
-            self._estimates_us.pop(task.program, None)
-            self._names.pop(task.program, None)
-            self._installs.pop(task.program, None)
-            self._installing.pop(task.program, None)
+            self._programs.pop(task.program, None)
             self._suspects.uninstall(task.program)
             if memory is not None:
                 memory.uninstall(task.program)
@@ -673,6 +686,7 @@ class IslandScheduler(Actor):
             if index < WORK_TOLD or task.here.run == message.run
         ]
         tasks = [queue.tasks[0] for queue in self._clients.values() if queue.tasks]
+        compiling = ((n, known) for n, known in self._programs.items() if known.compiling)
         heads = [self._work(task) for task in tasks if isinstance(task, SegmentTask)]
         report = IslandReport(
             message.request,
@@ -684,15 +698,15 @@ class IslandScheduler(Actor):
             tuple(map(self._work, launched)),
             tuple(heads[:WORK_TOLD]),
             tuple(
-                InstallReport(program, self._names[program].program, tuple(sorted(hosts)))
-                for program, hosts in islice(self._installing.items(), WORK_TOLD)
+                InstallReport(number, program.names.program, tuple(sorted(program.compiling)))
+                for number, program in islice(compiling, WORK_TOLD)
             ),
         )
         self.env.send(sender, report)
 
     def _work(self, task: SegmentTask) -> WorkReport:
         """A segment that is launched, or next of its client."""
-        names = self._names.get(task.here.program) or Names()
+        names = self._programs.get(task.here.program, _UNKNOWN).names
         shards = names.shards.get(task.segment, {})
         is_launched = task.launched_s >= 0
         return WorkReport(
@@ -734,7 +748,7 @@ class IslandScheduler(Actor):
             return
         del self._in_flight[key]
         device_time_us = task.device_time_us
-        self._in_flight_us -= task.estimate_us
+        self._window.ended(task.footprint, task.estimate_us)
         if task.here.request is not None:
             self._admission.segments_ended(task.here.request)
         queue = self._clients.get(client_of(task.here.run))
@@ -743,8 +757,9 @@ class IslandScheduler(Actor):
             self.policy.charge(queue, device_time_us - task.estimate_us)
         if self._suspects:
             self._suspects.ran(task.here.program)
-        estimates_us = self._estimates_us.get(task.here.program)
-        if estimates_us is not None:
+        program = self._programs.get(task.here.program)
+        if program is not None:
+            estimates_us = program.estimates_us
             known = estimates_us.get(task.segment, float(device_time_us))
             estimates_us[task.segment] = 0.8 * known + 0.2 * device_time_us
         done = SegmentDone(task.here.run, task.segment, device_time_us, task.lost)

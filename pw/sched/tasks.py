@@ -10,6 +10,7 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import Arguments, Copy, CopyFile
 from pw.sched.admission import Request
+from pw.sched.window import Footprint
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class SegmentTask:
     here: RunHere
     segment: int
     hosts: tuple[str, ...]
+    footprint: Footprint
     notify: tuple[str, ...]
     unlaunched: set[int]
     """Producer segments on other islands that have not been launched (G4)."""

@@ -1,0 +1,125 @@
+"""How far launches run ahead of what has ended: enough to keep devices busy, no further than others may wait.
+
+What has been launched has its turn before all that comes later, whoever that belongs to. So launches that have
+not ended are counted, with the time that they are expected to take, where they run: on each device, and on the
+host where what is launched computes nothing on a device (a Python function, or only transfers). A segment may
+be launched when there is room everywhere it runs; what is full elsewhere does not hold it up.
+
+A gang's devices are many, and nearly always used together. They are counted once, as one part, until something
+runs on some of them only; then the part is divided, and both halves have what the whole had. So a launch costs
+a step for each part, however many devices there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from pw.core.messages import InstallProgram
+from pw.core.plan import Execute
+
+SEGMENTS = 256
+"""Launched segments that have not ended, when one client has the island to itself."""
+TIME_US = 250_000.0
+"""The time that they are expected to take: how long a second client may have to wait."""
+CONTENDED_TIME_US = 20_000.0
+"""The same, when several clients want the island."""
+CONTENDED_SEGMENTS = 32
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Places that have all been used together so far, and what is under way on each of them."""
+
+    size: int
+    launched: int = 0
+    time_us: float = 0.0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Footprint:
+    """Where something runs."""
+
+    parts: list[Part]
+
+
+class Window:
+    """What is under way on one island."""
+
+    def __init__(self) -> None:
+        self._part_of: dict[Hashable, Part] = {}
+        self._footprints: WeakValueDictionary[frozenset[Hashable], Footprint]
+        self._footprints = WeakValueDictionary()
+
+    def footprint(self, places: Iterable[Hashable]) -> Footprint:
+        """The one footprint of these places."""
+        wanted = frozenset(places)
+        known = self._footprints.get(wanted)
+        if known is None:
+            known = self._footprints[wanted] = Footprint(self._divide(wanted))
+        return known
+
+    def _divide(self, wanted: frozenset[Hashable]) -> list[Part]:
+        """The parts that the wanted places are, divided where they are in one with others."""
+        inside = Counter(self._part_of.get(place) for place in wanted)
+        becomes: dict[Part | None, Part] = {}
+        for part, count in inside.items():
+            if part is None:
+                becomes[None] = Part(count)
+            elif count == part.size:
+                becomes[part] = part
+            else:
+                becomes[part] = half = Part(count, part.launched, part.time_us)
+                part.size -= count
+                for footprint in self._footprints.values():
+                    if part in footprint.parts:
+                        footprint.parts.append(half)
+        for place in wanted:
+            self._part_of[place] = becomes[self._part_of.get(place)]
+        return list(becomes.values())
+
+    def is_open(self, footprint: Footprint, contended: bool) -> bool:
+        """Whether there is room for one more launch; `contended` if several clients want the island."""
+        segments, time_us = SEGMENTS, TIME_US
+        if contended:
+            segments, time_us = CONTENDED_SEGMENTS, CONTENDED_TIME_US
+        for part in footprint.parts:
+            if part.launched >= 2 and (part.launched >= segments or part.time_us >= time_us):
+                return False
+        return True
+
+    def launched(self, footprint: Footprint, time_us: float) -> None:
+        """Something has been launched that is expected to take so long."""
+        for part in footprint.parts:
+            part.launched += 1
+            part.time_us += time_us
+
+    def ended(self, footprint: Footprint, time_us: float) -> None:
+        """It has ended; `time_us` is what was expected when it was launched."""
+        for part in footprint.parts:
+            part.launched -= 1
+            part.time_us -= time_us
+
+
+def places_of(message: InstallProgram) -> dict[int, frozenset[Hashable]]:
+    """Where each segment of a program runs on this island."""
+    bindings = {binding.slice: binding for plan in message.plans for binding in plan.bindings}
+    computations: dict[int, set[int]] = {}
+    hosts: dict[int, set[str]] = {}
+    for plan in message.plans:
+        for part in plan.segments:
+            here = (one.computation for one in part.instructions if isinstance(one, Execute))
+            computations.setdefault(part.segment, set()).update(here)
+            hosts.setdefault(part.segment, set()).add(plan.host)
+    places: dict[int, frozenset[Hashable]] = {}
+    for segment, numbers in computations.items():
+        found: set[Hashable] = set()
+        for number in numbers:
+            computation = message.body.computations[number]
+            placement = computation.placement
+            devices = bindings[placement.slice].located(placement)
+            found.update(d.host for d in devices) if computation.python else found.update(devices)
+        places[segment] = frozenset(found or hosts[segment])
+    return places

@@ -1,0 +1,85 @@
+"""What is under way, counted for each device, in steps for each group of devices that are used together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pw.core.messages import InstallProgram
+from pw.core.plan import Execute, Free, HostPlan, HostSegment
+from pw.core.program import Computation, Program
+from pw.core.sharding import Binding, DeviceAddress, Placement
+from pw.sched import window
+from pw.sched.window import Footprint, Window, places_of
+
+PLACES = "abcdef"
+places = st.frozensets(st.sampled_from(PLACES))
+# Where something runs, how long it takes, and which of those under way ends first.
+steps = st.tuples(
+    places, st.sampled_from([1.0, 7_000.0, 300_000.0]), st.none() | st.integers(0, 99)
+)
+
+
+@given(st.lists(steps), st.booleans())
+def test_every_place_counts_as_if_it_were_counted_alone(
+    done: list[tuple[frozenset[str], float, int | None]], contended: bool
+) -> None:
+    ahead = Window()
+    limit, limit_us = window.SEGMENTS, window.TIME_US
+    if contended:
+        limit, limit_us = window.CONTENDED_SEGMENTS, window.CONTENDED_TIME_US
+    counts: defaultdict[str, int] = defaultdict(int)
+    times_us: defaultdict[str, float] = defaultdict(float)
+    under_way: list[tuple[frozenset[str], Footprint, float]] = []
+    for where, time_us, ends in done:
+        if ends is not None and under_way:
+            before, footprint, took_us = under_way.pop(ends % len(under_way))
+            ahead.ended(footprint, took_us)
+            for place in before:
+                counts[place] -= 1
+                times_us[place] -= took_us
+        footprint = ahead.footprint(where)
+        assert ahead.footprint(where) is footprint
+        room = all(counts[p] < 2 or (counts[p] < limit and times_us[p] < limit_us) for p in where)
+        assert ahead.is_open(footprint, contended) == room
+        ahead.launched(footprint, time_us)
+        under_way.append((where, footprint, time_us))
+        for place in where:
+            counts[place] += 1
+            times_us[place] += time_us
+
+
+def test_devices_that_are_used_together_are_one_part() -> None:
+    ahead = Window()
+    whole = ahead.footprint(range(2048))
+    assert len(whole.parts) == 1
+    half = ahead.footprint(range(1024))
+    assert len(half.parts) == 1
+    assert len(whole.parts) == 2
+    assert half.parts[0] in whole.parts
+    assert ahead.footprint(range(1024, 2048)).parts == [whole.parts[0]]
+
+
+def test_where_each_segment_of_a_program_runs() -> None:
+    devices = tuple(DeviceAddress(f"h{at // 2}", at % 2) for at in range(4))
+    binding = Binding(7, "i", devices)
+
+    def computation(*at: int, python: bool = False) -> Computation:
+        return Computation("f", b"", Placement(7, at), (), (), python=python)
+
+    def plan(host: str, *of_segments: tuple[Execute | Free, ...]) -> HostPlan:
+        parts = tuple(HostSegment(at, part) for at, part in enumerate(of_segments) if part)
+        return HostPlan(host, parts, (), (), (binding,))
+
+    wide, one, function = (Execute(number, (), (), ()) for number in range(3))
+    body = Program(
+        "p", (computation(0, 2), computation(3), computation(2, python=True)), (), (), ()
+    )
+    plans = (plan("h0", (wide,), (), (Free((1,)),)), plan("h1", (wide, one), (function,)))
+    assert places_of(InstallProgram(1, body, plans, ())) == {
+        0: {devices[0], devices[2], devices[3]},
+        1: {"h1"},
+        2: {"h0"},
+    }
