@@ -389,6 +389,15 @@ def test_put_moves_between_islands_and_shardings(east: pw.Mesh, west: pw.Mesh) -
         np.testing.assert_array_equal(x, numbers(size))
 
 
+def test_put_takes_shardings_where_jax_does(east: pw.Mesh, west: pw.Mesh) -> None:
+    there, here = split(east), pw.NamedSharding(west, P())
+    x, y = pw.put((numbers(4), numbers(2)), (there, here))
+    assert (x.sharding, y.sharding) == (there, here)
+    assert pw.put(x, here).sharding == here
+    with pytest.raises(pw.PlacementError, match="; 3 was given"):
+        pw.put(numbers(4), 3)
+
+
 def test_what_is_put_is_a_copy(east: pw.Mesh) -> None:
     for size in (8, 1_000_000):
         value = numbers(size)

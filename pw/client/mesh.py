@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any
 
@@ -386,4 +386,6 @@ def mesh_of(devices: Any) -> Mesh:
         devices = devices.devices
     elif isinstance(devices, VirtualDevice):
         devices = (devices,)
-    return Mesh(np.array(list(devices), dtype=object), ("devices",))
+    elif isinstance(devices, Iterable):
+        devices = list(devices)
+    return Mesh(devices, ("devices",))

@@ -28,7 +28,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
 
     Args:
         tree: tree of numbers, numpy arrays, jax arrays or pw arrays.
-        devices: a virtual device, a slice, or several devices of one slice, each to hold a full copy.
+        devices: a virtual device, a slice, or several devices of one slice, each to hold a full copy; or, as
+            in `jax.device_put`, what is described under `sharding`.
         sharding: a `pw.NamedSharding` (or, together with `devices`, a PartitionSpec over their axis
             "devices"), or a tree prefix of such. With neither, arrays stay where they are and host
             values go to a default slice of one device.
@@ -46,6 +47,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             "pw.put was called in a function that JAX traces; there, "
             "jax.lax.with_sharding_constraint says how a value is to lie"
         )
+    if sharding is None and _are_shardings(devices):
+        devices, sharding = None, devices
     mesh = None if devices is None else mesh_of(devices)
     wanted: list[NamedSharding | None] = []
     for entry in spread(sharding, tree, "the sharding of pw.put"):
@@ -63,6 +66,11 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
     moved = [_put(leaf, target, keep) for leaf, target in zip(leaves, wanted, strict=True)]
     return tree_unflatten(structure, moved)
+
+
+def _are_shardings(devices: Any) -> bool:
+    leaves, _ = tree_flatten(devices)
+    return bool(leaves) and all(isinstance(leaf, NamedSharding) for leaf in leaves)
 
 
 def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
