@@ -350,7 +350,7 @@ class FakeHost:
         mine = {
             "programs": len(self.executor._programs),
             "runs": len(self.executor._runs),
-            "queue": len(self.executor._queue),
+            "queue": len(self.executor._lanes),
             "installed": len(self.backend.installed),
             "landings": len(self.bulk.landings),
         }

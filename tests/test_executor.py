@@ -16,6 +16,7 @@ from pw.core.ids import (
     RESOURCES,
     Address,
     client_id,
+    client_of,
     coordinator_of,
     executor_of,
     scheduler_of,
@@ -90,10 +91,16 @@ class Bench:
         self.world.drain("a0")
 
     def install(
-        self, body: Program, blob: bytes = b"1", epoch: int = 1, again: int = 0, install: int = 1
+        self,
+        body: Program,
+        blob: bytes = b"1",
+        epoch: int = 1,
+        again: int = 0,
+        install: int = 1,
+        client: int = 1,
     ) -> int:
         self.serial += not again
-        number = again or client_id(1, self.serial)
+        number = again or client_id(client, self.serial)
         plan = lower(body, self.slices)
         (mine,) = [host_plan for host_plan in plan.hosts if host_plan.host == "a0"]
         self.segments = [part.segment for part in mine.segments]
@@ -105,7 +112,9 @@ class Bench:
         """A run's first launch; its number and that of its only result."""
         self.sequence += 1
         self.serial += 2
-        run, result = client_id(1, self.serial), how.get("result", client_id(1, self.serial - 1))
+        client = client_of(program)
+        made = client_id(client, self.serial - 1)
+        run, result = client_id(client, self.serial), how.get("result", made)
         arguments = Arguments(args, how.get("results", (result,)))
         self.tell(
             Launch(
@@ -237,6 +246,56 @@ def test_everything_waits_behind_an_edge_and_goes_on_in_order() -> None:
     ]
 
 
+def test_who_waits_for_an_edge_holds_up_no_other_client() -> None:
+    bench = Bench()
+    waiting = bench.install(chain([bench.there, bench.here]))
+    (segment,) = bench.segments
+    alone = bench.install(chain([bench.here], b"5"), b"5")
+    theirs = bench.install(chain([bench.here], b"7"), b"7", client=2)
+    run, late = bench.launch(waiting, X.tobytes(), segment=segment)
+    bench.launch(alone, X.tobytes())
+    _, first = bench.launch(theirs, X.tobytes())
+    _, second = bench.launch(theirs, first)
+    bench.sequence += 1
+    bench.tell(Discard(1, bench.sequence, (first,), (theirs,), ()))
+    bench.settle()
+    np.testing.assert_array_equal(bench.value(second), X + 14)
+    installed = {int(key.split(b"/")[0]) for key in bench.host.backend.installed}
+    assert installed == {waiting, alone}
+    assert len(bench.host.backend.executed) == 2
+    assert bench.finished().keys() == {2, 3}
+    bench.edge(run, "b0", X + 1)
+    assert bench.finished().keys() == {0, 1, 2, 3}
+    np.testing.assert_array_equal(bench.value(late), X + 2)
+
+
+def test_gangs_go_in_one_order_whoever_they_belong_to() -> None:
+    bench = Bench("a1")
+    moves = bench.install(chain([bench.there, bench.here]))
+    (alone,) = bench.segments
+    gang = bench.install(chain([bench.there, bench.wide]))
+    (segment,) = bench.segments
+    theirs = bench.install(chain([bench.wide]), client=2)
+    third = bench.install(chain([bench.here]), client=3)
+    queue = bench.host.backend.queue
+
+    def handed_over() -> list[int]:
+        return [int(op.key.split(b"/")[0]) for op in queue if isinstance(op, ops.Execute)]
+
+    mine, _ = bench.launch(moves, b"", segment=alone)
+    bench.launch(theirs, X.tobytes())
+    assert handed_over() == [theirs], "what is done here alone is before no gang"
+    run, _ = bench.launch(gang, b"", segment=segment)
+    bench.launch(theirs, X.tobytes())
+    bench.launch(third, X.tobytes())
+    assert handed_over() == [theirs, third]
+    bench.edge(mine, "b0", X)
+    assert handed_over() == [theirs, third, moves]
+    bench.edge(run, "b0", X[: SMALL // 2], edge=0)
+    bench.settle()
+    assert handed_over() == [theirs, third, moves, gang, theirs]
+
+
 def test_a_later_run_may_read_what_has_not_arrived() -> None:
     """As an argument, to send it on, to lay it out differently, and to pass it through."""
     bench = Bench()
@@ -332,7 +391,7 @@ def test_what_comes_from_a_host_that_has_gone_fails_at_once() -> None:
     bench.tell(PeerLost("b0", "silent"), actor="coordinator")
     bench.settle()
     assert len(bench.told(Progress)) >= 1
-    assert not bench.host.executor._queue
+    assert not bench.host.executor._lanes
 
 
 def test_discards_take_their_place_behind_launches() -> None:

@@ -83,3 +83,21 @@ def test_where_each_segment_of_a_program_runs() -> None:
         1: {"h1"},
         2: {"h0"},
     }
+
+
+def test_parts_are_joined_when_what_divided_them_has_gone() -> None:
+    ahead = Window()
+    whole = ahead.footprint(range(100))
+    ahead.launched(whole, 5.0)
+    for turn in range(10 * window.FEW):
+        ahead.footprint(range(turn % 99 + 1))
+        assert len(whole.parts) <= window.FEW + 4
+    assert ahead.is_open(whole, True)
+    ahead.launched(whole, 300_000.0)
+    assert not ahead.is_open(whole, False)
+    assert not ahead.is_open(ahead.footprint((7,)), False)
+    ahead.ended(whole, 300_000.0)
+    assert ahead.is_open(ahead.footprint((7,)), False)
+    del whole
+    ahead.tidy()
+    assert not ahead._part_of

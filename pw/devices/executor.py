@@ -1,11 +1,11 @@
-"""The host executor: runs its part of every gang strictly in launch order.
+"""The host executor: runs its part of every gang, in launch order.
 
 Theory of operation. Launches carry contiguous numbers; a gap means that the gang's order is lost, and
 the host stops and says so. Each launch names a segment of an installed program; its instructions are
 turned into ops for the device backend, in order, and handed over at once: control runs ahead of the data.
-The one thing that holds the head of the queue is an instruction that reads a value which comes from another
-host and has not arrived. Everything behind it waits as well, so that collectives meet in the same order on all
-hosts (DESIGN G1); G4 and the scheduler see to it that such a wait always ends.
+The one thing that holds a launch is an instruction that reads a value which comes from another host and has not
+arrived. What its client wants behind it waits as well, and so do other gangs, which must meet in the same order
+on all hosts (DESIGN G1, `pw.devices.lanes`); G4 and the scheduler see to it that such a wait always ends.
 
 A *run* lives from its first launch on this host to its last; its values are in numbered slots. Results
 are also in the object store, under the ids that the client gave them.
@@ -19,18 +19,16 @@ was that a host or a transfer was lost (INFRASTRUCTURE), the run is run again; i
 again (no memory here, a computation that failed here), the run is refused with it. On a gang of one host
 both are errors like any other, and the scheduler hears that what was *lost* may be run again.
 
-Edges hold the queue, so their errors are known before anything is handed over, and what the backend makes of
+Launches wait for edges, so their errors are known before anything is handed over, and what the backend makes of
 a lost value is marked here as lost too. What goes wrong later, the backend tells (`Execute.failed`). (What
 a cancelled run has not made is lost on all hosts alike.)
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -72,6 +70,7 @@ from pw.devices import backend as ops
 from pw.devices.backend import Backend, Op, Part, Value
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.host_program import NO_SEGMENT, HostProgram, Inline, Segment
+from pw.devices.lanes import Lanes
 from pw.devices.membership import RECONNECT_S, HostMember, HostProcess
 from pw.devices.store import ObjectStore
 from pw.devices.verdicts import Verdicts
@@ -96,7 +95,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Launched:
-    """A launch in the queue, and how far it has got."""
+    """A launch, and how far it has got."""
 
     launch: Launch
     run: _Run
@@ -119,7 +118,7 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class _Forget:
-    """A place in the queue: the backend may forget these computations, and these runs go no further."""
+    """A place in a lane: the backend may forget these computations, and these runs go no further."""
 
     keys: tuple[bytes, ...]
     runs: tuple[int, ...] = ()
@@ -127,7 +126,7 @@ class _Forget:
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A place in the queue: shards are copied to host memory or to disk, from these values."""
+    """A place in a lane: shards are copied to host memory or to disk, from these values."""
 
     copies: tuple[tuple[Copy, Value | None], ...]
     files: tuple[tuple[CopyFile, tuple[Value | None, ...]], ...]
@@ -137,6 +136,8 @@ class _Copying:
         yield from (value for _, value in self.copies)
         yield from (value for _, values in self.files for value in values)
 
+
+_Work = _Launched | _Forget | _Copying
 
 PROGRESS_S = 0.005
 """How long the end of a launch may be kept from the scheduler while it has enough others under way here."""
@@ -177,7 +178,7 @@ class HostExecutor(HostMember):
         self._arriving: dict[Value, list[Callable[[], None]]] = {}
         """Values that are still on their way from another host, whatever run they belong to, and
         what is to be done when they are there."""
-        self._queue: deque[_Launched | _Forget | _Copying] = deque()
+        self._lanes: Lanes[_Work] = Lanes(self._go)
         self._ops: list[Op] = []
         self._announced: list[tuple[int, Value]] = []
         self._finished: list[Finished] = []
@@ -274,14 +275,14 @@ class HostExecutor(HostMember):
             self.env.send(sender, LaunchGap(self._epoch, message.sequence, message.sequence))
             return
         segment = run.program.segments.get(message.segment, NO_SEGMENT)
-        if not self._queue:
+        if not self._lanes:
             self._watchdog.went_on()
-        # An edge may fail at once and set the queue going: all are expected before the launch is in it.
+        # An edge may fail at once and set work going: all are expected before the launch is among it.
         for receive in segment.receives:
             self._expect(run, receive)
         run.launched = message.segment
-        self._queue.append(_Launched(message, run, segment))
-        self._advance()
+        work = _Launched(message, run, segment)
+        self._put(client_of(message.run), work, segment.together)
 
     def _begin(self, message: Launch, program: HostProgram) -> None:
         """A run's first launch here: bind its arguments and announce its results."""
@@ -350,41 +351,46 @@ class HostExecutor(HostMember):
                 for receive in segment.receives:
                     self._coordinator.decline(message.run, receive)
 
-    # --- the queue -----------------------------------------------------------------------------------
+    # --- what is next --------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        """Hand over as much of the queue as can go, strictly in order."""
-        while self._queue:
-            head = self._queue[0]
-            if isinstance(head, _Forget):
-                self._flush()
-                for key in head.keys:
-                    self._backend.forget(key)
-                for number in head.runs:
-                    self._coordinator.end(number)
-                self._queue.popleft()
-                continue
-            if isinstance(head, _Copying):
-                if any(value in self._arriving for value in head.values()):
-                    break
-                reads = (self._store.replicas.copy(copy, value) for copy, value in head.copies)
-                self._ops += [read for read in reads if read is not None]
-                for job, values in head.files:
-                    self._ops += self._store.files.write(job, values)
-                self._queue.popleft()
-                continue
-            instructions = head.segment.instructions
-            while head.position < len(instructions):
-                if not self._step(head, instructions[head.position]):
-                    self._flush()
-                    return
-                if head.made and head.position in head.segment.watch_after:
-                    self._watch_made(head)
-                head.position += 1
-            self._queue.popleft()
-            self._end(head)
+    def _put(self, client: int, work: _Work, together: bool = False) -> None:
+        """It is to be done after all that this client has wanted before."""
+        if self._lanes.put(client, work, together):
             self._watchdog.went_on()
         self._flush()
+
+    def _advance(self) -> None:
+        """Hand over all that can go."""
+        if self._lanes.go_on():
+            self._watchdog.went_on()
+        self._flush()
+
+    def _go(self, work: _Work) -> bool:
+        """Hand over as much of this as can go; whether that was all."""
+        if isinstance(work, _Forget):
+            self._flush()
+            for key in work.keys:
+                self._backend.forget(key)
+            for number in work.runs:
+                self._coordinator.end(number)
+            return True
+        if isinstance(work, _Copying):
+            if any(value in self._arriving for value in work.values()):
+                return False
+            reads = (self._store.replicas.copy(copy, value) for copy, value in work.copies)
+            self._ops += [read for read in reads if read is not None]
+            for job, values in work.files:
+                self._ops += self._store.files.write(job, values)
+            return True
+        instructions = work.segment.instructions
+        while work.position < len(instructions):
+            if not self._step(work, instructions[work.position]):
+                return False
+            if work.made and work.position in work.segment.watch_after:
+                self._watch_made(work)
+            work.position += 1
+        self._end(work)
+        return True
 
     def _step(self, head: _Launched, instruction: Instruction) -> bool:
         """Do one instruction; False if it must wait for an edge."""
@@ -642,7 +648,7 @@ class HostExecutor(HostMember):
         self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
 
     def _flush(self) -> None:
-        if self._queue:
+        if self._lanes:
             self._watchdog.watch()
         if self._ops:
             batch, self._ops = self._ops, []
@@ -676,7 +682,7 @@ class HostExecutor(HostMember):
 
     def when_ended(self, act: Callable[[], None]) -> bool:
         """Call `act` when all that was launched has ended; false while not all of it is handed over."""
-        if self._queue:
+        if self._lanes:
             return False
         values = self._store.values_under_way()
         self._backend.submit([ops.Watch(values, lambda error: act())])
@@ -690,15 +696,15 @@ class HostExecutor(HostMember):
 
     @handles(Look)
     def _look(self, sender: Address, note: Look) -> None:
-        if self._watchdog.stalled(bool(self._queue)):
+        if self._watchdog.stalled(bool(self._lanes)):
             self.env.count("stalls")
             for line in told(self._described(0, frozenset())):
                 self.env.log("warning", "stalled", why=line)
 
     def _described(self, request: int, work: frozenset[tuple[int, int]]) -> HostReport:
-        """Where this host is: the head of its queue first, then these launches."""
-        launches = [] if not self._queue else [self._head(self._queue[0])]
-        for queued in islice(self._queue, 1, None):
+        """Where this host is: what is next of each client first, then these launches."""
+        launches = [self._head(head) for head in self._lanes.heads()]
+        for queued in self._lanes.others():
             if isinstance(queued, _Launched):
                 run, segment = queued.run, queued.launch.segment
                 if (run.run, segment) in work:
@@ -714,14 +720,14 @@ class HostExecutor(HostMember):
             self._host,
             state,
             self._watchdog.quiet_s,
-            len(self._queue),
+            len(self._lanes),
             tuple(launches),
             self._coordinator.edges(),
             self._backend.whereabouts(),
         )
 
-    def _head(self, head: _Launched | _Forget | _Copying) -> LaunchReport:
-        """What is next here, and the values that it waits for."""
+    def _head(self, head: _Work) -> LaunchReport:
+        """What is next of a client, and the values that it waits for."""
         values: list[Value | None] = []
         if isinstance(head, _Copying):
             values = list(head.values())
@@ -742,7 +748,8 @@ class HostExecutor(HostMember):
         if not isinstance(head, _Launched):
             return LaunchReport(0, 0, "copies", (), "waiting", edges, unsettled)
         run = head.run
-        report = launch_report(run.run, head.launch.segment, run.program, "waiting")
+        state = "waiting" if awaited else "queued"
+        report = launch_report(run.run, head.launch.segment, run.program, state)
         return replace(report, waits_for=edges, unsettled=unsettled)
 
     # --- copies and drops ---------------------------------------------------------------------------
@@ -753,8 +760,9 @@ class HostExecutor(HostMember):
             value, order = self._store.value, unpacked(message)
             copies = tuple((copy, value(copy.array)) for copy in order.copies)
             files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in order.files)
-            self._queue.append(_Copying(copies, files))
-            self._advance()
+            named = (*order.copies, *(copy for file in order.files for copy in file.copies))
+            client = next((client_of(copy.array) for copy in named), 0)  # the same of all
+            self._put(client, _Copying(copies, files))
 
     @handles(Discard)
     def _discard(self, sender: Address, message: Discard) -> None:
@@ -770,8 +778,7 @@ class HostExecutor(HostMember):
             runs = tuple(run for run in self._runs if client_of(run) == client)
             for run in runs:
                 del self._runs[run]
-            self._queue.append(_Forget((), runs))
-            self._advance()
+            self._put(client, _Forget((), runs))
             for program in [p for p in self._programs if client_of(p) == client]:
                 self._uninstall(program)
 
@@ -779,5 +786,4 @@ class HostExecutor(HostMember):
         """Forget a program once the launches before have been handed over."""
         installed = self._programs.pop(number, None)
         if installed is not None:
-            self._queue.append(_Forget(installed.compiled))
-            self._advance()
+            self._put(client_of(number), _Forget(installed.compiled))

@@ -37,6 +37,8 @@ class Segment:
     unread: frozenset[int] = frozenset()
     """Positions of computations together with other hosts of which no later such one reads a result. The
     failure of any other is that of one of these as well."""
+    together: bool = False
+    """Something in it is computed together with other hosts."""
     devices: frozenset[int] = frozenset()
     """Ordinals of this host's devices on which anything is computed."""
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Segment:
         for position, instruction in enumerate(instructions):
             if isinstance(instruction, Execute):
                 computation = body.computations[instruction.computation]
+                segment.together |= instruction.computation in gangs
                 if instruction.results:
                     devices = own(computation)
                     segment.devices |= devices

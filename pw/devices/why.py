@@ -72,14 +72,14 @@ def computations(program: HostProgram, instructions: tuple[Instruction, ...]) ->
 
 
 def told(report: HostReport) -> Iterator[str]:
-    """What the log of a host says of the head of its queue that does not move."""
+    """What the log of a host says of the client's work that has waited for longest."""
     head = report.launches[0] if report.launches else None
     if head is None:
         return
     names = ", ".join(map(repr, head.computations)) or "no computation"
     yield (
-        f"run {head.run}, segment {head.segment} of {head.program!r} ({names}) waits at the head of the "
-        f"queue since {report.quiet_s:.0f} s, {report.queued - 1} behind it"
+        f"run {head.run}, segment {head.segment} of {head.program!r} ({names}) waits since "
+        f"{report.quiet_s:.0f} s; {report.queued} launches have not been handed over"
     )
     for edge in report.edges:
         if edge.incoming and (edge.run, edge.edge) in head.waits_for:

@@ -455,6 +455,8 @@ class IslandScheduler(Actor):
             self._watchdog.watch()
         if self._drops:
             self._send_drops()
+        if not self._programs:
+            self._window.tidy()
 
     def _next(self) -> SegmentTask | None:
         """Take the task that goes next, if one may go now."""

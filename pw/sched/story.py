@@ -142,7 +142,9 @@ class _Story:
         elif state == "missing":
             yield Finding(BROKEN, host, f"{who} has not got the launch of {what}")
         elif state in ("waiting", "queued"):
-            yield from self._queued(report, who, what, state)
+            head = _before(report, work)
+            behind = "" if head is launch else f"; {what} is queued behind {self._launched(head)}"
+            yield from self._queued(report, who, what, head, behind)
         elif state == "handed over" and not _is_at(report, work):
             yield Finding(LATE, host, f"{who} has not enqueued {what}{busy}")
         elif state != "finished":
@@ -154,10 +156,10 @@ class _Story:
             return Finding(SILENT, host, f"{who} does not answer{_heard(self._silent[host])}")
         return Finding(BEHIND, host, f"{who} was not asked")
 
-    def _queued(self, report: HostReport, who: str, what: str, state: str) -> Iterator[Finding]:
-        """The head of a host's queue, and why it does not move."""
-        head = report.launches[0]
-        behind = "" if state == "waiting" else f"; {what} is queued behind {self._launched(head)}"
+    def _queued(
+        self, report: HostReport, who: str, what: str, head: LaunchReport, behind: str
+    ) -> Iterator[Finding]:
+        """Why what is not handed over has to wait: for itself, or behind a head that waits."""
         found = [self._edge(report.host, edge) for edge in _awaited(report, head)]
         for name in head.unsettled:
             words = f"{who} waits for the end of {name!r}{_busy(report.threads)}"
@@ -287,6 +289,13 @@ def _launch(report: HostReport, work: WorkReport) -> LaunchReport | None:
         if (launch.run, launch.segment) == (work.run, work.segment):
             return launch
     return None
+
+
+def _before(report: HostReport, work: WorkReport) -> LaunchReport:
+    """What holds up a launch on a host: itself, what its client wants before it, or an earlier gang."""
+    waiting = [launch for launch in report.launches if launch.state == "waiting"]
+    own = [launch for launch in waiting if client_of(launch.run) == client_of(work.run)]
+    return (own or waiting or list(report.launches))[0]
 
 
 def _awaited(report: HostReport, launch: LaunchReport) -> list[EdgeReport]:

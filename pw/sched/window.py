@@ -7,14 +7,14 @@ be launched when there is room everywhere it runs; what is full elsewhere does n
 
 A gang's devices are many, and nearly always used together. They are counted once, as one part, until something
 runs on some of them only; then the part is divided, and both halves have what the whole had. So a launch costs
-a step for each part, however many devices there are.
+a step for each part, however many devices there are. Now and then parts are made anew of what is still in use.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from pw.core.messages import InstallProgram
@@ -27,6 +27,8 @@ TIME_US = 250_000.0
 CONTENDED_TIME_US = 20_000.0
 """The same, when several clients want the island."""
 CONTENDED_SEGMENTS = 32
+FEW = 16
+"""Footprints after which it is not worth to look whether parts can be joined again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,7 @@ class Part:
 class Footprint:
     """Where something runs."""
 
+    places: frozenset[Hashable]
     parts: list[Part]
 
 
@@ -52,14 +55,38 @@ class Window:
         self._part_of: dict[Hashable, Part] = {}
         self._footprints: WeakValueDictionary[frozenset[Hashable], Footprint]
         self._footprints = WeakValueDictionary()
+        self._made = 0
+        """How many footprints were made since parts were."""
 
     def footprint(self, places: Iterable[Hashable]) -> Footprint:
         """The one footprint of these places."""
         wanted = frozenset(places)
         known = self._footprints.get(wanted)
         if known is None:
-            known = self._footprints[wanted] = Footprint(self._divide(wanted))
+            if self._made > 2 * len(self._footprints) + FEW:
+                self.tidy()
+            self._made += 1
+            known = self._footprints[wanted] = Footprint(wanted, self._divide(wanted))
         return known
+
+    def tidy(self) -> None:
+        """Forget the places where nothing runs any more, and which of the others were ever apart."""
+        before, self._part_of, self._made = self._part_of, {}, 0
+        users: defaultdict[Hashable, list[Footprint]] = defaultdict(list)
+        for footprint in self._footprints.values():
+            footprint.parts.clear()
+            for place in footprint.places:
+                users[place].append(footprint)
+        parts: dict[tuple[Footprint, ...], Part] = {}
+        for place, using in users.items():
+            part = parts.get(tuple(using))
+            if part is None:
+                # Whatever is under way at one of these places is so at all of them.
+                part = parts[tuple(using)] = replace(before[place], size=0)
+                for footprint in using:
+                    footprint.parts.append(part)
+            part.size += 1
+            self._part_of[place] = part
 
     def _divide(self, wanted: frozenset[Hashable]) -> list[Part]:
         """The parts that the wanted places are, divided where they are in one with others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -181,6 +182,30 @@ def replay_launches(cluster: SimCluster) -> None:
         return None
 
     _tamper(cluster, Launch, alter)
+
+
+@_mutation("gangs-pass-gangs", "slow", "G1", "liveness")
+def _unruly(cluster: SimCluster) -> None:
+    """A gang of one client passes another's that waits for an input on this host."""
+
+    def careless(host: SimHost) -> None:
+        lanes: Any = host.executor._lanes
+        put = lanes.put
+        lanes.put = lambda client, work, together=False: put(client, work)
+
+    cluster.alterations.append(careless)
+
+
+@_mutation("work-passes-work", "calm", "values are made before they are used", "oracle")
+def _no_lanes(cluster: SimCluster) -> None:
+    """What a client wants passes what it has wanted before, and waits for an input on this host."""
+
+    def careless(host: SimHost) -> None:
+        lanes: Any = host.executor._lanes
+        put, serial = lanes.put, count()
+        lanes.put = lambda client, work, together=False: put(next(serial), work, together)
+
+    cluster.alterations.append(careless)
 
 
 @_mutation("gang-not-broken", "devices", "liveness", "G1")

@@ -1,0 +1,66 @@
+"""Work of several clients on one host: each in its order, gangs in one, and nobody waits for more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pw.devices.lanes import Lanes
+
+
+@dataclass(eq=False)
+class Work:
+    client: int
+    together: bool
+    ready: bool
+    done: bool = False
+
+
+arrivals = st.tuples(st.integers(0, 2), st.booleans(), st.booleans())
+# A piece of work that comes, or the one of those that wait which becomes ready.
+events = st.lists(arrivals | st.integers(0, 9), max_size=40)
+
+
+@given(events)
+def test_work_waits_for_what_it_must_and_for_nothing_else(
+    happens: list[tuple[int, bool, bool] | int],
+) -> None:
+    order: list[Work] = []
+    came: list[Work] = []
+
+    def go(work: Work) -> bool:
+        if work.ready:
+            assert not work.done
+            work.done = True
+            order.append(work)
+        return work.ready
+
+    lanes = Lanes(go)
+    for event in happens:
+        before = next(lanes.heads(), None)
+        if isinstance(event, tuple):
+            came.append(Work(*event))
+            moved = lanes.put(event[0], came[-1], event[1])
+            assert moved == (before is None and came[-1].done)
+        else:
+            waiting = [work for work in came if not work.ready]
+            if waiting:
+                waiting[event % len(waiting)].ready = True
+            moved = lanes.go_on()
+            assert moved == (before is not None and before.done)
+        for at, work in enumerate(came):
+            first = [e for e in came[:at] if not e.done]
+            if any(e.client == work.client or (e.together and work.together) for e in first):
+                assert not work.done
+            else:
+                assert work.done == work.ready
+        undone = [work for work in came if not work.done]
+        assert len(lanes) == len(undone)
+        heads, others = list(lanes.heads()), list(lanes.others())
+        assert sorted(map(id, heads + others)) == sorted(map(id, undone))
+        assert all(
+            next(work for work in undone if work.client == head.client) is head for head in heads
+        )
+        assert len({head.client for head in heads}) == len(heads)
