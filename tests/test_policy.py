@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from pw.core.messages import UploadEnded
 from pw.sched import window
-from pw.sched.policy import ProportionalShare
+from pw.sched.policy import Account, ProportionalShare
 from pw.sched.scheduler import UNKNOWN_AT_ONCE
-from pw.sched.tasks import ClientQueue, DiscardTask
-from tests.test_scheduler import Bench
+from tests.test_scheduler import Bench, runs_on
 
 
 class Island:
@@ -40,6 +41,17 @@ class Island:
             self.done += 1
             self.bench.end(launches[0], self.time_us[owners[-1]])
         return owners
+
+
+@dataclass
+class Wants:
+    """Somebody who has work for some devices."""
+
+    client: int
+    accounts: Sequence[Account]
+    share: float = 1.0
+    priority: int = 0
+    head_arrival: int = 0
 
 
 @pytest.mark.parametrize("times_us", [(300, 1000, 5000), (5000, 300, 1000), (2000, 2000, 2000)])
@@ -83,15 +95,71 @@ def test_what_was_used_while_nobody_else_was_there_is_held_against_nobody() -> N
 
 
 def test_to_look_for_somebody_who_fits_costs_nobody_anything() -> None:
-    policy = ProportionalShare()
-    contenders = [ClientQueue(1, 1.0, 0), ClientQueue(2, 1.0, 0)]
+    policy, account = ProportionalShare(), Account()
+    contenders = [Wants(client, (account,)) for client in (1, 2)]
     for number, contender in enumerate(contenders):
-        contender.tasks.append(DiscardTask((), (), 0, number))
-        policy.launched(contender)
-        policy.charge(contender, 1e6 * number)
-    before = dict(policy._pass), policy._virtual_time
+        policy.launched(contender, 1e6 * number)
+    before = account.copy()
     assert [policy.choose(contenders), policy.choose(contenders[1:])] == [0, 0]
-    assert (policy._pass, policy._virtual_time) == before
+    assert account == before
+
+
+@pytest.mark.parametrize("times_us", [(4000, 4000), (1000, 10_000)])
+def test_who_works_elsewhere_changes_nobodys_share(times_us: tuple[int, int]) -> None:
+    """Neither that of others, nor its own when it wants to work where they do."""
+    bench = Bench("share", ("h0",))
+    for client, at, share in ((1, 0, 3.0), (2, 0, 1.0), (3, 1, 1.0)):
+        runs_on(bench, client, at, share=share)
+    took_us = {1: times_us[0], 2: times_us[1], 3: 1000}
+    used_us: Counter[int] = Counter()
+    ends_us = [0, 0]
+    bench.tell(*[bench.submission(client) for client in (1, 2, 3) for _ in range(1500)])
+    done: set[int] = set()
+    for _ in range(1500):
+        open_ = [launch for launch in bench.launches() if launch.sequence not in done]
+        first = [next((n for n in open_ if (n.run >> 40 == 3) == bool(at)), None) for at in (0, 1)]
+        assert all(first), "neither device is without work"
+        at = ends_us.index(min(ends_us))
+        launch = first[at]
+        assert launch is not None
+        client = launch.run >> 40
+        done.add(launch.sequence)
+        ends_us[at] += took_us[client]
+        used_us[client] += took_us[client]
+        bench.end(launch, took_us[client])
+    assert used_us[1] / used_us[2] == pytest.approx(3, rel=0.15)
+    assert used_us[3] > 0.9 * (used_us[1] + used_us[2])
+
+
+def test_who_was_alone_elsewhere_has_its_share_where_others_are() -> None:
+    policy, here, there = ProportionalShare(), Account(), Account()
+    alone, mine, theirs = Wants(1, (there,)), Wants(1, (here,)), Wants(2, (here,))
+    for _ in range(1000):
+        policy.launched(alone, 1000.0)
+        policy.launched(theirs, 1000.0)
+    policy.rejoin(1, (here,))
+    served = Counter()
+    for _ in range(100):
+        contenders = [mine, theirs]
+        chosen = contenders[policy.choose(contenders)]
+        policy.launched(chosen, 1000.0)
+        served[chosen.client] += 1
+    assert abs(served[1] - served[2]) <= 2
+    both = Wants(3, (here, there))
+    policy.rejoin(3, both.accounts)
+    for _ in range(90):
+        contenders = [mine, theirs, alone, both]
+        chosen = contenders[policy.choose(contenders)]
+        policy.launched(chosen, 1000.0)
+        served[id(chosen)] += 1
+    assert 20 <= served[id(both)] <= 25, "as often as anybody"
+    served.clear()
+    for _ in range(90):
+        contenders = [theirs, both]
+        chosen = contenders[policy.choose(contenders)]
+        policy.launched(chosen, 1000.0 if chosen is theirs else 50_000.0)
+        served[id(chosen)] += 1
+    assert served[id(both)] in (2, 3), "time that nobody else wants is not held against it"
 
 
 def test_who_could_not_be_served_claims_only_a_little_of_the_past() -> None:

@@ -309,7 +309,7 @@ def test_the_window_bounds_what_is_launched() -> None:
     assert 2 <= contended.scheduler.launched < window.CONTENDED_SEGMENTS, "time counts, too"
 
 
-def runs_on(bench: Bench, client: int, *at: int) -> None:
+def runs_on(bench: Bench, client: int, *at: int, share: float = 1.0) -> None:
     """The client's program, on some of the two devices of each of two hosts."""
     devices = tuple(DeviceAddress(f"h{number // 2}", number % 2) for number in range(4))
     binding = Binding(7, "i", devices)
@@ -317,7 +317,7 @@ def runs_on(bench: Bench, client: int, *at: int) -> None:
     hosts = dict.fromkeys(devices[number].host for number in at)
     does = (HostSegment(7, (Execute(0, (), (), ()),)),)
     plans = tuple(HostPlan(host, does, (), (), (binding,)) for host in hosts)
-    bench.tell(AddClient(client, 1.0, 0))
+    bench.tell(AddClient(client, share, 0))
     bench.tell(InstallProgram(client_id(client, 1), body, plans, ()))
 
 

@@ -8,10 +8,25 @@ has used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 CLAIM_US = 100_000
 """Device time that a client may have in advance of others because it could not be served before."""
+
+
+@dataclass(slots=True)
+class Account:
+    """How the time of some devices has been shared, as far as a policy has to know."""
+
+    now: float = 0.0
+    """Virtual time: the pass of whoever was served last."""
+    passes: dict[int, float] = field(default_factory=dict)
+    """For each client its time there over its share."""
+
+    def copy(self) -> Account:
+        """An account of other devices that have been used in the same way so far."""
+        return Account(self.now, dict(self.passes))
 
 
 class Contender(Protocol):
@@ -33,6 +48,10 @@ class Contender(Protocol):
     def head_arrival(self) -> int:
         """Serial number of its oldest queued work, island-wide."""
 
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """Of all devices that its oldest queued work runs on."""
+
 
 class Policy(Protocol):
     """Orders eligible work among clients."""
@@ -42,23 +61,46 @@ class Policy(Protocol):
     def choose(self, contenders: Sequence[Contender]) -> int:
         """Index of the contender that goes next; nothing is launched yet, and may not be."""
 
-    def launched(self, contender: Contender) -> None:
-        """Work of this contender is launched."""
+    def launched(self, contender: Contender, time_us: float) -> None:
+        """Its oldest work is launched, and is expected to take so long."""
 
-    def idle(self) -> None:
-        """Nobody has had any work."""
+    def measured(
+        self, client: int, share: float, accounts: Sequence[Account], more_us: float
+    ) -> None:
+        """Work has ended that took so much longer than was expected."""
 
-    def charge(self, contender: Contender, device_time_us: float) -> None:
-        """Account for work just launched (estimated), or correct that (measured)."""
+    def idle(self, accounts: Sequence[Account]) -> None:
+        """Nobody has wanted these devices."""
 
-    def rejoin(self, client: int) -> None:
-        """A client that had no queued work has some again."""
+    def rejoin(self, client: int, accounts: Sequence[Account]) -> None:
+        """A client that had no queued work has some again, on these devices."""
 
-    def forget(self, client: int) -> None:
-        """The client has left."""
+    def forget(self, client: int, accounts: Sequence[Account]) -> None:
+        """The client has left; these are all accounts that there are."""
 
 
-class Fifo:
+class _Unaccounted:
+    """A policy that does not care what anybody has used."""
+
+    def launched(self, contender: Contender, time_us: float) -> None:
+        """Nothing is accounted."""
+
+    def measured(
+        self, client: int, share: float, accounts: Sequence[Account], more_us: float
+    ) -> None:
+        """Nothing is accounted."""
+
+    def idle(self, accounts: Sequence[Account]) -> None:
+        """Nothing is accounted."""
+
+    def rejoin(self, client: int, accounts: Sequence[Account]) -> None:
+        """Nothing is accounted."""
+
+    def forget(self, client: int, accounts: Sequence[Account]) -> None:
+        """Nothing is kept."""
+
+
+class Fifo(_Unaccounted):
     """The oldest work first, whoever it belongs to."""
 
     name = "fifo"
@@ -67,21 +109,6 @@ class Fifo:
         """The contender whose head arrived first."""
         return min(range(len(contenders)), key=lambda i: contenders[i].head_arrival)
 
-    def launched(self, contender: Contender) -> None:
-        """Nothing is accounted."""
-
-    def idle(self) -> None:
-        """Nothing is accounted."""
-
-    def charge(self, contender: Contender, device_time_us: float) -> None:
-        """Nothing is accounted."""
-
-    def rejoin(self, client: int) -> None:
-        """Nothing is accounted."""
-
-    def forget(self, client: int) -> None:
-        """Nothing is kept."""
-
 
 class ProportionalShare:
     """Stride scheduling (Waldspurger and Weihl, 1995) on measured device time.
@@ -89,50 +116,64 @@ class ProportionalShare:
     Each client has a pass that advances by time used over its share; the lowest pass goes next. A client
     that comes back from idling starts at the current minimum, so that it cannot claim the past; one that
     wanted work but could not be served (its input was late) may claim `CLAIM_US` of it.
+
+    Passes are kept for all devices that are used alike, and compared with the lowest of those who want to work
+    there: what a client uses where nobody else wants to be changes nothing where others do.
     """
 
     name = "share"
 
-    def __init__(self) -> None:
-        self._pass: dict[int, float] = {}
-        self._virtual_time = 0.0
-
     def choose(self, contenders: Sequence[Contender]) -> int:
-        """The contender with the lowest pass."""
-        passes = [self._claimed(contender) for contender in contenders]
-        return min(range(len(passes)), key=lambda i: (passes[i], contenders[i].head_arrival))
+        """The contender with the lowest pass; on several devices, where it is furthest from that."""
+        passes = [
+            [(id(one), _claimed(one, wants.client, wants.share)) for one in wants.accounts]
+            for wants in contenders
+        ]
+        lowest: dict[int, float] = {}
+        for claims in passes:
+            for where, claimed in claims:
+                lowest[where] = min(claimed, lowest.get(where, claimed))
+        ahead = [max(claimed - lowest[where] for where, claimed in claims) for claims in passes]
+        return min(range(len(ahead)), key=lambda i: (ahead[i], contenders[i].head_arrival))
 
-    def _claimed(self, contender: Contender) -> float:
-        """Its pass, with as much of the past as it may claim."""
-        now = self._virtual_time
-        known = self._pass.get(contender.client, now)
-        return max(known, now - CLAIM_US / contender.share)
+    def launched(self, contender: Contender, time_us: float) -> None:
+        """Time goes on to the pass of who goes, and that advances."""
+        client, share = contender.client, contender.share
+        for account in contender.accounts:
+            claimed = _claimed(account, client, share)
+            account.now = max(account.now, claimed)
+            account.passes[client] = claimed + time_us / share
 
-    def launched(self, contender: Contender) -> None:
-        """Time goes on to the pass of who goes."""
-        claimed = self._claimed(contender)
-        self._virtual_time = max(self._virtual_time, claimed)
-        self._pass[contender.client] = claimed
+    def measured(
+        self, client: int, share: float, accounts: Sequence[Account], more_us: float
+    ) -> None:
+        """Correct the client's pass."""
+        for account in accounts:
+            start = account.passes.get(client, account.now)
+            account.passes[client] = start + more_us / share
 
-    def idle(self) -> None:
+    def idle(self, accounts: Sequence[Account]) -> None:
         """What was used until then was nobody else's: it is not held against who used it."""
-        self._virtual_time = max(self._virtual_time, *self._pass.values(), 0.0)
+        for account in accounts:
+            account.now = max(account.now, *account.passes.values(), 0.0)
 
-    def charge(self, contender: Contender, device_time_us: float) -> None:
-        """Advance the client's pass."""
-        start = self._pass.get(contender.client, self._virtual_time)
-        self._pass[contender.client] = start + device_time_us / contender.share
-
-    def rejoin(self, client: int) -> None:
+    def rejoin(self, client: int, accounts: Sequence[Account]) -> None:
         """Whoever idled may not claim the time it did not want."""
-        self._pass[client] = max(self._pass.get(client, 0.0), self._virtual_time)
+        for account in accounts:
+            account.passes[client] = max(account.passes.get(client, 0.0), account.now)
 
-    def forget(self, client: int) -> None:
-        """Drop the client's pass."""
-        self._pass.pop(client, None)
+    def forget(self, client: int, accounts: Sequence[Account]) -> None:
+        """Drop the client's passes."""
+        for account in accounts:
+            account.passes.pop(client, None)
 
 
-class Priority:
+def _claimed(account: Account, client: int, share: float) -> float:
+    """A client's pass, with as much of the past as it may claim."""
+    return max(account.passes.get(client, account.now), account.now - CLAIM_US / share)
+
+
+class Priority(_Unaccounted):
     """The highest priority first; equals in order of arrival."""
 
     name = "priority"
@@ -143,21 +184,6 @@ class Priority:
             range(len(contenders)),
             key=lambda i: (-contenders[i].priority, contenders[i].head_arrival),
         )
-
-    def launched(self, contender: Contender) -> None:
-        """Nothing is accounted."""
-
-    def idle(self) -> None:
-        """Nothing is accounted."""
-
-    def charge(self, contender: Contender, device_time_us: float) -> None:
-        """Nothing is accounted."""
-
-    def rejoin(self, client: int) -> None:
-        """Nothing is accounted."""
-
-    def forget(self, client: int) -> None:
-        """Nothing is kept."""
 
 
 POLICIES: dict[str, type[Fifo] | type[ProportionalShare] | type[Priority]] = {

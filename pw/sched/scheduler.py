@@ -214,7 +214,7 @@ class IslandScheduler(Actor):
             for number in [number for number in known if client_of(number) == message.client]:
                 del known[number]
         self._suspects.forget(message.client)
-        self.policy.forget(message.client)
+        self.policy.forget(message.client, self._window.accounts())
         if self.hosts:
             self._drops[self.hosts].clients.append(message.client)
 
@@ -331,11 +331,20 @@ class IslandScheduler(Actor):
             self.env.send(CONTROL, RunRefused(message.run, refusal))
         if not self._runs and not self._in_flight:
             self._watchdog.went_on()
-            self.policy.idle()
+        self._settle_accounts(queue, tasks)
         self._runs[message.run] = list(tasks)
-        if not queue.tasks:
-            self.policy.rejoin(queue.client)
         queue.tasks.extend(tasks)
+
+    def _settle_accounts(self, queue: ClientQueue, tasks: Sequence[SegmentTask]) -> None:
+        """Before these are queued: whoever was alone or idle where they run, the past does not count."""
+        parts = {part: None for task in tasks for part in task.footprint.parts}
+        quiet = [part for part in parts if not part.launched]
+        if quiet:
+            heads = [other.tasks[0] for other in self._clients.values() if other.tasks]
+            wanted = {p for t in heads if isinstance(t, SegmentTask) for p in t.footprint.parts}
+            self.policy.idle([part.account for part in quiet if part not in wanted])
+        if not queue.tasks:
+            self.policy.rejoin(queue.client, [part.account for part in parts])
 
     @handles(ArrayPlaced)
     def _placed(self, sender: Address, message: ArrayPlaced) -> None:
@@ -508,10 +517,9 @@ class IslandScheduler(Actor):
                     continue
                 request = task.here.request
                 if request is None or request.is_admitted or self._admission.admit(request):
-                    queue.tasks.popleft()
                     task.estimate_us = known.get(task.segment, UNKNOWN_US)
-                    self.policy.launched(queue)
-                    self.policy.charge(queue, task.estimate_us)
+                    self.policy.launched(queue, task.estimate_us)
+                    queue.tasks.popleft()
                     queue.launched += 1
                     return task
         self._admission.refuse_if_stuck()
@@ -719,7 +727,7 @@ class IslandScheduler(Actor):
             task.hosts,
             tuple(shards.get(host, ()) for host in task.hosts),
             self.env.now_s() - task.launched_s if is_launched else -1.0,
-            () if is_launched else waited_for(task, len(self._in_flight)),
+            () if is_launched else waited_for(task),
             tuple(sorted(task.awaits)),
         )
 
@@ -756,7 +764,8 @@ class IslandScheduler(Actor):
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
             queue.launched -= 1
-            self.policy.charge(queue, device_time_us - task.estimate_us)
+            more_us = device_time_us - task.estimate_us
+            self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
         if self._suspects:
             self._suspects.ran(task.here.program)
         program = self._programs.get(task.here.program)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import Arguments, Copy, CopyFile
 from pw.sched.admission import Request
+from pw.sched.policy import Account
 from pw.sched.window import Footprint
 
 
@@ -98,6 +99,12 @@ class ClientQueue:
     def head_arrival(self) -> int:
         """Serial number of the oldest task."""
         return self.tasks[0].arrival
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """Of all devices that the oldest task, a segment, runs on."""
+        head = self.tasks[0]
+        return head.footprint.accounts if isinstance(head, SegmentTask) else ()
 
     def insert(self, discard: DiscardTask) -> None:
         """Queue it behind the last task that may use its arrays; what is behind may need their memory."""

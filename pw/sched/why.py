@@ -293,7 +293,7 @@ class Explainer:
             yield f"array {serial_of(number)} to arrive on {hosts}"
 
 
-def waited_for(head: SegmentTask, in_flight: int) -> tuple[str, ...]:
+def waited_for(head: SegmentTask) -> tuple[str, ...]:
     """What a segment at the head of a client's queue waits for."""
     reasons = []
     request = head.here.request
@@ -309,5 +309,7 @@ def waited_for(head: SegmentTask, in_flight: int) -> tuple[str, ...]:
         elif request.islands:
             reasons.append(f"all of its islands ({', '.join(request.islands)}) to have room for it")
     if not reasons:
-        reasons.append(f"{in_flight} launched segments, of which some must end first")
+        launched = max((part.launched for part in head.footprint.parts), default=0)
+        ahead = f"{launched} launched segments where it runs, of which some must end first"
+        reasons.append(ahead if launched else "its turn, which others have where it runs")
     return tuple(reasons)

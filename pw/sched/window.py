@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from pw.core.messages import InstallProgram
 from pw.core.plan import Execute
+from pw.sched.policy import Account
 
 SEGMENTS = 256
 """Launched segments that have not ended, when one client has the island to itself."""
@@ -38,6 +39,8 @@ class Part:
     size: int
     launched: int = 0
     time_us: float = 0.0
+    account: Account = field(default_factory=Account)
+    """How the time of each of them was shared until now."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -46,6 +49,11 @@ class Footprint:
 
     places: frozenset[Hashable]
     parts: list[Part]
+
+    @property
+    def accounts(self) -> list[Account]:
+        """Of all these places."""
+        return [part.account for part in self.parts]
 
 
 class Window:
@@ -82,7 +90,8 @@ class Window:
             part = parts.get(tuple(using))
             if part is None:
                 # Whatever is under way at one of these places is so at all of them.
-                part = parts[tuple(using)] = replace(before[place], size=0)
+                old = before[place]
+                part = parts[tuple(using)] = replace(old, size=0, account=old.account.copy())
                 for footprint in using:
                     footprint.parts.append(part)
             part.size += 1
@@ -98,7 +107,7 @@ class Window:
             elif count == part.size:
                 becomes[part] = part
             else:
-                becomes[part] = half = Part(count, part.launched, part.time_us)
+                becomes[part] = half = replace(part, size=count, account=part.account.copy())
                 part.size -= count
                 for footprint in self._footprints.values():
                     if part in footprint.parts:
@@ -106,6 +115,10 @@ class Window:
         for place in wanted:
             self._part_of[place] = becomes[self._part_of.get(place)]
         return list(becomes.values())
+
+    def accounts(self) -> list[Account]:
+        """Of all places."""
+        return [part.account for part in dict.fromkeys(self._part_of.values())]
 
     def is_open(self, footprint: Footprint, contended: bool) -> bool:
         """Whether there is room for one more launch; `contended` if several clients want the island."""
