@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import current
+from pw.client import current, runtime
 from pw.testing import InProcessCluster
+from pw.transport import codec
 from tests.stage import held, interrupted_in_its_wait, mesh_on, numbers, split
 
 TOO_LARGE = 1 << 44
@@ -77,6 +78,20 @@ def test_shardings_that_do_not_divide(east: pw.Mesh) -> None:
     ):
         with pytest.raises(pw.ShardingError, match="divide"):
             call()
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_more_host_values_than_travel_with_a_call(
+    east: pw.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "MANY_ARGUMENTS", 3)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 2 * 4 * 4096)
+    f = pw.jit(lambda x, rest: x + sum(map(jnp.sum, rest)), mesh=east, donate_argnums=0)
+    x, values = pw.put(np.float32(1), sharding=pw.NamedSharding(east, P())), np.ones(1024, "f4")
+    with pytest.raises(pw.ArgumentError, match=r"6 arguments.* 20480 bytes.*pw\.put"):
+        f(x, [values] * 5)
+    assert float(x) == 1, "it was not given away"
+    assert float(f(x, [values] * 4)) == 1 + 4 * 1024
 
 
 def test_wrong_calls(east: pw.Mesh) -> None:

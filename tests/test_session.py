@@ -71,7 +71,6 @@ from pw.core.messages import (
 )
 from pw.core.packing import pack
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
-from pw.transport.codec import MessageTooLarge
 from tests.actors import Recorder, World
 from tests.fake_devices import FakeBulk
 from tests.scripted import LARGE, SMALL, chain, split
@@ -357,31 +356,6 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     assert isinstance(waiting.exception(0), HostLost)
     assert isinstance(bench.wait(Y).exception(0), HostLost)
     assert bench.session._requests._failed.keys() == {Y}
-
-
-def test_a_run_that_no_message_holds_fails_alone(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = chain([split(SLICE, 2)], donated=(0,))
-    bench.note(Tell(RegisterProgram(5, Compact.of(program), (Artifact(b"", b""),))))
-    env = bench.session._link._env
-    send, granted = env.send, []
-    monkeypatch.setattr(bench.session, "_on_credits", granted.append)
-
-    def choosy(to: Address, message: object) -> None:
-        if isinstance(message, Run) and message.run == 20:
-            raise MessageTooLarge("no frame holds it")
-        send(to, message)
-
-    monkeypatch.setattr(env, "send", choosy)
-    mine = bench.wait(X)
-    bench.note(Tell(Run(20, 5, (X,), (Y,))))
-    with pytest.raises(Error, match="no frame holds it"):
-        bench.wait(Y).result(0)
-    assert granted == [1]
-    assert not mine.done(), "what it was to take away is still there"
-    bench.note(Tell(Run(21, 5, (X,), (12,))))
-    assert [run.run for run in bench.asked(CONTROLLER, Run)] == [21]
 
 
 def test_what_was_deleted_is_told_as_that(bench: Bench) -> None:

@@ -17,10 +17,10 @@ from pw.client.runtime import Runtime
 from pw.client.session import ClientSession
 from pw.client.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
 from pw.core.errors import ConnectionFailed, Disconnected, InternalError
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, Address
 from pw.testing import InProcessCluster
 from pw.transport.bulk import BulkPlane
-from pw.transport.local import LocalHub
+from pw.transport.local import LocalHub, LocalNetwork
 from pw.transport.node import Node
 
 
@@ -88,11 +88,14 @@ def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch
         raise KeyError("broken")
 
     monkeypatch.setattr(ClientSession, "_on_forget", broken)
+    forgotten: list[str] = []
+    monkeypatch.setattr(LocalNetwork, "forget", lambda network, node: forgotten.append(node))
     cluster = InProcessCluster(1, 1)
     runtime = cluster.client()
     runtime._thread.post(Forget((1,)))
     with pytest.raises(InternalError, match="KeyError: 'broken'"):
         runtime.status()
+    assert CONTROLLER in forgotten, "the cluster is told, and lets go of what the client had"
     with pytest.raises(AssertionError, match="actors crashed"):
         cluster.close()
 

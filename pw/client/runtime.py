@@ -28,6 +28,7 @@ from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import client_id
 from pw.core.messages import (
+    INLINE_BYTES,
     AllocateSlice,
     Artifact,
     Attached,
@@ -69,6 +70,10 @@ AHEAD_BYTES = 1 << 30
 """Bytes of host values that calls have uploaded for runs in flight before a call that has another waits: in a
 loop that waits for nothing, the inputs of every step ahead lie on the hosts. It leaves room for some large
 batches, so that the next is sent while one is computed on."""
+
+
+MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
+"""So many small host values always travel with a run."""
 
 
 class SliceHandle:
@@ -316,9 +321,12 @@ class Runtime:
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
         """Run a program on arrays and small host values; returns the ids of its results at once.
 
-        Blocks only while the client has as many runs in flight as the controller allows.
+        Blocks only while the client has as many runs in flight as the controller allows. Raises ArgumentError
+        if no message can hold the host values.
         """
         self.check_alive()
+        if len(args) > MANY_ARGUMENTS and self._thread.has_frames:
+            _check_arguments(args)
         self._make_room()
         with self._lock:
             self.check_alive()
@@ -536,6 +544,18 @@ def _check_size(body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> Non
             f"computation, {name!r}, takes {size_bytes} bytes; a large value that is part of one belongs in "
             "an argument: place it once with pw.put(x), and pass it"
         ) from error
+
+
+def _check_arguments(args: Sequence[int | bytes]) -> None:
+    """Raise ArgumentError for host values that cannot travel with their run."""
+    size_bytes = sum(len(arg) for arg in args if isinstance(arg, bytes))
+    limit_bytes = codec.MAX_FRAME_BYTES // 2
+    if size_bytes > limit_bytes:
+        raise ArgumentError(
+            f"a call has {len(args)} arguments, and those that are small host values take {size_bytes} bytes "
+            f"together, more than the {limit_bytes} that travel with one call: place them with pw.put first, "
+            "or stack them"
+        )
 
 
 def _mutable(value: np.ndarray[Any, Any]) -> bool:

@@ -249,6 +249,7 @@ class ClientSession(Actor):
         self._uploads.close()
         self._requests.close(error)
         self._on_credits(1 << 30)
+        self.env.forget(CONTROLLER)  # it may not know yet
 
     # --- slices --------------------------------------------------------------------------------------
 
@@ -299,26 +300,15 @@ class ClientSession(Actor):
             return
         message = note.message
         if isinstance(message, Run):
-            self._run(message)
-            return
-        if isinstance(message, RegisterProgram):
+            if (donated := self._donating.get(message.program)) is not None:
+                args = message.args
+                self._requests.forget(arrays_in(args[position] for position in donated))
+        elif isinstance(message, RegisterProgram):
             if donated := message.body.held.donated:
                 self._donating[message.program] = donated
         elif isinstance(message, ReleaseProgram):
             self._donating.pop(message.program, None)
         self.env.send(CONTROL, message)
-
-    def _run(self, message: Run) -> None:
-        try:
-            self.env.send(CONTROL, message)
-        except Error as error:  # no message holds its arguments
-            failed = RunFailed(message.run, message.results, ErrorReport.of(error))
-            self._on_run_failed(self.env.address, failed)
-            self._on_credits(1)
-            return
-        if (donated := self._donating.get(message.program)) is not None:
-            args = message.args
-            self._requests.forget(arrays_in(args[position] for position in donated))
 
     @handles(Forget)
     def _on_forget(self, sender: Address, note: Forget) -> None:
