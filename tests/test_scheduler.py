@@ -482,13 +482,30 @@ def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
     hangs = bench.submission(2, hosts=("h0",))
     bench.tell(hangs)
     blamed: list[int] = []
-    bench.scheduler._suspects.host_lost = lambda host, compiling, launched: blamed.extend(  # type: ignore[method-assign]
-        program for program, hosts in launched if host in hosts
-    )
+    bench.scheduler._suspects.host_lost = lambda host, compiling, running: blamed.extend(running)  # type: ignore[method-assign]
     bench.tell(CancelRun(hangs.run, "overdue", 0.0))
     assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
     bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
     assert blamed == [client_id(2, 1)]
+
+
+def test_who_has_gone_well_for_long_is_not_blamed_for_a_crash() -> None:
+    """What its host was at on another device is likelier: it has only begun."""
+    bench = Bench()
+    for client, at in ((1, 0), (2, 1), (3, 1), (4, 2)):
+        runs_on(bench, client, at)
+    on_h0 = [bench.submission(client, hosts=("h0",)) for client in (1, 2, 3)]
+    bench.tell(on_h0[0])
+    bench.world.now_s += 100
+    bench.tell(*on_h0[1:])
+    bench.world.now_s += 100
+    bench.end(bench.launches()[1])
+    bench.world.now_s += 100
+    bench.tell(bench.submission(4, hosts=("h1",)))
+    blamed: list[int] = []
+    bench.scheduler._suspects.host_lost = lambda host, compiling, running: blamed.extend(running)  # type: ignore[method-assign]
+    bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
+    assert blamed == [client_id(3, 1), client_id(1, 1)]
 
 
 def test_others_are_launched_where_a_new_program_has_no_part() -> None:

@@ -36,7 +36,7 @@ def test_every_place_counts_as_if_it_were_counted_alone(
     for where, time_us, ends in done:
         if ends is not None and under_way:
             before, footprint, took_us = under_way.pop(ends % len(under_way))
-            ahead.ended(footprint, took_us)
+            ahead.ended(footprint, took_us, 0.0)
             for place in before:
                 counts[place] -= 1
                 times_us[place] -= took_us
@@ -44,7 +44,7 @@ def test_every_place_counts_as_if_it_were_counted_alone(
         assert ahead.footprint(where) is footprint
         room = all(counts[p] < 2 or (counts[p] < limit and times_us[p] < limit_us) for p in where)
         assert ahead.is_open(footprint, contended) == room
-        ahead.launched(footprint, time_us)
+        ahead.launched(footprint, time_us, 0.0)
         under_way.append((where, footprint, time_us))
         for place in where:
             counts[place] += 1
@@ -88,15 +88,15 @@ def test_where_each_segment_of_a_program_runs() -> None:
 def test_parts_are_joined_when_what_divided_them_has_gone() -> None:
     ahead = Window()
     whole = ahead.footprint(range(100))
-    ahead.launched(whole, 5.0)
+    ahead.launched(whole, 5.0, 0.0)
     for turn in range(10 * window.FEW):
         ahead.footprint(range(turn % 99 + 1))
         assert len(whole.parts) <= window.FEW + 4
     assert ahead.is_open(whole, True)
-    ahead.launched(whole, 300_000.0)
+    ahead.launched(whole, 300_000.0, 0.0)
     assert not ahead.is_open(whole, False)
     assert not ahead.is_open(ahead.footprint((7,)), False)
-    ahead.ended(whole, 300_000.0)
+    ahead.ended(whole, 300_000.0, 0.0)
     assert ahead.is_open(ahead.footprint((7,)), False)
     del whole
     ahead.tidy()

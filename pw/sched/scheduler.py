@@ -173,10 +173,8 @@ class IslandScheduler(Actor):
     def _lost(self, sender: Address, message: IslandLost) -> None:
         """Nothing launched or queued here will ever end; the controller has told the clients."""
         if message.host:
-            in_flight = self._in_flight.values()
-            at_work = ((task.here.program, task.under_way()) for task in in_flight)
             compiling = {n: known.compiling for n, known in self._programs.items()}
-            self._suspects.host_lost(message.host, compiling, at_work)
+            self._suspects.host_lost(message.host, compiling, self._at_work(message.host))
         self.hosts = ()
         self._members = frozenset()
         self._next_sequence = {}
@@ -196,6 +194,15 @@ class IslandScheduler(Actor):
                     self._suspects.uninstall(task.program)
             queue.tasks.clear()
             queue.launched = 0
+
+    def _at_work(self, host: str) -> list[int]:
+        """Programs that it may have been working at: on each device one, what had its turn last first."""
+        first: dict[Part, int] = {}
+        for task in self._in_flight.values():
+            if host in task.under_way():
+                for part in task.footprint.parts:
+                    first.setdefault(part, task.here.program)
+        return [first[part] for part in sorted(first, key=lambda part: -part.turn_s)]
 
     @handles(AddClient)
     def _add_client(self, sender: Address, message: AddClient) -> None:
@@ -568,7 +575,7 @@ class IslandScheduler(Actor):
                 self._reporting[host, sequence] = key
         self._watchdog.went_on()
         task.launched_s = self._watchdog.progress_s
-        self._window.launched(task.footprint, task.estimate_us)
+        self._window.launched(task.footprint, task.estimate_us, task.launched_s)
         self.env.count("launches")
         waiting = self._runs[here.run]
         waiting.remove(task)
@@ -758,7 +765,7 @@ class IslandScheduler(Actor):
             return
         del self._in_flight[key]
         device_time_us = task.device_time_us
-        self._window.ended(task.footprint, task.estimate_us)
+        self._window.ended(task.footprint, task.estimate_us, self._watchdog.progress_s)
         if task.here.request is not None:
             self._admission.segments_ended(task.here.request)
         queue = self._clients.get(client_of(task.here.run))

@@ -2,7 +2,8 @@
 
 Running such a program again is no recovery, it is the next crash, and soon no host is left for anybody. So
 whenever a host is lost, what it was working at is suspected: the oldest program that it was compiling, as hosts
-compile in order; else the program of the oldest segment that was launched there. A program that was
+compile in order; else the program of the oldest segment that was launched there, and if devices work at
+different ones, that which had its turn last: the others had gone well for longer. A program that was
 suspected `STRIKES` times in a row, and has not once been compiled (or run) in between, is refused from then
 on. Programs are known by their artifacts, so that it does not help to register one again.
 """
@@ -72,12 +73,19 @@ class Suspects:
         self,
         host: str,
         compiling: Mapping[int, Iterable[str]],
-        launched: Iterable[tuple[int, Iterable[str]]],
+        running: Iterable[int],
     ) -> None:
-        """A host has ended unasked: what it was at, oldest first, by program and hosts."""
-        for did, work in (("compiled", compiling.items()), ("ran", launched)):
-            for program, hosts in work:
-                if host in hosts and program in self._programs:
+        """A host has ended unasked.
+
+        Args:
+            host: which one.
+            compiling: the hosts that were compiling each program, the oldest first.
+            running: what it was running, the likeliest first.
+        """
+        compiled = [program for program, hosts in compiling.items() if host in hosts]
+        for did, programs in (("compiled", compiled), ("ran", running)):
+            for program in programs:
+                if program in self._programs:
                     deed = (did, self._programs[program][1])
                     self._strikes[deed] = self._strikes.pop(deed, 0) + 1
                     if len(self._strikes) > REMEMBERED:

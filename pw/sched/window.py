@@ -39,6 +39,8 @@ class Part:
     size: int
     launched: int = 0
     time_us: float = 0.0
+    turn_s: float = 0.0
+    """Since when it has been the turn of what was launched first there and has not ended."""
     account: Account = field(default_factory=Account)
     """How the time of each of them was shared until now."""
 
@@ -130,15 +132,18 @@ class Window:
                 return False
         return True
 
-    def launched(self, footprint: Footprint, time_us: float) -> None:
+    def launched(self, footprint: Footprint, time_us: float, now_s: float) -> None:
         """Something has been launched that is expected to take so long."""
         for part in footprint.parts:
+            if not part.launched:
+                part.turn_s = now_s
             part.launched += 1
             part.time_us += time_us
 
-    def ended(self, footprint: Footprint, time_us: float) -> None:
+    def ended(self, footprint: Footprint, time_us: float, now_s: float) -> None:
         """It has ended; `time_us` is what was expected when it was launched."""
         for part in footprint.parts:
+            part.turn_s = now_s
             part.launched -= 1
             part.time_us -= time_us
 
