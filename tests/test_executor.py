@@ -269,7 +269,7 @@ def test_who_waits_for_an_edge_holds_up_no_other_client() -> None:
     np.testing.assert_array_equal(bench.value(late), X + 2)
 
 
-def test_gangs_go_in_one_order_whoever_they_belong_to() -> None:
+def test_a_gang_goes_after_all_that_came_before_it() -> None:
     bench = Bench("a1")
     moves = bench.install(chain([bench.there, bench.here]))
     (alone,) = bench.segments
@@ -284,16 +284,17 @@ def test_gangs_go_in_one_order_whoever_they_belong_to() -> None:
 
     mine, _ = bench.launch(moves, b"", segment=alone)
     bench.launch(theirs, X.tobytes())
-    assert handed_over() == [theirs], "what is done here alone is before no gang"
+    bench.launch(third, X.tobytes())
+    assert handed_over() == [third], "another host may need what is first to come to the gang"
+    bench.edge(mine, "b0", X)
+    assert handed_over() == [third, moves, theirs]
     run, _ = bench.launch(gang, b"", segment=segment)
     bench.launch(theirs, X.tobytes())
     bench.launch(third, X.tobytes())
-    assert handed_over() == [theirs, third]
-    bench.edge(mine, "b0", X)
-    assert handed_over() == [theirs, third, moves]
+    assert handed_over()[3:] == [third]
     bench.edge(run, "b0", X[: SMALL // 2], edge=0)
     bench.settle()
-    assert handed_over() == [theirs, third, moves, gang, theirs]
+    assert handed_over() == [theirs, third, gang, theirs], "the first waits for another host"
 
 
 def test_a_later_run_may_read_what_has_not_arrived() -> None:

@@ -1,4 +1,4 @@
-"""Work of several clients on one host: each in its order, gangs in one, and nobody waits for more."""
+"""Work of several clients on one host: each in its order, gangs after all, and nobody waits for more."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_work_waits_for_what_it_must_and_for_nothing_else(
             moved = lanes.go_on()
             assert moved == (before is not None and before.done)
         for at, work in enumerate(came):
-            first = [e for e in came[:at] if not e.done]
-            if any(e.client == work.client or (e.together and work.together) for e in first):
+            first = [earlier for earlier in came[:at] if not earlier.done]
+            if any(work.together or earlier.client == work.client for earlier in first):
                 assert not work.done
             else:
                 assert work.done == work.ready

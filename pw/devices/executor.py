@@ -3,8 +3,8 @@
 Theory of operation. Launches carry contiguous numbers; a gap means that the gang's order is lost, and
 the host stops and says so. Each launch names a segment of an installed program; its instructions are
 turned into ops for the device backend, in order, and handed over at once: control runs ahead of the data.
-The one thing that holds a launch is an instruction that reads a value which comes from another host and has not
-arrived. What its client wants behind it waits as well, and so do other gangs, which must meet in the same order
+The one thing that holds a launch is an instruction that reads a value which comes from another host and has
+not arrived. What its client wants behind it waits as well, and so do gangs, which must meet in the same order
 on all hosts (DESIGN G1, `pw.devices.lanes`); G4 and the scheduler see to it that such a wait always ends.
 
 A *run* lives from its first launch on this host to its last; its values are in numbered slots. Results
