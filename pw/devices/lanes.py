@@ -46,6 +46,9 @@ class Lanes(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
     def put(self, client: int, work: T, together: bool = False) -> bool:
         """Take in a piece of work, `together` with other hosts or not, and do it if it is next and can be done.
 

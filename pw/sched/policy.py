@@ -57,6 +57,8 @@ class Policy(Protocol):
     """Orders eligible work among clients."""
 
     name: str
+    keeps_accounts: bool
+    """Whether it has to hear what is used, and of clients that come and go."""
 
     def choose(self, contenders: Sequence[Contender]) -> int:
         """Index of the contender that goes next; nothing is launched yet, and may not be."""
@@ -81,6 +83,8 @@ class Policy(Protocol):
 
 class _Unaccounted:
     """A policy that does not care what anybody has used."""
+
+    keeps_accounts = False
 
     def launched(self, contender: Contender, time_us: float) -> None:
         """Nothing is accounted."""
@@ -122,6 +126,7 @@ class ProportionalShare:
     """
 
     name = "share"
+    keeps_accounts = True
 
     def choose(self, contenders: Sequence[Contender]) -> int:
         """The contender with the lowest pass; on several devices, where it is furthest from that."""

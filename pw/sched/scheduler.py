@@ -338,7 +338,8 @@ class IslandScheduler(Actor):
             self.env.send(CONTROL, RunRefused(message.run, refusal))
         if not self._runs and not self._in_flight:
             self._watchdog.went_on()
-        self._settle_accounts(queue, tasks)
+        if self.policy.keeps_accounts:
+            self._settle_accounts(queue, tasks)
         self._runs[message.run] = list(tasks)
         queue.tasks.extend(tasks)
 
@@ -505,7 +506,7 @@ class IslandScheduler(Actor):
                 self._admission.refuse_if_stuck()
             return None
         may_go = partial(self._window.is_open, contended=wanting > 1)
-        if not any(map(may_go, footprints)):
+        if len(footprints) > 1 and not any(map(may_go, footprints)):
             return None
         taken: set[Part] = set()
         for contenders in (ready, eligible):
@@ -771,8 +772,9 @@ class IslandScheduler(Actor):
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
             queue.launched -= 1
-            more_us = device_time_us - task.estimate_us
-            self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
+            if self.policy.keeps_accounts:
+                more_us = device_time_us - task.estimate_us
+                self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
         if self._suspects:
             self._suspects.ran(task.here.program)
         program = self._programs.get(task.here.program)
