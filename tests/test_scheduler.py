@@ -24,6 +24,7 @@ from pw.core.messages import (
     EndEpoch,
     Finished,
     GangBroken,
+    Held,
     Install,
     Installed,
     InstallProgram,
@@ -506,6 +507,33 @@ def test_who_has_gone_well_for_long_is_not_blamed_for_a_crash() -> None:
     bench.scheduler._suspects.host_lost = lambda host, compiling, running: blamed.extend(running)  # type: ignore[method-assign]
     bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
     assert blamed == [client_id(3, 1), client_id(1, 1)]
+
+
+def test_who_waits_for_an_input_is_behind_those_who_pass() -> None:
+    """What hangs there now is ended in its time, and what crashes it is to blame."""
+    bench = Bench(hosts=("h0",))
+    for client in (1, 2, 3):
+        bench.client(client)
+    waits, hangs, behind = (bench.submission(client) for client in (1, 2, 3))
+    bench.tell(waits, hangs, behind)
+    scheduler, held = bench.scheduler, executor_of("h0")
+    at_work = scheduler._at_work
+    assert at_work("h0") == [client_id(1, 1)]
+    bench.tell(Held(1, ((waits.run, 7),), ()), sender=held)
+    assert at_work("h0") == [client_id(2, 1)]
+    bench.tell(Held(1, (), ((waits.run, 7),)), sender=held)
+    assert at_work("h0") == [client_id(2, 1)]
+    bench.tell(Held(2, ((hangs.run, 7),), ()), sender=held)  # of another epoch
+    bench.tell(CancelRun(hangs.run, "overdue", 0.0))
+    assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
+    for launch in bench.launches():
+        bench.end(launch)
+    assert scheduler.launched == 0
+    assert [done.run for done in bench.world.to(CONTROL, SegmentDone)] == [
+        waits.run,
+        hangs.run,
+        behind.run,
+    ]
 
 
 def test_others_are_launched_where_a_new_program_has_no_part() -> None:

@@ -19,22 +19,26 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.waiting import POLL_S, Waiting
-from pw.core.ids import CONTROL, executor_of, scheduler_of
+from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of
 from pw.core.lower import lower
 from pw.core.messages import (
     CreateArray,
     EdgeCredit,
     EdgeData,
+    EdgeReport,
     Explain,
     ExplainHost,
     Explanation,
     HostReport,
     InstallProgram,
+    IslandReport,
     Launch,
+    LaunchReport,
+    WorkReport,
 )
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.core.watchdog import STALL_S, Look, Watchdog
-from pw.sched.story import BUSY_S
+from pw.sched.story import BUSY_S, story
 from pw.sched.why import Names
 from pw.testing import InProcessCluster
 from tests.actors import Alarm, World
@@ -172,6 +176,33 @@ def test_a_host_cannot_speak_for_another() -> None:
     cluster.world.wait(1.0)
     (story,) = cluster.client.of(Explanation)
     assert [silence.host for silence in story.silent] == ["b1"]
+
+
+def told(run: int, *hosts: HostReport) -> str:
+    """The verdict on a run that has been launched on these hosts, and does not end."""
+    work = WorkReport(run, 0, "p", ("f",), (hosts[0].host,), ((0,),), 99.0)
+    island = IslandReport(1, "i", ("h0", "h1"), 99.0, 1, 0, (work,), (), ())
+    return next(story(Explanation(1, "", (), (island,), hosts, (), ())))
+
+
+def test_nobody_is_held_up_by_what_other_clients_wait_for() -> None:
+    mine, theirs = client_id(2, 5), client_id(1, 5)
+    edge = EdgeReport(mine, 3, "h0", True, "awaited")
+    waiting = LaunchReport(mine, 0, "p", ("f",), "waiting", ((mine, 3),))
+    here = HostReport(1, "h1", "", 99.0, 1, (waiting,), (edge,), ())
+    other = LaunchReport(theirs, 0, "q", ("g",), "waiting", ((theirs, 4),))
+    there = HostReport(1, "h0", "", 99.0, 1, (other,), (), ())
+    assert "has nothing left to send" in told(mine, here, there)
+    next_ = LaunchReport(client_id(2, 4), 0, "r", ("before",), "waiting")
+    there = msgspec.structs.replace(there, launches=(other, next_))
+    assert "has not come to sending edge 3" in told(mine, here, there)
+    assert "it waits at 'before'" in told(mine, here, there)
+    copies = LaunchReport(client_id(2, 0), 0, "copies", (), "waiting")
+    queued = msgspec.structs.replace(waiting, state="queued")
+    here = msgspec.structs.replace(here, launches=(other, copies, queued))
+    assert "'f' is queued behind copies" in told(mine, here)
+    here = msgspec.structs.replace(here, launches=(other, queued))
+    assert "'f' is queued behind 'g'" in told(mine, here), "a gang waits for all"
 
 
 def test_what_waits_for_an_upload_names_the_hosts_that_have_not_got_it() -> None:

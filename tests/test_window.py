@@ -12,7 +12,9 @@ from pw.core.plan import Execute, Free, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.sched import window
+from pw.sched.policy import ProportionalShare
 from pw.sched.window import Footprint, Window, places_of
+from tests.test_policy import Wants
 
 PLACES = "abcdef"
 places = st.frozensets(st.sampled_from(PLACES))
@@ -101,3 +103,19 @@ def test_parts_are_joined_when_what_divided_them_has_gone() -> None:
     del whole
     ahead.tidy()
     assert not ahead._part_of
+
+
+def test_nobody_owes_for_where_it_never_was() -> None:
+    ahead, policy = Window(), ProportionalShare()
+    both, one = ahead.footprint((0, 1)), ahead.footprint((0,))
+    for _ in range(3):
+        policy.launched(Wants(1, one.accounts), 10e6)
+        policy.launched(Wants(2, both.accounts), 1e3)
+    del one
+    ahead.tidy()
+    assert len(both.parts) == 1
+    (account,) = both.accounts
+    assert account.passes[1] == account.now, "on the other device it was never served"
+    assert account.passes[2] < account.now, "on this one it waits"
+    ahead.footprint((0,))
+    assert [account.passes.keys() for account in both.accounts] == [{1, 2}] * 2

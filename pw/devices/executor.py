@@ -43,7 +43,7 @@ from pw.core.errors import (
     ErrorReport,
     HostLost,
 )
-from pw.core.ids import Address, client_of
+from pw.core.ids import Address, client_id, client_of
 from pw.core.messages import (
     CANCELLED,
     CallEnded,
@@ -53,6 +53,7 @@ from pw.core.messages import (
     ExplainHost,
     Finished,
     GangBroken,
+    Held,
     HostReport,
     Install,
     Installed,
@@ -128,6 +129,7 @@ class _Forget:
 class _Copying:
     """A place in a lane: shards are copied to host memory or to disk, from these values."""
 
+    client: int
     copies: tuple[tuple[Copy, Value | None], ...]
     files: tuple[tuple[CopyFile, tuple[Value | None, ...]], ...]
 
@@ -178,7 +180,11 @@ class HostExecutor(HostMember):
         self._arriving: dict[Value, list[Callable[[], None]]] = {}
         """Values that are still on their way from another host, whatever run they belong to, and
         what is to be done when they are there."""
-        self._lanes: Lanes[_Work] = Lanes(self._go)
+        self._lanes: Lanes[_Work] = Lanes(self._go, self._passed)
+        self._held: set[tuple[int, int]] = set()
+        """Launches that others have passed, by run and segment."""
+        self._news: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        """Those that the scheduler has to hear of: passed, and handed over after that."""
         self._ops: list[Op] = []
         self._announced: list[tuple[int, Value]] = []
         self._finished: list[Finished] = []
@@ -359,6 +365,13 @@ class HostExecutor(HostMember):
             self._watchdog.went_on()
         self._flush()
 
+    def _passed(self, work: _Work) -> None:
+        """It waits, and others have gone before it."""
+        if isinstance(work, _Launched):
+            name = (work.run.run, work.launch.segment)
+            self._held.add(name)
+            self._news[0].append(name)
+
     def _advance(self) -> None:
         """Hand over all that can go."""
         if self._lanes.go_on():
@@ -390,6 +403,9 @@ class HostExecutor(HostMember):
                 self._watch_made(work)
             work.position += 1
         self._end(work)
+        if self._held and (name := (work.run.run, work.launch.segment)) in self._held:
+            self._held.remove(name)
+            self._news[1].append(name)
         return True
 
     def _step(self, head: _Launched, instruction: Instruction) -> bool:
@@ -650,6 +666,11 @@ class HostExecutor(HostMember):
     def _flush(self) -> None:
         if self._lanes:
             self._watchdog.watch()
+        if any(self._news):
+            passed, handed_over = map(tuple, self._news)
+            self._news = ([], [])
+            if self._scheduler is not None:
+                self.env.send(self._scheduler, Held(self._epoch, passed, handed_over))
         if self._ops:
             batch, self._ops = self._ops, []
             self._backend.submit(batch)
@@ -746,10 +767,11 @@ class HostExecutor(HostMember):
         names = [self._unsettled[value] for value in awaited if value in self._unsettled]
         unsettled = tuple(dict.fromkeys(names))
         if not isinstance(head, _Launched):
-            return LaunchReport(0, 0, "copies", (), "waiting", edges, unsettled)
+            whose = client_id(head.client, 0) if isinstance(head, _Copying) else 0
+            return LaunchReport(whose, 0, "copies", (), "waiting", edges, unsettled)
         run = head.run
         state = "waiting" if awaited else "queued"
-        report = launch_report(run.run, head.launch.segment, run.program, state)
+        report = launch_report(run.run, head.launch.segment, head.run.program, state)
         return replace(report, waits_for=edges, unsettled=unsettled)
 
     # --- copies and drops ---------------------------------------------------------------------------
@@ -762,7 +784,7 @@ class HostExecutor(HostMember):
             files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in order.files)
             named = (*order.copies, *(copy for file in order.files for copy in file.copies))
             client = next((client_of(copy.array) for copy in named), 0)  # the same of all
-            self._put(client, _Copying(copies, files))
+            self._put(client, _Copying(client, copies, files))
 
     @handles(Discard)
     def _discard(self, sender: Address, message: Discard) -> None:

@@ -1,15 +1,15 @@
 """Which client goes next on an island (DESIGN G2).
 
 A policy sees only clients whose next piece of work may be launched now; it never decides whether work
-is eligible. Policies are data to the scheduler: `choose` among candidates, and `charge` what a client
-has used.
+is eligible. Policies are data to the scheduler: they `order` candidates, and account for what a client has
+used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 CLAIM_US = 100_000
 """Device time that a client may have in advance of others because it could not be served before."""
@@ -27,6 +27,15 @@ class Account:
     def copy(self) -> Account:
         """An account of other devices that have been used in the same way so far."""
         return Account(self.now, dict(self.passes))
+
+    def join(self, other: Account) -> None:
+        """From now on this is of other devices as well: everybody is as far ahead as where that is least."""
+        known = self.passes.keys() | other.passes.keys()
+        ahead = {
+            c: min(one.passes.get(c, one.now) - one.now for one in (self, other)) for c in known
+        }
+        self.now = max(self.now, other.now)
+        self.passes = {client: self.now + by for client, by in sorted(ahead.items())}
 
 
 class Contender(Protocol):
@@ -53,6 +62,9 @@ class Contender(Protocol):
         """Of all devices that its oldest queued work runs on."""
 
 
+C = TypeVar("C", bound=Contender)
+
+
 class Policy(Protocol):
     """Orders eligible work among clients."""
 
@@ -60,8 +72,8 @@ class Policy(Protocol):
     keeps_accounts: bool
     """Whether it has to hear what is used, and of clients that come and go."""
 
-    def choose(self, contenders: Sequence[Contender]) -> int:
-        """Index of the contender that goes next; nothing is launched yet, and may not be."""
+    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+        """Whoever goes next comes first, then who goes if that one cannot; nothing is launched yet."""
 
     def launched(self, contender: Contender, time_us: float) -> None:
         """Its oldest work is launched, and is expected to take so long."""
@@ -109,9 +121,11 @@ class Fifo(_Unaccounted):
 
     name = "fifo"
 
-    def choose(self, contenders: Sequence[Contender]) -> int:
-        """The contender whose head arrived first."""
-        return min(range(len(contenders)), key=lambda i: contenders[i].head_arrival)
+    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+        """In the order in which heads arrived."""
+        if len(contenders) < 2:
+            return contenders
+        return sorted(contenders, key=lambda wants: wants.head_arrival)
 
 
 class ProportionalShare:
@@ -128,8 +142,10 @@ class ProportionalShare:
     name = "share"
     keeps_accounts = True
 
-    def choose(self, contenders: Sequence[Contender]) -> int:
-        """The contender with the lowest pass; on several devices, where it is furthest from that."""
+    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+        """The lowest pass first; on several devices that counts where it is furthest from the lowest."""
+        if len(contenders) < 2:
+            return contenders
         passes = [
             [(id(one), _claimed(one, wants.client, wants.share)) for one in wants.accounts]
             for wants in contenders
@@ -138,8 +154,11 @@ class ProportionalShare:
         for claims in passes:
             for where, claimed in claims:
                 lowest[where] = min(claimed, lowest.get(where, claimed))
-        ahead = [max(claimed - lowest[where] for where, claimed in claims) for claims in passes]
-        return min(range(len(ahead)), key=lambda i: (ahead[i], contenders[i].head_arrival))
+        ahead = [
+            (max(claimed - lowest[where] for where, claimed in claims), wants.head_arrival)
+            for claims, wants in zip(passes, contenders, strict=True)
+        ]
+        return [contenders[at] for at in sorted(range(len(ahead)), key=ahead.__getitem__)]
 
     def launched(self, contender: Contender, time_us: float) -> None:
         """Time goes on to the pass of who goes, and that advances."""
@@ -183,12 +202,11 @@ class Priority(_Unaccounted):
 
     name = "priority"
 
-    def choose(self, contenders: Sequence[Contender]) -> int:
-        """The most important contender, the older one of equals."""
-        return min(
-            range(len(contenders)),
-            key=lambda i: (-contenders[i].priority, contenders[i].head_arrival),
-        )
+    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+        """The most important first, the older one of equals."""
+        if len(contenders) < 2:
+            return contenders
+        return sorted(contenders, key=lambda wants: (-wants.priority, wants.head_arrival))
 
 
 POLICIES: dict[str, type[Fifo] | type[ProportionalShare] | type[Priority]] = {

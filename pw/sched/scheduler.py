@@ -42,6 +42,7 @@ from pw.core.messages import (
     ExplainIsland,
     Finished,
     GangBroken,
+    Held,
     Install,
     Installed,
     InstallProgram,
@@ -135,7 +136,7 @@ class IslandScheduler(Actor):
         self._clients: dict[int, ClientQueue] = {}
         self._runs: dict[int, list[SegmentTask]] = {}
         self._in_flight: dict[tuple[str, int], SegmentTask] = {}
-        """By its first host and that one's launch number."""
+        """By its first host and that one's launch number, in the order in which they have their turn there."""
         self._reporting: dict[tuple[str, int], tuple[str, int]] = {}
         """The other hosts that are to say when one of these has ended, and their launch numbers."""
         self._window = Window()
@@ -510,8 +511,7 @@ class IslandScheduler(Actor):
             return None
         taken: set[Part] = set()
         for contenders in (ready, eligible):
-            while contenders:
-                queue = contenders.pop(self.policy.choose(contenders))
+            for queue in self.policy.order(contenders):
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
                 where = task.footprint
@@ -786,6 +786,21 @@ class IslandScheduler(Actor):
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
         self.env.send(CONTROL, done)
+
+    @handles(Held)
+    def _on_held(self, sender: Address, message: Held) -> None:
+        """What has been passed is not at work; after that it comes behind what has passed it."""
+        if message.epoch != self.epoch:
+            self.env.count("messages_stale")
+            return
+        passed, handed_over = set(message.passed), set(message.handed_over)
+        for key, task in list(self._in_flight.items()):
+            name = (task.here.run, task.segment)
+            if name in passed:
+                task.held_on |= {sender.node}
+            if name in handed_over:
+                task.held_on -= {sender.node}
+                self._in_flight[key] = self._in_flight.pop(key)
 
     @handles(CallEnded)
     def _call_ended(self, sender: Address, message: CallEnded) -> None:

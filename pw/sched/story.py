@@ -142,7 +142,7 @@ class _Story:
         elif state == "missing":
             yield Finding(BROKEN, host, f"{who} has not got the launch of {what}")
         elif state in ("waiting", "queued"):
-            head = _before(report, work)
+            head = _before(report, work.run)
             behind = "" if head is launch else f"; {what} is queued behind {self._launched(head)}"
             yield from self._queued(report, who, what, head, behind)
         elif state == "handed over" and not _is_at(report, work):
@@ -197,11 +197,9 @@ class _Story:
         if state == "no value":
             words = f"{peer} does not have {what} yet, which {host} waits for{_busy(there.threads)}"
             return Finding(LATE, peer, words)
-        if there.queued:
+        if (held_up := _behind(there, edge.run)) is not None:
             words = f"{peer} has not come to sending {what} to {host}"
-            if there.launches:
-                words += f"; it waits at {self._launched(there.launches[0])}"
-            return Finding(LATE, peer, words)
+            return Finding(LATE, peer, f"{words}; it waits at {self._launched(held_up)}")
         words = (
             f"{peer} has not delivered {what} to {host}, and has nothing left to send: either it has not been "
             "launched there, or it was lost on its way"
@@ -291,11 +289,18 @@ def _launch(report: HostReport, work: WorkReport) -> LaunchReport | None:
     return None
 
 
-def _before(report: HostReport, work: WorkReport) -> LaunchReport:
-    """What holds up a launch on a host: itself, what its client wants before it, or an earlier gang."""
+def _before(report: HostReport, run: int) -> LaunchReport:
+    """What holds up work of a run's client on a host: its own that waits, or as a gang the oldest that does."""
     waiting = [launch for launch in report.launches if launch.state == "waiting"]
-    own = [launch for launch in waiting if client_of(launch.run) == client_of(work.run)]
+    own = [launch for launch in waiting if client_of(launch.run) == client_of(run)]
     return (own or waiting or list(report.launches))[0]
+
+
+def _behind(report: HostReport, run: int) -> LaunchReport | None:
+    """What holds up a run's client on a host; None if all that it was sent has been handed over."""
+    waiting = (launch for launch in report.launches if launch.state in ("waiting", "queued"))
+    is_held = any(client_of(launch.run) == client_of(run) for launch in waiting)
+    return _before(report, run) if is_held else None
 
 
 def _awaited(report: HostReport, launch: LaunchReport) -> list[EdgeReport]:

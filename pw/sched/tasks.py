@@ -54,12 +54,16 @@ class SegmentTask:
     """What a host has told: it has no value there because another host was lost."""
     ended_on: tuple[str, ...] = ()
     """Hosts that have said that it has ended."""
+    held_on: frozenset[str] = frozenset()
+    """Hosts where it waits for inputs, and others have passed it."""
     launched_s: float = -1.0
     """When it was launched; negative while it is queued."""
 
     def under_way(self) -> Iterable[str]:
         """Hosts that may be at it, or wait for who is."""
-        return self.hosts if not self.ended_on else set(self.hosts).difference(self.ended_on)
+        if not (self.ended_on or self.held_on):
+            return self.hosts
+        return set(self.hosts).difference(self.ended_on, self.held_on)
 
 
 @dataclass(slots=True)

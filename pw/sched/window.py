@@ -88,14 +88,18 @@ class Window:
             for place in footprint.places:
                 users[place].append(footprint)
         parts: dict[tuple[Footprint, ...], Part] = {}
+        joined: dict[Part, set[Part]] = {}
         for place, using in users.items():
-            part = parts.get(tuple(using))
+            old, part = before[place], parts.get(tuple(using))
             if part is None:
                 # Whatever is under way at one of these places is so at all of them.
-                old = before[place]
                 part = parts[tuple(using)] = replace(old, size=0, account=old.account.copy())
+                joined[part] = {old}
                 for footprint in using:
                     footprint.parts.append(part)
+            elif old not in joined[part]:
+                joined[part].add(old)
+                part.account.join(old.account)
             part.size += 1
             self._part_of[place] = part
 

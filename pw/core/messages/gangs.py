@@ -319,6 +319,17 @@ class RunAdmitted(Base, frozen=True, tag=84):
     run: int
 
 
+class Held(Base, frozen=True, tag=134):
+    """HostExecutor to IslandScheduler: these launches (run, segment) wait for inputs, and others pass them.
+
+    And those that have been passed, and wait no longer: they are behind the others now.
+    """
+
+    epoch: int
+    passed: tuple[tuple[int, int], ...]
+    handed_over: tuple[tuple[int, int], ...]
+
+
 class CallEnded(Base, frozen=True, tag=130):
     """HostExecutor to IslandScheduler, who passes it on to the gang: a Python function has returned here.
 

@@ -36,7 +36,7 @@ class InstallReport(msgspec.Struct, frozen=True, array_like=True):
 class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     """One launch on one host.
 
-    `state` is `missing` (it has not come), `queued` behind another one, `waiting` at the head of the queue,
+    `state` is `missing` (it has not come), `queued` behind another one, `waiting` for values that it reads,
     `handed over` to the execute thread, `entered` by it, `enqueued` on the devices, or `finished`.
     """
 
