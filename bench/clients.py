@@ -3,6 +3,8 @@
 python -m bench.clients move ADDRESS BYTES              moves an array from island-0 to island-1
 python -m bench.clients compute ADDRESS STEPS...        calls functions that take so many steps each
 python -m bench.clients share ADDRESS SHARE STEPS FILE  the same with a weight; notes when each call ended
+python -m bench.clients own ADDRESS                     blocking calls on a device of island-1
+python -m bench.clients beside ADDRESS STEPS            work on another device there
 python -m bench.clients gang ADDRESS DEVICES STEPS...   calls functions over all devices, with an all-reduce
 python -m bench.clients alone STEPS...                  what `compute` does, in plain JAX
 """
@@ -116,6 +118,39 @@ def share(address: str, weight: str, steps: str, file: str) -> Cases:
     return {"calls": case}
 
 
+def _one_of(island: str) -> tuple[pw.Mesh, Any]:
+    """A device of an island, and a number there."""
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1, island=island).devices, ("x",))
+    return mesh, pw.put(np.float32(0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+
+
+def own(address: str) -> Cases:
+    """One call after the other, on a device of one's own."""
+    pw.connect(address)
+    mesh, start = _one_of("island-1")
+    function = pw.jit(lambda x: x + 1, mesh=mesh)
+
+    def case(count: int) -> None:
+        for _ in range(count):
+            function(start).block_until_ready()
+
+    return {"calls": case}
+
+
+def beside(address: str, steps: str) -> Cases:
+    """Long calls on a device of island-1; and short ones there, on what long calls on island-0 have made."""
+    pw.connect(address)
+    (there, first), (here, start) = map(_one_of, ("island-0", "island-1"))
+    make, use = pw.jit(busy(int(steps)), mesh=there), pw.jit(lambda x: x + 1, mesh=here)
+    stages = pw.program(lambda x: use(make(x)))
+
+    def staged(count: int) -> None:
+        for made in [stages(first) for _ in range(count)]:
+            made.block_until_ready()
+
+    return {"long calls": calls(pw.jit(busy(int(steps)), mesh=here), start), "stages": staged}
+
+
 def gang(address: str, devices: str, *steps: str) -> Cases:
     """Calls on all devices of an island, for each number of steps."""
     pw.connect(address)
@@ -146,6 +181,8 @@ KINDS: dict[str, Callable[..., Cases]] = {
     "move": move,
     "compute": compute,
     "share": share,
+    "own": own,
+    "beside": beside,
     "gang": gang,
     "alone": alone,
 }

@@ -3,7 +3,8 @@
 Each client is a process of its own that calls `x = f(x)` on the same device, with many calls in flight; the
 computations take about as long as the paper's. If the gang scheduler lost time in switching between clients, 16
 of them would get less done than one. Under `--policy share`, clients of other weights run side by side, and
-what counts is what each got done while all of them wanted the device.
+what counts is what each got done while all of them wanted the device. Last, a client has a device of its own on
+a host where others work as well: on another device, or on what comes from another island.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ READING_S = 0.5
 """About how long a reading takes."""
 WEIGHTS: dict[str, tuple[int, ...]] = {"1:1:1:1": (1, 1, 1, 1), "1:2:4:8": (1, 2, 4, 8)}
 SHARE_MS = 1.04
+LONG_MS = 100.0
+"""A computation of a neighbour's, on another device."""
 CALLS = 600
 """Calls of a client of weight 1."""
 
@@ -39,10 +42,11 @@ def run(quick: bool) -> Result:
     """Measure 1 to 16 clients in alternation, then four clients with weights."""
     result = Result("concurrent", "many clients on one device (paper: figures 8 and 9)")
     durations = DURATIONS_MS[:1] if quick else DURATIONS_MS
-    steps = calibrated((*durations, SHARE_MS))
+    steps = calibrated((*durations, SHARE_MS, LONG_MS))
     _tell_together(result, steps, durations, (1, 2) if quick else CLIENTS, 1 if quick else 4)
     weights: dict[str, tuple[int, ...]] = {"1:2": (1, 2)} if quick else WEIGHTS
     _tell_shares(result, steps[SHARE_MS], weights, CALLS)
+    _tell_neighbours(result, steps[LONG_MS], 1 if quick else 4)
     result.notes += [
         "every client is a process; one host with one device, because the device is what they share",
         "'JAX alone' is one process that has the device to itself, with no runtime in between",
@@ -114,6 +118,38 @@ def _started(stack: ExitStack, processes: list[list[str]]) -> list[Peer]:
 
     with ThreadPoolExecutor(2) as starters:
         return [stack.enter_context(peer) for peer in starters.map(start, processes)]
+
+
+# --- neighbours -----------------------------------------------------------------------------------------
+
+
+def _tell_neighbours(result: Result, steps: int, rounds: int) -> None:
+    """Calls on a device of one's own, while another client uses others of its host."""
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(islands=2, devices_per_host=2, connect=False))
+        arguments = [["own", cluster.address], ["beside", cluster.address, str(steps)]]
+        mine, theirs = _started(stack, arguments)
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+
+        def beside(work: str) -> float:
+            busy = pool.submit(theirs.seconds, work, 10)
+            time.sleep(LONG_MS * 1e-3)
+            reading = per_second(mine, "calls", 200)
+            busy.result()
+            return reading
+
+        cases: dict[str, Callable[[], float]] = {
+            "alone on the host": partial(per_second, mine, "calls", 200),
+            "beside long calls": partial(beside, "long calls"),
+            "beside stages that wait": partial(beside, "stages"),
+        }
+        samples = alternate(cases, rounds=rounds)
+    alone, *others = samples
+    result.rows += rows(samples, unit="calls/s", baseline=alone)
+    for name in others:
+        ratio = samples[name].over(samples[alone]).median
+        text = f"calls on a device of one's own {name}, over {alone}"
+        result.bars.append(Bar(text, ratio, 0.5))
 
 
 # --- shares ---------------------------------------------------------------------------------------------
