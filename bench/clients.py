@@ -4,7 +4,7 @@ python -m bench.clients move ADDRESS BYTES              moves an array from isla
 python -m bench.clients compute ADDRESS STEPS...        calls functions that take so many steps each
 python -m bench.clients share ADDRESS SHARE STEPS FILE  the same with a weight; notes when each call ended
 python -m bench.clients own ADDRESS                     blocking calls on a device of island-1
-python -m bench.clients beside ADDRESS STEPS            work on another device there
+python -m bench.clients beside ADDRESS MS               calls that take so long on another device there
 python -m bench.clients gang ADDRESS DEVICES STEPS...   calls functions over all devices, with an all-reduce
 python -m bench.clients alone STEPS...                  what `compute` does, in plain JAX
 """
@@ -27,6 +27,8 @@ from pw.devices import group
 
 AHEAD = 512
 """Calls that pw lets a client have in flight: the next one returns when one of them has ended."""
+
+_MATRIX = np.ones((64, 64), np.float32)
 
 Cases = Mapping[str, Callable[[int], object]]
 
@@ -119,9 +121,24 @@ def share(address: str, weight: str, steps: str, file: str) -> Cases:
 
 
 def _one_of(island: str) -> tuple[pw.Mesh, Any]:
-    """A device of an island, and a number there."""
+    """A device of an island, and a matrix there.
+
+    (Not a number: on CPU, JAX runs what has few operations in the thread that calls it, loops and all.)
+    """
     mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1, island=island).devices, ("x",))
-    return mesh, pw.put(np.float32(0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+    return mesh, pw.put(_MATRIX, sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+
+
+def _steps(ms: float) -> int:
+    """How many steps take so long on a matrix here, in plain JAX."""
+    took_s = {}
+    for steps in (1_000, 11_000):
+        function = jax.jit(busy(steps))
+        function(_MATRIX).block_until_ready()
+        started = time.perf_counter()
+        function(_MATRIX).block_until_ready()
+        took_s[steps] = time.perf_counter() - started
+    return max(1, round(ms * 1e-3 * 10_000 / (took_s[11_000] - took_s[1_000])))
 
 
 def own(address: str) -> Cases:
@@ -137,18 +154,19 @@ def own(address: str) -> Cases:
     return {"calls": case}
 
 
-def beside(address: str, steps: str) -> Cases:
+def beside(address: str, ms: str) -> Cases:
     """Long calls on a device of island-1; and short ones there, on what long calls on island-0 have made."""
+    steps = _steps(float(ms))
     pw.connect(address)
     (there, first), (here, start) = map(_one_of, ("island-0", "island-1"))
-    make, use = pw.jit(busy(int(steps)), mesh=there), pw.jit(lambda x: x + 1, mesh=here)
+    make, use = pw.jit(busy(steps), mesh=there), pw.jit(lambda x: x + 1, mesh=here)
     stages = pw.program(lambda x: use(make(x)))
 
     def staged(count: int) -> None:
         for made in [stages(first) for _ in range(count)]:
             made.block_until_ready()
 
-    return {"long calls": calls(pw.jit(busy(int(steps)), mesh=here), start), "stages": staged}
+    return {"long calls": calls(pw.jit(busy(steps), mesh=here), start), "stages": staged}
 
 
 def gang(address: str, devices: str, *steps: str) -> Cases:
