@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint format lock clean
+.PHONY: help demo test bench wheel lint format lock clean
 # An environment whose Python has gone is made anew.
 ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
 .PHONY: $(STAMP)
@@ -32,6 +32,10 @@ test: lint  ## everything CI checks: format, lint, types, import contracts, test
 
 bench: $(BENCH)  ## measure everything beside its baselines, in about 20 minutes
 	@$(RUN) -m bench
+
+wheel: $(STAMP)  ## build dist/openpathways-*.whl, for other environments
+	@rm -rf build
+	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 lint: $(STAMP)  ## format check, lint, types and import contracts
 	@$(RUN) -m ruff format --check .
@@ -61,6 +65,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@echo "installing requirements.lock into $(VENV)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
 		-r requirements.lock
+	@$(RUN) -m pip uninstall --quiet --yes pw 2>/dev/null  # this project's name before it was openpathways
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -25,11 +25,11 @@ from bench import machine, report
 # What runs without a name, in this order, and for how many seconds it may at most.
 SUITE = {
     "startup": 180,
-    "latency": 180,
+    "latency": 300,
     "dispatch": 420,
     "pipeline": 300,
     "smallest": 300,
-    "concurrent": 300,
+    "concurrent": 600,
     "transfer": 300,
     "train": 420,
     "pipeline-train": 300,

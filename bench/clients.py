@@ -3,17 +3,22 @@
 python -m bench.clients move ADDRESS BYTES              moves an array from island-0 to island-1
 python -m bench.clients compute ADDRESS STEPS...        calls functions that take so many steps each
 python -m bench.clients share ADDRESS SHARE STEPS FILE  the same with a weight; notes when each call ended
+python -m bench.clients tenant ADDRESS SHARE PRIORITY FILE STEPS...  the same for some time, waiting or not
 python -m bench.clients own ADDRESS                     blocking calls on a device of island-1
 python -m bench.clients beside ADDRESS MS               calls that take so long on another device there
+python -m bench.clients flood ADDRESS MS                calls that take so long, as many in flight as can be
 python -m bench.clients gang ADDRESS DEVICES STEPS...   calls functions over all devices, with an all-reduce
 python -m bench.clients alone STEPS...                  what `compute` does, in plain JAX
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +28,7 @@ import numpy as np
 import pw
 from bench.baselines import steps as computations
 from bench.baselines.peer import Peer, serve
+from bench.measure import seconds
 from pw.devices import group
 
 AHEAD = 512
@@ -120,6 +126,46 @@ def share(address: str, weight: str, steps: str, file: str) -> Cases:
     return {"calls": case}
 
 
+def tenant(address: str, weight: str, priority: str, file: str, *steps: str) -> Cases:
+    """For each number of steps: wait for the oldest of 1 or 200 calls before the next one, or only enqueue.
+
+    A case goes on for as many tenths of a second as it is told; FILE gets the moments at which calls ended, as
+    this client sees it. What is queued then is cancelled.
+    """
+    pw.connect(address, share=float(weight), priority=int(priority))
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("data",))
+    start = pw.put(np.float32(0), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+
+    def case(function: Callable[[Any], Any], waits: int) -> Callable[[int], object]:
+        def work(tenths: int) -> None:
+            in_flight: deque[Any] = deque()
+            ends_s: list[float] = []
+            end_s = time.monotonic() + tenths * 0.1
+            while not ends_s or ends_s[-1] < end_s:
+                in_flight.append(function(start))
+                if len(in_flight) > (waits or AHEAD) - 1:
+                    oldest = in_flight.popleft()
+                    if waits:
+                        oldest.block_until_ready()
+                    ends_s.append(time.monotonic())
+            np.save(file, np.array(ends_s))
+            pw.cancel(list(in_flight))
+            for array in in_flight:
+                with contextlib.suppress(pw.Error):
+                    array.block_until_ready()
+
+        return work
+
+    cases: dict[str, Callable[[int], object]] = {}
+    for number in steps:
+        function = pw.jit(busy(int(number)), mesh=mesh)
+        cases |= {
+            f"{kind} {number}": case(function, waits)
+            for kind, waits in (("wait-1", 1), ("wait-200", 200), ("enqueue", 0))
+        }
+    return cases
+
+
 def _one_of(island: str) -> tuple[pw.Mesh, Any]:
     """A device of an island, and a matrix there.
 
@@ -129,16 +175,16 @@ def _one_of(island: str) -> tuple[pw.Mesh, Any]:
     return mesh, pw.put(_MATRIX, sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
 
 
-def _steps(ms: float) -> int:
-    """How many steps take so long on a matrix here, in plain JAX."""
+def _steps(ms: float, start: Any = _MATRIX) -> int:
+    """How many steps take so long on a matrix, or a number, here, in plain JAX."""
+    few, many = (1_000, 11_000) if np.ndim(start) else (100_000, 1_100_000)
     took_s = {}
-    for steps in (1_000, 11_000):
+    for steps in (few, many):
         function = jax.jit(busy(steps))
-        function(_MATRIX).block_until_ready()
-        started = time.perf_counter()
-        function(_MATRIX).block_until_ready()
-        took_s[steps] = time.perf_counter() - started
-    return max(1, round(ms * 1e-3 * 10_000 / (took_s[11_000] - took_s[1_000])))
+        function(start).block_until_ready()
+        call = partial(lambda compiled: compiled(start).block_until_ready(), function)
+        took_s[steps] = min(seconds(call) for _ in range(3))
+    return max(1, round(ms * 1e-3 * (many - few) / (took_s[many] - took_s[few])))
 
 
 def own(address: str) -> Cases:
@@ -167,6 +213,24 @@ def beside(address: str, ms: str) -> Cases:
             made.block_until_ready()
 
     return {"long calls": calls(pw.jit(busy(steps), mesh=here), start), "stages": staged}
+
+
+def flood(address: str, ms: str) -> Cases:
+    """Long calls that need nothing of each other, on the first device; one that JAX runs in its caller, too."""
+    pw.connect(address)
+    mesh, start = _one_of("island-0")
+    number = pw.put(np.float32(1), sharding=pw.NamedSharding(mesh, pw.PartitionSpec()))
+
+    def case(argument: Any, local: Any) -> Callable[[int], object]:
+        function = pw.jit(busy(_steps(float(ms), local)), mesh=mesh)
+
+        def calls(count: int) -> None:
+            for made in [function(argument) for _ in range(count)]:
+                made.block_until_ready()
+
+        return calls
+
+    return {"long calls": case(start, _MATRIX), "calls in line": case(number, np.float32(1))}
 
 
 def gang(address: str, devices: str, *steps: str) -> Cases:
@@ -199,8 +263,10 @@ KINDS: dict[str, Callable[..., Cases]] = {
     "move": move,
     "compute": compute,
     "share": share,
+    "tenant": tenant,
     "own": own,
     "beside": beside,
+    "flood": flood,
     "gang": gang,
     "alone": alone,
 }

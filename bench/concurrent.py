@@ -3,27 +3,33 @@
 Each client is a process of its own that calls `x = f(x)` on the same device, with many calls in flight; the
 computations take about as long as the paper's. If the gang scheduler lost time in switching between clients, 16
 of them would get less done than one. Under `--policy share`, clients of other weights run side by side, and
-what counts is what each got done while all of them wanted the device. Last, a client has a device of its own on
-a host where others work as well: on another device, or on what comes from another island.
+what counts is what each got done while all of them wanted the device; then clients that wait for their
+results do the same, with weights and with priorities (`bench.waiting`). Then a client has a device of its own
+on a host where others work as well: on another device, or on what comes from another island. Last, a client
+asks for what has been ready for long, on a host whose only device another client keeps busy: no computation is
+in its way.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import pw
 from bench.baselines.peer import Peer
 from bench.clients import per_second
-from bench.measure import GaveUp, Sample, alternate
+from bench.measure import GaveUp, Sample, alternate, seconds
 from bench.report import Bar, Figure, Result, Row, Series, rows
+from bench.waiting import WAITING_MS, tell_waiting
 from pw import LocalCluster
 
 DURATIONS_MS = (0.04, 0.33, 2.4)
@@ -37,17 +43,27 @@ LONG_MS = 100.0
 OWN_CALLS = 500
 CALLS = 600
 """Calls of a client of weight 1."""
+FLOOD_MS = 28.0
+"""A computation of a neighbour's, on the same device."""
+FLOOD_CALLS = 60
+READS = 40
+"""How often a client asks for what is ready, in a reading."""
+PAUSE_S = 0.01
+"""Between two of them, so that they meet the neighbour's computations at all stages."""
+WORDS = {"1 KB": 256, "1 MB": 262_144}
 
 
 def run(quick: bool) -> Result:
     """Measure 1 to 16 clients in alternation, then four clients with weights."""
     result = Result("concurrent", "many clients on one device (paper: figures 8 and 9)")
     durations = DURATIONS_MS[:1] if quick else DURATIONS_MS
-    steps = calibrated((*durations, SHARE_MS))
+    steps = calibrated(tuple(dict.fromkeys((*durations, SHARE_MS, *WAITING_MS))))
     _tell_together(result, steps, durations, (1, 2) if quick else CLIENTS, 1 if quick else 4)
     weights: dict[str, tuple[int, ...]] = {"1:2": (1, 2)} if quick else WEIGHTS
     _tell_shares(result, steps[SHARE_MS], weights, CALLS)
+    tell_waiting(result, steps, _started, quick=quick)
     _tell_neighbours(result, 1 if quick else 4)
+    _tell_reads(result, quick)
     result.notes += [
         "every client is a process; one host with one device, because the device is what they share",
         "'JAX alone' is one process that has the device to itself, with no runtime in between",
@@ -157,6 +173,86 @@ def _tell_neighbours(result: Result, rounds: int) -> None:
         ratio = samples[name].over(samples[alone]).median
         text = f"calls on a device of one's own {name}, over {alone}"
         result.bars.append(Bar(text, ratio, 0.5))
+
+
+# --- what is ready --------------------------------------------------------------------------------------
+
+
+class _Ask(NamedTuple):
+    """Something that a client asks for again and again."""
+
+    objects: Callable[[], Sequence[Any]]
+    """What it asks about; made while the host has nothing else to do."""
+    ask: Callable[[Any], object]
+
+    def median_ms(self, objects: Sequence[Any], is_over: Callable[[], bool]) -> float:
+        """How long one of them takes, among those that were asked about before it was over."""
+        took_s = []
+        for each in objects:
+            took_s.append(seconds(partial(self.ask, each)))
+            time.sleep(PAUSE_S)
+            if is_over():
+                break
+        return statistics.median(took_s) * 1e3
+
+
+def _tell_reads(result: Result, quick: bool) -> None:
+    """Waits for ready arrays, reads of them, and puts, beside a client that floods their device."""
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster())
+        (neighbour,) = _started(stack, [["flood", cluster.address, str(FLOOD_MS)]])
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+
+        def alone(ask: _Ask) -> float:
+            return ask.median_ms(ask.objects(), lambda: False)
+
+        def beside(work: str, ask: _Ask) -> float:
+            objects = ask.objects()
+            busy = pool.submit(neighbour.seconds, work, FLOOD_CALLS)
+            # Until those are over that a peer does not count, and many of the others are under way.
+            time.sleep((FLOOD_CALLS / 10 + 10) * FLOOD_MS * 1e-3)
+            found = ask.median_ms(objects, busy.done)
+            busy.result()
+            return found
+
+        asks = _asks()
+        cases: dict[str, Callable[[], float]] = {}
+        for name, ask in asks.items():
+            cases[f"{name}, alone"] = partial(alone, ask)
+            cases[f"{name}, beside long calls"] = partial(beside, "long calls", ask)
+        cases["wait, beside calls in line"] = partial(beside, "calls in line", asks["wait"])
+        samples = alternate(cases, rounds=1 if quick else 3, warm_up=0 if quick else 1)
+    for what in asks:
+        mine = {name: sample for name, sample in samples.items() if name.startswith(f"{what}, ")}
+        result.rows += rows(mine, unit="ms, median", baseline=f"{what}, alone")
+        for name in list(mine)[1:]:
+            text = f"of what is ready: {name}, in ms"
+            result.bars.append(Bar(text, samples[name].median, 2.0, at_least=False))
+
+
+def _asks() -> dict[str, _Ask]:
+    mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+    whole = pw.NamedSharding(mesh, pw.PartitionSpec())
+    add = pw.jit(lambda x: x + 1, mesh=mesh)
+
+    def ready(words: int) -> list[pw.Array]:
+        """Arrays that exist, of which this client has heard nothing."""
+        start = pw.put(np.zeros(words, np.float32), sharding=whole)
+        made = [add(start) for _ in range(READS)]
+        add(made[-1]).block_until_ready()  # the device computes in order
+        return made
+
+    return {
+        "wait": _Ask(partial(ready, 256), lambda array: array.block_until_ready()),
+        **{
+            f"value of {size}": _Ask(partial(ready, words), np.asarray)
+            for size, words in WORDS.items()
+        },
+        "put": _Ask(
+            lambda: [np.float32(number) for number in range(READS)],
+            lambda number: pw.put(number, sharding=whole).block_until_ready(),
+        ),
+    }
 
 
 # --- shares ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,7 @@ def _chained(on: list[pw.Mesh]) -> Callable[[int], float]:
 
 
 def _counting(
-    on: list[pw.Mesh], functions: list[Callable[[Any], Any]], each: int
+    on: list[pw.Mesh], functions: Sequence[Callable[[Any], Any]], each: int
 ) -> Callable[[int], float]:
     """How long it takes to count to `count` on each mesh, with functions that add `each`; in seconds."""
     zeros = [pw.put(np.float32(0), sharding=pw.NamedSharding(mesh, P())) for mesh in on]

@@ -296,6 +296,9 @@ class ModelledHost:
     def ended(self, connection: Connection, reason: str) -> None:
         """The controller has ended, and ends the swarm as well."""
 
+    def refused(self, connection: Connection, reason: str) -> None:
+        """Never: neither end has a secret."""
+
     def is_behind(self) -> bool:
         """Never: what comes is handled at once."""
         return False

@@ -12,10 +12,11 @@ Names are loaded when first used, so that `import pw` alone does not import JAX.
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from pw.core import installed as _installed
 from pw.core.errors import (
+    AccessRefused,
     ArgumentError,
     ArrayDeleted,
     ArrayLost,
@@ -60,12 +61,10 @@ if TYPE_CHECKING:
     from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
     from pw.client.pmap import pmap
     from pw.client.program import program
+    from pw.client.status import status
     from pw.client.transfer import block_until_ready, get, put, ready
 
-try:
-    __version__ = metadata.version("pw")
-except metadata.PackageNotFoundError:  # a checkout that was never installed
-    __version__ = "0+checkout"
+__version__ = _installed.version(_installed.DISTRIBUTION)
 
 _LAZY = {
     "connect": "pw.client.current",
@@ -90,6 +89,7 @@ _LAZY = {
     "restore": "pw.client.checkpoint_files",
     "drain": "pw.client.checkpoint",
     "stats": "pw.client.current",
+    "status": "pw.client.status",
     "why": "pw.client.current",
 }
 
@@ -116,8 +116,10 @@ __all__ = [
     "restore",
     "drain",
     "stats",
+    "status",
     "why",
     "Error",
+    "AccessRefused",
     "ArgumentError",
     "ArrayDeleted",
     "ArrayLost",
@@ -152,6 +154,7 @@ def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'pw' has no attribute {name!r}")
+    _installed.check()
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

@@ -27,7 +27,7 @@ from pw.core.messages import (
 )
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor
-from pw.devices.replicas import Saved
+from pw.devices.held import Saved
 from pw.devices.store import ObjectStore
 from pw.sched.controller import Controller, ControllerVersions
 from pw.sched.policy import POLICIES
@@ -307,12 +307,15 @@ class FakeHost:
         self.stopped: list[str] = []
         self.finished: list[str] = []
         self.handed_over: list[Saved] = []
+        self.keeps = True
+        """The supervisor takes at once what it is sent; otherwise when `take` is called."""
+        self._sent: list[tuple[list[Saved], Callable[[ErrorReport | None], None]]] = []
         self.backend = world.backends[name] = FakeBackend(world, name)
         self.bulk = FakeBulk(world, name)
         backend, bulk = self.backend, self.bulk
         self.store: ObjectStore = world.add(
             Address(name, "store"),
-            lambda env: ObjectStore(env, backend, bulk, dict, replicas, keep=self.hand_over),
+            lambda env: ObjectStore(env, backend, bulk, dict, replicas, keep=self.keep),
         )
         self.coordinator: ShardCoordinator = world.add(
             Address(name, "coordinator"), lambda env: ShardCoordinator(env, backend, bulk)
@@ -330,6 +333,19 @@ class FakeHost:
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         self.stopped.append(reason)
+
+    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+        assert not self._sent, "one time after the other"
+        self._sent.append((list(replicas), kept))
+        if self.keeps:
+            self.take()
+
+    def take(self, error: ErrorReport | None = None) -> None:
+        """The supervisor takes what it was sent, or it will not get it."""
+        replicas, kept = self._sent.pop()
+        if error is None:
+            self.hand_over(replicas)
+        kept(error)
 
     def hand_over(self, replicas: Iterable[Saved]) -> None:
         self.handed_over = [(array, box, data.copy()) for array, box, data in replicas]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +36,9 @@ class Program:
     def __init__(self, folder: Path, arguments: list[str], **variables: str) -> None:
         self.marker = secrets.token_hex(8)
         self.folder = folder / self.marker
-        self.temporary = self.folder / "tmp"
-        self.temporary.mkdir(parents=True)
+        self.folder.mkdir(parents=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="pw-test-"))  # unix sockets want short paths
+        self.temporary.chmod(0o711)  # others may pass, as in /tmp
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PW_")}
         inherited |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary), "COLUMNS": "100"}
         with (
@@ -99,6 +102,7 @@ class Program:
         for pid in self.family():
             send(pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def start_module(module: str, *arguments: object, folder: Path, **variables: str) -> Program:

@@ -289,7 +289,7 @@ class FakeBackend:
 def _failure(value: Value) -> ErrorReport | None:
     if value.error is not None or value.payload is not None:
         return value.error
-    return ErrorReport.of(InternalError("a value was used before the op that makes it"))
+    return ErrorReport.of(InternalError("a value was used before it was made"))
 
 
 def _fail(results: Sequence[Value], error: ErrorReport) -> None:

@@ -36,7 +36,7 @@ SPEC = ArraySpec((SIZE,), "uint8", Sharding((), ()), Placement(1, (0,)))
 class Scripted(QuietThread):
     """A session that gives no credits back."""
 
-    address = None
+    address = endpoint = None
 
     def __init__(self, runtime: Runtime) -> None:
         self.notes: list[object] = []

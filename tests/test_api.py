@@ -109,7 +109,7 @@ def test_partitioned_by_the_compiler(east: pw.Mesh) -> None:
     np.testing.assert_array_equal(f(a, b), a @ b)
 
 
-def test_gradients_inside_and_outside(east: pw.Mesh) -> None:
+def test_gradients_of_functions_and_of_those_that_run_on_devices(east: pw.Mesh) -> None:
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.tanh(w @ x) ** 2)
 
@@ -118,7 +118,6 @@ def test_gradients_inside_and_outside(east: pw.Mesh) -> None:
     np.testing.assert_allclose(pw.jit(jax.grad(loss), mesh=east)(w, x), expected, rtol=1e-5)
     outside = pw.jit(jax.grad(pw.jit(loss, mesh=east)), mesh=east)
     np.testing.assert_allclose(outside(w, x), expected, rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(pw.jit(loss, mesh=east))(w, x), expected, rtol=1e-5)
     mapped = pw.pmap(jax.value_and_grad(loss), in_axes=(None, 0), devices=list(east.devices))
     values, grads = mapped(w, np.stack([x, 2 * x]))
     np.testing.assert_allclose(values[1], loss(w, 2 * x), rtol=1e-5)
@@ -216,7 +215,7 @@ def test_what_is_closed_over_is_an_argument_at_any_depth(
     build = CAPTURING[how]
     f = pw.jit(build(w), mesh=east)
     x = numbers(1024) / 1024
-    with jax.sharding.use_abstract_mesh(east.abstract):
+    with jax.sharding.use_abstract_mesh(east.abstract_mesh):
         expected = build(jnp.asarray(host))(x) if how != "jit in shard_map" else x * host
     np.testing.assert_allclose(f(x), expected, rtol=1e-5)
     (traced,) = f._by_types.values()
@@ -229,16 +228,14 @@ def test_a_captured_array_has_the_methods_of_jax_where_it_is_traced(east: pw.Mes
     w = pw.put(numbers(6).reshape(2, 3))
     f = pw.jit(lambda x: w.T.sum() + w.astype(jnp.int32).reshape(-1)[4] + w.at[0].set(0).max() * x)
     assert float(f(2.0)) == 15 + 4 + 10
-    with pytest.raises(AttributeError, match=r"pw\.jit\(lambda x: x\.at\)"):
-        _ = w.at
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = w.nonsense
     traced: list[str] = []
 
     @pw.program
     def p(v: Any) -> Any:
-        with pytest.raises(AttributeError, match=r"pw\.jit\(lambda x: x\.at\)"):
-            _ = v.at
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            _ = v.nonsense
         traced.append("once")
         return v
 

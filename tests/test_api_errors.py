@@ -130,13 +130,6 @@ def test_a_traced_value_is_looked_at(east: pw.Mesh) -> None:
     assert float(f(1.0)) == 2  # the session goes on
 
 
-def test_jax_outside_of_pw_says_what_to_do(east: pw.Mesh) -> None:
-    x = pw.put(numbers(2), sharding=split(east))
-    with pytest.raises(pw.ArgumentError, match=r"in a pw\.jit function.*pw\.get"):
-        jax.grad(lambda v: v.sum())(x)
-    np.testing.assert_array_equal(jnp.sin(jnp.asarray(x)), jnp.sin(numbers(2)))
-
-
 # --- where the value is read ---------------------------------------------------------------------------
 
 
@@ -160,7 +153,7 @@ def test_out_of_memory_poisons_all_that_depends_on_it(east: pw.Mesh, west: pw.Me
                     read()
                 text = "".join(traceback.format_exception(caught.value))
                 assert "Traceback on host-0" in text
-                assert "jax_backend.py" in text
+                assert "pw/devices/jax_" in text
             assert x.is_ready()
         fine = pw.jit(lambda v: v + 1, mesh=east)(1.0)
         with pytest.raises(pw.OutOfDeviceMemory):

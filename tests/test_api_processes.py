@@ -35,6 +35,18 @@ def west(cluster: pw.LocalCluster) -> pw.Mesh:
     return mesh_on(1)
 
 
+def test_what_the_cluster_is_shown_as(cluster: pw.LocalCluster) -> None:
+    status = pw.status()
+    assert status.address == cluster.address
+    assert {host.name for host in status.hosts} == {host.name for host in cluster.hosts}
+    assert [client.is_me for client in status.clients] == [True]
+    assert cluster.address in repr(cluster)
+    for host in cluster.hosts:
+        assert host.name in repr(status)
+        assert host.name in cluster._repr_html_()
+        assert str(host.pid) in cluster._repr_html_()
+
+
 def test_collectives_between_the_hosts_of_an_island(east: pw.Mesh) -> None:
     def collectives(v: Any) -> Any:
         return {

@@ -275,8 +275,10 @@ def test_a_worker_without_the_devices_it_promised_says_so(cluster: Cluster) -> N
     worker.until_alone()
 
 
-@pytest.mark.parametrize("package", ["pw", "jax"])
-def test_another_version_is_refused(package: str, cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("package", "said"), [("openpathways", "pw"), ("jax", "jax")])
+def test_another_version_is_refused(
+    package: str, said: str, cluster: Cluster, tmp_path: Path
+) -> None:
     """The worker believes what is installed, so something else is, earlier on its path."""
     folder = tmp_path / "other" / f"{package}-0.0.7.dist-info"
     folder.mkdir(parents=True)
@@ -284,7 +286,7 @@ def test_another_version_is_refused(package: str, cluster: Cluster, tmp_path: Pa
     path = os.pathsep.join([str(folder.parent), str(Path(__file__).parent.parent)])
     status = cluster.start("pw.cli.main", "status", PYTHONPATH=path, PW_ADDRESS=cluster.address)
     worker = cluster.worker(f"old-{package}", "old", "--log-level", "error", PYTHONPATH=path)
-    words = f"{package} 0.0.7.*install the same versions"
+    words = f"{said} 0.0.7.*install the same versions"
     fails(worker, "pw-worker", words)
     fails(status, "pw", words)
 

@@ -354,7 +354,7 @@ def test_an_upload_that_fails_fails_the_runs_that_wait_for_it() -> None:
     stage.world.settle()
     client.tell_host("h1", Upload(array, stage.spec, devices, b"short", *place))
     stage.world.settle()
-    assert client.failed[y].kind == "ArgumentError"
+    assert client.failed[y].kind == "ProtocolError"
     assert client.failed[z] == client.failed[y]
     assert not any(host.backend.executed for host in stage.hosts)
     stage.check_idle()

@@ -97,3 +97,26 @@ def test_a_host_that_never_has_room_for_a_copy_is_asked_less_and_less_often() ->
     expected = [OFFER_S * 2 ** min(n, PAUSE_DOUBLINGS) for n in range(len(pauses_s))]
     assert len(pauses_s) > PAUSE_DOUBLINGS
     assert pauses_s == pytest.approx(expected, abs=OFFER_S + 0.2)
+
+
+def test_copies_are_waited_for_until_their_hosts_are_back() -> None:
+    bench = Bench("a", "b")
+    bench.has("a")
+    assert not bench.copies.may_come_back
+    bench.hosts_are("b")
+    bench.copies.host_lost("a")
+    assert bench.copies.may_come_back
+    bench.copies.is_back("b")
+    assert bench.copies.may_come_back
+    bench.copies.is_back("a")  # without them: its supervisor was lost as well
+    assert not bench.copies.may_come_back
+
+
+def test_copies_are_not_waited_for_longer_than_islands_are() -> None:
+    bench = Bench("a", "b")
+    bench.has("a")
+    bench.copies.host_lost("a")
+    bench.wait(59.0)
+    assert bench.copies.may_come_back
+    bench.wait(1.0)
+    assert not bench.copies.may_come_back

@@ -40,6 +40,7 @@ from pw.core.messages import (
     Held,
     Holding,
     Holdings,
+    HoldsNoMore,
     Install,
     Installed,
     IslandJoined,
@@ -60,7 +61,7 @@ from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.devices import backend as ops
 from pw.devices.executor import PROGRESS_SHARE
-from pw.devices.replicas import KEEP_S, Saved
+from pw.devices.held import KEEP_S, Saved
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 
@@ -170,7 +171,7 @@ class Bench:
 
     def copies(self) -> dict[int, Any]:
         """What the host holds in host memory."""
-        saved = self.host.store.replicas.saved()
+        saved = self.host.store.replicas.held.saved()
         return {array: data.view(np.int64) for array, _, data in saved}
 
     def told(self, kind: type) -> list[Any]:
@@ -473,6 +474,27 @@ def test_progress_waits_for_more_while_enough_is_under_way_but_not_for_long() ->
     assert len(bench.finished()) == 3 * PROGRESS_SHARE
 
 
+def test_a_device_is_charged_in_its_order_though_the_news_comes_in_another() -> None:
+    bench = Bench()
+    program = bench.install(chain([bench.here]))
+    other = bench.install(chain([bench.here]), client=2)
+    bench.settle()
+    for each in (program, other, program):
+        bench.launch(each, X.tobytes())
+    while bench.host.backend.queue:
+        bench.host.backend.step()
+    happenings = bench.world.happenings["a0"]
+    first, second, third = happenings
+    happenings.clear()
+    for took_s, done in ((0.028, second), (0.001, first), (0.002, third)):
+        bench.world.now_s += took_s
+        done()
+    bench.world.drain("a0")
+    (progress,) = bench.told(Progress)
+    charged = {finished.sequence: finished.device_time_us for finished in progress.finished}
+    assert [round(charged[sequence], -2) for sequence in range(3)] == [29_000, 0, 2_000]
+
+
 def test_a_program_installed_again_is_not_forgotten_with_what_it_was_before() -> None:
     bench = Bench()
     waiting = bench.install(chain([bench.there, bench.here]))
@@ -508,7 +530,7 @@ def test_an_artifact_that_did_not_come_is_a_compile_error() -> None:
     bench.settle()
     (installed,) = bench.told(Installed)
     assert installed.error.kind == "CompileError"
-    assert "did not come" in installed.error.message
+    assert "has not reached this host" in installed.error.message
 
 
 def test_the_sender_of_a_credit_is_answered_whatever_has_become_of_the_edge() -> None:
@@ -586,7 +608,7 @@ def test_what_was_made_of_something_lost_does_not_get_into_a_gang_either() -> No
     bench.lose("b0")
     bench.launch(spread, wide)
     (broken,) = bench.told(GangBroken)
-    assert "'chain' has lost an input on a0" in broken.reason
+    assert "an input of 'chain' was lost on host a0" in broken.reason
     assert bench.finished() == {0: True, 1: True, 2: True}
 
 
@@ -889,7 +911,8 @@ def test_the_next_incarnation_has_what_the_last_handed_over() -> None:
     assert [array for array, _, _ in bench.host.handed_over] == [copied, made]
     sent = len(bench.world.sent)
     again = bench.host.restart(spare=True)
-    holdings, registration = [message for _, _, message in bench.world.sent[sent:]]
+    holdings, no_more, registration = [message for _, _, message in bench.world.sent[sent:]]
+    assert no_more == HoldsNoMore()
     assert {holding.array for holding in holdings.holdings} == {copied, made}
     assert registration == RegisterHost("a", 1, 1, "cpu", "", 1, spare=True)
     bench.host = again

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
 import re
+import select
 import signal
 import textwrap
 import threading
@@ -18,7 +20,9 @@ import numpy as np
 import pytest
 
 from pw.cli import handover
+from pw.cli.keeping import Keeper
 from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, Watch
+from pw.core.errors import ErrorReport
 from tests.daemons import ROOT, Program, send, until
 
 BOX = ((0, 2), (3, 7))
@@ -35,7 +39,7 @@ VALUES: dict[str, np.ndarray[Any, Any]] = {
 
 
 def packed(values: list[np.ndarray[Any, Any]]) -> Parcel:
-    return handover.pack(((7 + i, BOX, value) for i, value in enumerate(values)), lambda: None)
+    return handover.pack((7 + i, BOX, value) for i, value in enumerate(values))
 
 
 def test_arrays_of_any_layout_come_back_aligned_and_read_only() -> None:
@@ -84,7 +88,9 @@ def test_what_there_is_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "pwrite", short_of_memory)
     small, large = np.arange(10), np.zeros(20_000, np.uint8)
-    ((array, _, copy),) = handover.unpack(packed([small, large, small]), lambda: None)
+    saved = [(7 + i, BOX, value) for i, value in enumerate((small, large, small))]
+    parcel = handover.pack_what_fits(saved, lambda: None)
+    ((array, _, copy),) = handover.unpack(parcel, lambda: None)
     assert array == 7
     np.testing.assert_array_equal(copy, small)
 
@@ -97,7 +103,7 @@ def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
             assert beats.acquire(timeout=30), "its supervisor takes it for stuck"
         yield 7, BOX, np.arange(3)
 
-    parcel = handover.pack(fetched(), beats.release)
+    parcel = handover.pack_what_fits(fetched(), beats.release)
     ((_, _, copy),) = handover.unpack(parcel, lambda: None)
     np.testing.assert_array_equal(copy, np.arange(3))
     assert "pw-beat" not in [thread.name for thread in threading.enumerate()]
@@ -135,7 +141,7 @@ def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[]
     kept: Parcel | None = None
     for value in (np.arange(3), np.arange(4)):
         parcel = packed([value])
-        assert pair.child.hand_over(parcel)
+        pair.child.hand_over(parcel)
         parcel.close()
         kept = pair.supervisor.listen(kept)
     assert kept is not None
@@ -173,7 +179,7 @@ def test_a_parcel_that_nobody_uses_is_not_kept(descriptors: Callable[[], int]) -
     assert pair.supervisor.listen(kept) is None
     # What is handed over afterwards is not what was dropped.
     parcel = packed([np.arange(2)])
-    assert pair.child.hand_over(parcel)
+    pair.child.hand_over(parcel)
     parcel.close()
     pair.child.dropped()
     last = pair.supervisor.listen(None)
@@ -181,6 +187,147 @@ def test_a_parcel_that_nobody_uses_is_not_kept(descriptors: Callable[[], int]) -
     last.close()
     pair.child.close()
     pair.supervisor.close()
+
+
+def test_a_supervisor_that_does_not_read_has_room_for_what_is_handed_over() -> None:
+    """Neither the beats of many minutes, nor those beside a thousand arrays, fill the socket."""
+    pair = Pair()
+    pair.child.begin()
+    for _ in range(1000):
+        pair.child.beat()
+    saved = [(7 + i, BOX, np.arange(3)) for i in range(1000)]
+    for count in (10, 1000):
+        parcel = handover.pack_what_fits(saved[:count], pair.child.beat)
+        pair.child.hand_over(parcel)
+        parcel.close()
+    assert pair.child.taken() == 0, "nothing is answered that was not read"
+    kept = pair.supervisor.listen(None)
+    assert pair.child.taken() == 2
+    assert kept is not None
+    assert len(handover.unpack(kept, lambda: None)) == 1000
+    pair.child.beat()
+    pair.supervisor.listen(None)
+    assert pair.child.taken() == 0
+    assert not pair.child.ended
+    pair.supervisor.close()
+    pair.child.taken()
+    assert pair.child.ended
+    pair.child.close()
+
+
+class Loop:
+    """A runtime's event loop with a `Keeper`, and its supervisor, which reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.pair = Pair()
+        self.pair.child.begin()
+        self.loop = asyncio.new_event_loop()
+        self.ended = False
+        self.keeper = Keeper("a", self.loop, self.pair.child, self._end)
+        self.kept: list[ErrorReport | None] = []
+        self.parcel: Parcel | None = None
+
+    def _end(self) -> None:
+        self.ended = True
+
+    def keep(self, *values: np.ndarray[Any, Any]) -> None:
+        self.keeper.keep([(7 + i, BOX, value) for i, value in enumerate(values)], self.kept.append)
+
+    def turn(self, until: Callable[[], bool]) -> None:
+        """Let the loop turn until something is so."""
+
+        async def turning() -> None:
+            while not until():
+                await asyncio.sleep(0.001)
+
+        self.loop.run_until_complete(asyncio.wait_for(turning(), 60))
+
+    def is_sent(self) -> bool:
+        return bool(select.select([self.pair.supervisor], [], [], 0)[0])
+
+    def listen(self) -> None:
+        self.parcel = self.pair.supervisor.listen(self.parcel)
+
+    def values(self) -> list[np.ndarray[Any, Any]]:
+        assert self.parcel is not None
+        parcel, self.parcel = self.parcel, None
+        return [data for _, _, data in handover.unpack(parcel, lambda: None)]
+
+
+@pytest.fixture
+def runtime() -> Iterator[Loop]:
+    runtime = Loop()
+    yield runtime
+    runtime.pair.supervisor.close()
+    runtime.turn(lambda: runtime.ended)
+    runtime.pair.child.close()
+    runtime.loop.close()
+    if runtime.parcel is not None:
+        runtime.parcel.close()
+
+
+def test_what_is_to_be_kept_is_answered_when_the_supervisor_has_it(runtime: Loop) -> None:
+    for number in range(20):  # in a row
+        runtime.keep(np.full(100, number))
+        runtime.turn(runtime.is_sent)
+        assert len(runtime.kept) == number, "it is stopped, and the loop turns"
+        runtime.listen()
+        runtime.turn(lambda number=number: len(runtime.kept) > number)  # type: ignore[misc]
+    assert runtime.kept == [None] * 20
+    np.testing.assert_array_equal(runtime.values(), [np.full(100, 19)])
+
+
+def test_what_is_left_at_the_end_comes_after_what_was_being_kept(runtime: Loop) -> None:
+    runtime.keep(np.arange(3))
+    runtime.turn(runtime.is_sent)
+    runtime.keeper.hand_over([(7, BOX, np.arange(4))])
+    runtime.pair.child.beat()
+    runtime.listen()
+    np.testing.assert_array_equal(runtime.values(), [np.arange(4)])
+
+
+def test_what_is_still_being_written_at_the_end_is_not_sent_behind_what_is_left(
+    runtime: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    packed = handover.pack
+
+    def slow(replicas: Any) -> Parcel:
+        written.wait(60)
+        return packed(replicas)
+
+    monkeypatch.setattr(handover, "pack", slow)
+    runtime.keep(np.arange(3))
+    runtime.keeper.hand_over([(7, BOX, np.arange(4))])
+    written.set()
+    runtime.turn(lambda: not [t for t in threading.enumerate() if t.name == "pw-keep"])
+    runtime.turn(runtime.is_sent)
+    runtime.listen()
+    np.testing.assert_array_equal(runtime.values(), [np.arange(4)])
+    assert runtime.kept == []
+
+
+def test_where_there_is_no_room_what_was_kept_before_still_is(
+    runtime: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.keep(np.arange(3))
+    runtime.turn(runtime.is_sent)
+    runtime.listen()
+    runtime.turn(lambda: bool(runtime.kept))
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    runtime.keep(np.arange(3), np.arange(4))
+    runtime.turn(lambda: len(runtime.kept) == 2)
+    monkeypatch.undo()
+    assert runtime.kept[0] is None
+    assert runtime.kept[1] is not None
+    assert runtime.kept[1].kind == "CheckpointFailed"
+    assert "host a" in runtime.kept[1].message
+    runtime.listen()
+    np.testing.assert_array_equal(runtime.values(), [np.arange(3)])
 
 
 def test_a_child_hears_that_its_supervisor_ended_before_it_began() -> None:
@@ -245,7 +392,7 @@ for line in open(arguments["--controller"].removeprefix("ipc://")):
     what, value = json.loads(line)
     if what == "leave":
         with_what = [(1, ((0, 3),), np.array(value))]
-        link.hand_over(handover.pack(with_what, link.beat) if value else None)
+        link.hand_over(handover.pack(with_what) if value else None)
         os._exit(75)
     if what == "finish":
         os._exit(0)

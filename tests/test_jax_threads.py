@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -38,16 +39,23 @@ def loop() -> Iterator[Loop]:
     made.close()
 
 
+def elsewhere(function: Callable[..., None], *args: Any) -> None:
+    """Call it on another thread than the loop's."""
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join(BOUND_S)
+
+
 def test_what_is_not_urgent_wakes_a_loop_that_dozes_no_more(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax_threads, "DOZE_S", 0.05)
     completions, seen = Completions(loop), list[int]()
-    completions.post_unhurried(seen.append, 0)
+    elsewhere(completions.post_unhurried, seen.append, 0)
     loop.until(seen, 1)
     assert loop.wakes == 1
     for number in range(1, 10):
-        completions.post_unhurried(seen.append, number)
+        elsewhere(completions.post_unhurried, seen.append, number)
     assert loop.wakes == 1
     loop.until(seen, 10)
     assert seen == list(range(10))
@@ -59,11 +67,11 @@ def test_what_is_urgent_takes_what_is_not_along(
 ) -> None:
     monkeypatch.setattr(jax_threads, "DOZE_S", 1000.0)
     completions, seen = Completions(loop), list[int]()
-    completions.post_unhurried(seen.append, 0)
+    elsewhere(completions.post_unhurried, seen.append, 0)
     loop.until(seen, 1)
-    completions.post_unhurried(seen.append, 1)
-    completions.post_unhurried(seen.append, 2)
-    completions.post(seen.append, 3)
+    elsewhere(completions.post_unhurried, seen.append, 1)
+    elsewhere(completions.post_unhurried, seen.append, 2)
+    elsewhere(completions.post, seen.append, 3)
     loop.until(seen, 4)
     assert seen == [0, 1, 2, 3]
     assert loop.wakes == 2
@@ -75,14 +83,26 @@ def test_a_loop_that_has_dozed_for_nothing_is_woken_again(
     monkeypatch.setattr(jax_threads, "DOZE_S", 0.0)
     completions, seen = Completions(loop), list[int]()
     for number in range(3):
-        completions.post_unhurried(seen.append, number)
+        elsewhere(completions.post_unhurried, seen.append, number)
         loop.until(seen, number + 1)
         loop.run_until_complete(asyncio.sleep(0.001))
     assert loop.wakes == 3
-    completions.post_unhurried(seen.append, 3)
+    elsewhere(completions.post_unhurried, seen.append, 3)
     completions.close()
     loop.run_until_complete(asyncio.sleep(0.001))
     assert seen == [0, 1, 2]
+
+
+def test_the_loop_does_not_wake_itself(loop: Loop) -> None:
+    completions, seen = Completions(loop), list[int]()
+    elsewhere(completions.post, seen.append, 0)
+    loop.until(seen, 1)
+    for number in range(1, 4):
+        completions.post(seen.append, number)
+        completions.post_unhurried(seen.append, number)
+        loop.until(seen, 1 + 2 * number)
+    assert seen == [0, 1, 1, 2, 2, 3, 3]
+    assert loop.wakes == 1
 
 
 @pytest.mark.parametrize("nap_s", [0.0, 0.01])

@@ -41,10 +41,10 @@ def start(scripts: list[Program], folder: Path, body: str, **variables: str) -> 
     return script
 
 
-def sockets(pids: set[int]) -> list[str]:
-    """Owners, among these processes, of the abstract sockets of bulk planes."""
-    owners = re.findall(r"@pw-bulk-(\d+)-\S+", Path("/proc/net/unix").read_text())
-    return [pid for pid in owners if int(pid) in pids]
+def sockets(script: Program) -> list[str]:
+    """Unix sockets that are listened on in the script's private directories."""
+    names = re.findall(r"\S+$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    return [name for name in names if name.startswith(str(script.temporary))]
 
 
 WAITING = """
@@ -90,11 +90,11 @@ def test_nothing_is_left_of_a_cluster_whose_script(how: str, ending: dict[str, P
     pids = script.family()
     if number is not None:
         assert len(pids) >= 4  # script, controller, a supervisor and its runtime, at least
-        assert sockets(pids)
+        assert sockets(script)
         os.killpg(script.process.pid, number)
     assert script.end(10) == code, script.err
     script.until_alone()
-    assert sockets(pids) == []
+    assert sockets(script) == []
     assert [name for name in os.listdir("/dev/shm") if name.startswith("pw")] == []
     assert ("Traceback" in script.err) == (how in ("raises", "gets Ctrl-C")), script.err
 

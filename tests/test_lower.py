@@ -430,26 +430,30 @@ OTHER_SHAPE = ArraySpec((8, 8), "float64", ROWS, Placement(0, (0, 1, 2, 3)))
         (
             rejected(Computation("f", b"", TWICE, (), ())),
             PlacementError,
-            "'f': .* number 0 of host a0",
+            "'f' .* number 0 of host a0",
         ),
         (rejected(Computation("f", b"", Placement(0, ()), (), ())), PlacementError, "no device"),
         (rejected(Computation("f", b"", Placement(0, (4,)), (), ())), PlacementError, "device 4"),
         (
             rejected(Computation("f", b"", Placement(0, (0,)), (lies(ONE, 1),), ())),
             PlacementError,
-            "island a, but its input 0 is declared on island b",
+            r"island a, but its input 0, float.*, lies on island b",
         ),
         (
             rejected(Computation("f", b"", Placement(0, (0,)), (), (lies(PAIR, 0),))),
             PlacementError,
-            "output 0 is declared on other devices",
+            r"output 0, float.*, lies on other ones",
         ),
         (
             rejected(computation(lies(PAIR, 0, (0, 1, 2)))),
             PlacementError,
             "2 positions, but 3 devices",
         ),
-        (rejected(computation(lies(PAIR, 0))), ArgumentError, "0 arguments .* takes 1"),
+        (
+            rejected(computation(lies(PAIR, 0))),
+            ArgumentError,
+            "'f' takes 1 arguments, .* gives it 0",
+        ),
         (rejected(computation(lies(PAIR, 0)), Value(0, 0)), ArgumentError, "a later one"),
         (
             rejected(computation(lies(ROWS, 0)), Value(-1, 0), inputs=(OTHER_SHAPE,)),

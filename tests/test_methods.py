@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -58,6 +58,20 @@ USES: list[Callable[[Any], Any]] = [
     lambda x: x[1][2],
     lambda x: list(x)[2],
     lambda x: sum(row.sum() for row in x),
+    lambda x: round(x / 7, 1),
+    lambda x: divmod(x, 5)[1] + divmod(100, x + 1)[0],
+    lambda x: x.ptp(axis=1),
+    lambda x: x.view(np.int32),
+    lambda x: x.compress(np.array([True, False, True, False]), 0),
+    lambda x: x.nonzero(size=23)[1],
+    lambda x: (x % 4).astype(int).choose([x, 2 * x, np.zeros((4, 6)), 3 * x], mode="clip"),
+    lambda x: x.at[1].set(7),
+    lambda x: x.at[1, 2:4].add(x[0, :2]),
+    lambda x: x.at[np.array([0, 2])].max(9.0),
+    lambda x: x.at[np.arange(4) > 1].set(0),
+    lambda x: x.at[:, -1].apply(jnp.exp),
+    lambda x: x.at[9].set(1),  # out of bounds: left out, as in JAX
+    lambda x: x.at[np.array([1, 9])].get(mode="fill", fill_value=3),
 ]
 
 
@@ -98,25 +112,62 @@ def test_indices_out_of_bounds_and_unknown_names(x: pw.Array) -> None:
         x[4]
     with pytest.raises(IndexError, match="too many"):
         x[0, 0, 0]
-    with pytest.raises(AttributeError, match=r"pw\.jit"):
-        _ = x.at
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = x.nonsense
     with pytest.raises(TypeError, match="0-d"):
         iter(x.sum())
 
 
-def test_optimisers_can_be_started_from_arrays(x: pw.Array) -> None:
-    state = optax.adam(1e-2).init({"w": x})
-    assert jax.tree.map(np.shape, state)[0].mu["w"] == (4, 6)
-    assert jnp.zeros_like(x).shape == (4, 6)
+def test_what_arrays_lack_has_a_replacement(mesh: pw.Mesh, x: pw.Array) -> None:
+    for name, said in [
+        ("to_device", r"pw\.put\(x, device\)"),
+        ("flat", r"x\.ravel\(\)"),
+        ("addressable_shards", r"np\.asarray\(x\)"),
+    ]:
+        with pytest.raises(AttributeError, match=said):
+            getattr(x, name)
+    moved = pw.put(x, mesh.devices[1])
+    assert moved.device == mesh.devices[1]
+    for whole in (moved, x.ravel(), x):
+        np.testing.assert_array_equal(np.asarray(whole).reshape(4, 6), VALUE)
+    with pytest.raises(TypeError, match=r"x = x\.at\[index\]\.set\(value\)"):
+        x[0, 0] = 5
+    x = x.at[0, 0].set(5)
+    assert x[0, 0] == 5
+    with pytest.raises(pw.ArgumentError, match=r"np\.nonzero\(np\.asarray\(x\)\)"):
+        (x > 20).nonzero()
+    assert len(np.nonzero(np.asarray(x > 20))[0]) == 3
+    with pytest.raises(pw.ArgumentError, match=r"x\.compress\(np\.asarray\(condition\)\)"):
+        x.compress(x[:, 1] > 8, 0)
+    assert x.compress(np.asarray(x[:, 1] > 8), 0).shape == (2, 6)
+    assert x.compress(x[:, 1] > 8, 0, size=3).shape == (3, 6)
+
+
+def test_where_an_array_lies(mesh: pw.Mesh, x: pw.Array) -> None:
+    assert x.devices() == set(mesh.devices.flat)
+    assert x.device == x.sharding
+    assert x.sum().is_fully_replicated
+    assert not x.is_fully_replicated
+    x.copy_to_host_async()
+    assert x.itemsize == 4
+
+
+def test_dir_and_help_know_the_methods(x: pw.Array) -> None:
+    """Those of JAX's arrays, but for what tells how these lie in this process."""
+    public = {name for name in dir(jax.Array) if not name.startswith("_")}
+    elsewhere = {"addressable_data", "addressable_shards", "global_shards", "is_fully_addressable"}
+    assert public - set(dir(x)) == elsewhere | {"flat", "to_device"}
+    assert inspect.signature(x.sum) == inspect.signature(jnp.ones(3).sum)
+    assert x.sum.__doc__ == jnp.ones(3).sum.__doc__
+    assert pw.Array.sum.__qualname__ == "Methods.sum"
 
 
 def test_many_arrays_can_be_awaited_together(x: pw.Array) -> None:
     async def both() -> Any:
-        return await asyncio.gather(pw.ready((x + 1, {"a": x * 2})), pw.ready(x.sum()))
+        return await asyncio.gather(pw.ready((x + 1, {"a": x * 2})), x.sum(), x)
 
-    (plus, double), total = asyncio.run(both())
+    (plus, double), total, same = asyncio.run(both())
+    assert same is x
     assert plus.is_ready()
     assert float(double["a"][0, 1]) == 2
     assert float(total) == VALUE.sum()

@@ -52,6 +52,7 @@ class Wants:
     share: float = 1.0
     priority: int = 0
     head_arrival: int = 0
+    waits_since_s: float = 0.0
 
 
 @pytest.mark.parametrize("times_us", [(300, 1000, 5000), (5000, 300, 1000), (2000, 2000, 2000)])
@@ -100,7 +101,7 @@ def test_to_look_for_somebody_who_fits_costs_nobody_anything() -> None:
     for number, contender in enumerate(contenders):
         policy.launched(contender, 1e6 * number)
     before = account.copy()
-    assert policy.order(contenders) == contenders
+    assert policy.order(contenders, 0.0) == contenders
     assert account == before
 
 
@@ -141,7 +142,7 @@ def test_who_was_alone_elsewhere_has_its_share_where_others_are() -> None:
     served = Counter()
     for _ in range(100):
         contenders = [mine, theirs]
-        chosen = policy.order(contenders)[0]
+        chosen = policy.order(contenders, 0.0)[0]
         policy.launched(chosen, 1000.0)
         served[chosen.client] += 1
     assert abs(served[1] - served[2]) <= 2
@@ -149,14 +150,14 @@ def test_who_was_alone_elsewhere_has_its_share_where_others_are() -> None:
     policy.rejoin(3, both.accounts)
     for _ in range(90):
         contenders = [mine, theirs, alone, both]
-        chosen = policy.order(contenders)[0]
+        chosen = policy.order(contenders, 0.0)[0]
         policy.launched(chosen, 1000.0)
         served[id(chosen)] += 1
     assert 20 <= served[id(both)] <= 25, "as often as anybody"
     served.clear()
     for _ in range(90):
         contenders = [theirs, both]
-        chosen = policy.order(contenders)[0]
+        chosen = policy.order(contenders, 0.0)[0]
         policy.launched(chosen, 1000.0 if chosen is theirs else 50_000.0)
         served[id(chosen)] += 1
     assert served[id(both)] in (2, 3), "time that nobody else wants is not held against it"

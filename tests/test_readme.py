@@ -22,7 +22,7 @@ def test_there_are_whole_programs() -> None:
 
 def test_what_its_programs_import_is_installed_the_way_it_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (extra,) = re.findall(r'`pip install -e "\.\[(\w+)\]"`', README)
+    (extra,) = re.findall(r'pip install -e "\.\[(\w+)\]"', README)
     wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
     installed = {re.split(r"\W", requirement)[0] for requirement in wanted}
     imported = set()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.cli import handover
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
@@ -31,9 +30,9 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
-from pw.devices import replicas as under_test
+from pw.devices import held, replicas
 from pw.devices.backend import Value
-from pw.devices.replicas import Saved
+from pw.devices.held import Saved
 from pw.devices.store import ObjectStore
 from pw.sched.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
@@ -57,7 +56,7 @@ class Node:
             store_of(name), lambda env: ObjectStore(env, self.backend, self.bulk, dict, replicas)
         )
         self.store.joins("i", 1, SECRET)
-        self.store.replicas.announce()
+        self.store.replicas.held.announce()
 
 
 class Bench:
@@ -105,7 +104,7 @@ class Bench:
         return np.concatenate([value.payload[0], value.payload[1]])
 
     def held(self, name: str) -> list[Box]:
-        return [box for _, box, _ in self.nodes[name].store.replicas.saved()]
+        return [box for _, box, _ in self.nodes[name].store.replicas.held.saved()]
 
     def check_idle(self) -> None:
         """Nothing is under way any more."""
@@ -146,7 +145,7 @@ def test_an_array_is_restored_from_copies_wherever_they_are(
 
 
 def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "TOLD_AT_ONCE", 2)
+    monkeypatch.setattr(held, "TOLD_AT_ONCE", 2)
     world = World()
     world.add(CONTROL, Recorder)
     data = np.arange(4)
@@ -206,7 +205,7 @@ def test_a_host_that_has_another_copy_helps_whoever_is_lost(elements: int) -> No
         if seed % 2:
             bench.world.kill("b")
         else:  # the controller knows first
-            bench.nodes["b"].store.replicas._held.clear()
+            bench.nodes["b"].store.replicas.held._boxes.clear()
             bench.hosts_are("a", "c")
         assert bench.uploaded() == [None]
         np.testing.assert_array_equal(bench.restored(), bench.whole)
@@ -231,7 +230,7 @@ def test_what_nobody_has_is_lost() -> None:
 
 def test_copies_of_another_size_are_of_no_use() -> None:
     bench = Bench(b=(0, 1), c=(0, 1))
-    bench.nodes["b"].store.replicas._held[ARRAY][bench.boxes[0]] = np.zeros(3, np.uint8)
+    bench.nodes["b"].store.replicas.held._boxes[ARRAY][bench.boxes[0]] = np.zeros(3, np.uint8)
     bench.restore((0, "b"), (0, "c"), (1, "c"))
     assert bench.uploaded() == [None]
     assert bench.world.counters["replicas_refused"] == 1
@@ -313,7 +312,7 @@ def test_a_client_gets_no_copies() -> None:
 
 def test_a_host_may_ask_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's directory and the question come by different links."""
-    monkeypatch.setattr(under_test, "STRANGERS_KEPT", 1)
+    monkeypatch.setattr(replicas, "STRANGERS_KEPT", 1)
     bench = Bench(a=(0,))
     for request in (7, 8):
         question = FetchReplica(request, ARRAY, "int64", (bench.boxes[0],), None)
@@ -376,7 +375,7 @@ def test_what_is_offered_is_fetched_kept_and_told(elements: int, sender: Address
     bench.say(OfferReplica(ARRAY, "int64", tuple(bench.boxes), "b"), sender)
     bench.check_idle()
     assert bench.held("a") == [bench.boxes[1], bench.boxes[0]]
-    bench.nodes["b"].store.replicas._held.clear()
+    bench.nodes["b"].store.replicas.held._boxes.clear()
     bench.restore()
     assert bench.uploaded() == [None]
     np.testing.assert_array_equal(bench.restored(), bench.whole)
@@ -447,14 +446,14 @@ def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
     ]
     again = Node(World(), "a", saved)
     assert sorted(again.store.save(), key=lambda s: s[:2])[2][:2] == (other, bench.boxes[0])
-    by_box = {(array, box): data for array, box, data in again.store.replicas.saved()}
+    by_box = {(array, box): data for array, box, data in again.store.replicas.held.saved()}
     for array, whole in ((ARRAY, bench.whole), (other, bench.whole + 1)):
         both = np.concatenate([by_box[array, box] for box in bench.boxes])
         np.testing.assert_array_equal(both.view(np.int64), whole)
 
 
-def test_a_host_beats_between_two_arrays_that_it_leaves() -> None:
-    """They may be many gigabytes, copied from accelerators one after the other."""
+def test_a_host_leaves_one_array_after_the_other() -> None:
+    """They may be many gigabytes, copied from accelerators: the next is asked for when the last is written."""
     bench = Bench()
     for array in (ARRAY, client_id(1, 6)):
         value = filled(bench.spec, bench.whole)
@@ -469,9 +468,10 @@ def test_a_host_beats_between_two_arrays_that_it_leaves() -> None:
         return snapshot(*what)
 
     backend.snapshot = noted
-    handover.pack(bench.a.save(), lambda: happened.append("beat")).close()
+    for _ in bench.a.save():
+        happened.append("taken")
     after_the_first = happened[happened.index("snapshot") + 1 :]
-    assert "beat" in after_the_first[: after_the_first.index("snapshot")]
+    assert "taken" in after_the_first[: after_the_first.index("snapshot")]
 
 
 def test_a_new_incarnation_tells_what_it_was_given() -> None:
@@ -486,5 +486,5 @@ def test_a_new_incarnation_tells_what_it_was_given() -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (6, 4)])
 def test_bytes_of_every_kind_of_array(shape: tuple[int, ...], dtype: str) -> None:
     data = np.zeros(shape, dtype_of(dtype))
-    assert under_test.flat_bytes(data).nbytes == data.nbytes
-    assert under_test.flat_bytes(data.T).ndim == 1
+    assert held.flat_bytes(data).nbytes == data.nbytes
+    assert held.flat_bytes(data.T).ndim == 1

@@ -13,8 +13,9 @@ from pw.cli.main import app
 from pw.core.actor import Actor, Env
 from pw.core.errors import ComputationFailed, HostLost, NotOwner, TransferFailed
 from pw.core.ids import Address
-from pw.core.messages import PeerLost, Ready
+from pw.core.messages import HoldsNoMore, PeerLost, Ready
 from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.devices.held import Keep
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.cluster import SimCluster
@@ -24,7 +25,7 @@ from pw.testing.sim.node import SimNode
 from pw.testing.sim.oracle import Oracle
 from pw.testing.sim.profiles import Profile
 from pw.testing.sim.streams import Streams
-from pw.testing.sim.trace import Trace
+from pw.testing.sim.trace import Trace, describe
 from pw.testing.sim.world import World
 
 QUIET = Profile("quiet")
@@ -186,10 +187,20 @@ def test_a_supervisor_keeps_what_was_handed_over_until_more_is(machine: bool) ->
     host = SimCluster(world).hosts[0]
     host.start()
     host.hand_over([(1, ((0, 4),), np.arange(4, dtype=np.uint8))])
+    host.stop_supervisor(1.0)
     for _ in range(2):  # children that have handed over nothing themselves
         host.crash(machine=machine)
         host.start()
-        assert [array for array, _, _ in host.store.replicas.saved()] == ([] if machine else [1])
+        while host.node is None:
+            assert world.step()
+        assert [array for array, _, _ in host.store.replicas.held.saved()] == (
+            [] if machine else [1]
+        )
+
+
+def test_a_trace_names_messages_that_say_nothing_more() -> None:
+    assert describe(HoldsNoMore()) == "HoldsNoMore()"
+    assert describe(Keep()) == "Keep()"
 
 
 # --- values ------------------------------------------------------------------------------------------

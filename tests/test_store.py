@@ -262,9 +262,9 @@ def test_an_upload_of_the_wrong_size_fails_the_array() -> None:
     bench.upload(b"short")
     (error,) = bench.uploaded()
     assert error is not None
-    assert "64 bytes came with 5" in error.message
+    assert "5 bytes came for the array int64[8]" in error.message
     bench.fetch(1)
-    assert bench.failed() == {1: "ArgumentError"}
+    assert bench.failed() == {1: "ProtocolError"}
 
 
 def test_an_upload_through_a_landing() -> None:
@@ -397,7 +397,7 @@ def test_a_fetch_through_a_landing() -> None:
     assert bench.answers() == []
     np.testing.assert_array_equal(landed[0].view(np.int64), X)
     bench.fetch(2, landing=Landing(99, X.nbytes - 1, 0, "c", "", ""))
-    assert bench.failed() == {2: "ArgumentError"}
+    assert bench.failed() == {2: "ProtocolError"}
     bench.fetch(3, landing=bench.their_bulk.land(X.nbytes, landed.append))
     bench.world.kill("c")
     bench.world.settle()

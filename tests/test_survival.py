@@ -290,6 +290,33 @@ def test_hosts_of_a_gang_are_killed_stopped_replaced_and_drained(grown: Grown) -
     training.stop()
 
 
+@of()
+def test_a_checkpoint_is_answered_when_the_supervisor_has_it(grown: Grown) -> None:
+    """Also when it is stopped meanwhile, and however many come one after the other."""
+    (host,) = grown.cluster.hosts
+    step = pw.jit(lambda x: x + 1, donate_argnums=0)
+    state = step(np.zeros(COLUMNS, np.int32))
+    pw.checkpoint(state).result(BOUND_S)
+    send(host.pid, signal.SIGSTOP)
+    try:
+        state = step(state)
+        saving = pw.checkpoint(state)
+        with pytest.raises(TimeoutError):
+            saving.result(0.5)
+        other = step(np.full(COLUMNS, 5, np.int32))
+        np.testing.assert_array_equal(other, np.full(COLUMNS, 6)), "nothing else waits for it"
+    finally:
+        send(host.pid, signal.SIGCONT)
+    saving.result(BOUND_S)
+    for _ in range(20):
+        state = step(state)
+        pw.checkpoint(state).result(BOUND_S)
+    runtime = host.runtime_pid()
+    assert runtime is not None
+    send(runtime, signal.SIGKILL)
+    np.testing.assert_array_equal(state, np.full(COLUMNS, 22))
+
+
 @of(islands=2)
 def test_islands_come_and_go_while_others_work(grown: Grown) -> None:
     training = grown.training("island-0", 1)

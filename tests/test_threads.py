@@ -70,7 +70,7 @@ def test_hosts_dial_a_client_at_its_address_towards_the_controller(
     """Hosts on other machines would find nobody on their own loopback."""
     listens_at = []
 
-    def plane(loop: asyncio.AbstractEventLoop, *, bind_host: str = "127.0.0.1") -> BulkPlane:
+    def plane(loop: asyncio.AbstractEventLoop, *, bind_host: str, **options: Any) -> BulkPlane:
         listens_at.append(bind_host)
         return BulkPlane(loop)
 

@@ -31,11 +31,8 @@ from tests.local_runtime import LocalRuntime
 
 @pytest.fixture(autouse=True)
 def rt() -> Iterator[LocalRuntime]:
-    local = LocalRuntime()
-    current.use(local)
-    yield local
-    local.close()
-    current.use(None)
+    with LocalRuntime.in_use() as local:
+        yield local
 
 
 def devices(count: int, island: str | None = None) -> Any:
@@ -229,7 +226,7 @@ def test_shardings(rt: LocalRuntime) -> None:
     a, b = np.random.rand(4, 6).astype(np.float32), np.random.rand(6, 2).astype(np.float32)
     product, same = f(a, b)
     assert product.sharding == NamedSharding(mesh, P("x", "y"))
-    assert same.sharding == NamedSharding(mesh, P())
+    assert same.sharding == NamedSharding(mesh, P("x"))
     np.testing.assert_allclose(np.asarray(product), a @ b, rtol=1e-5)
     # as they lie: no transfer where the mesh is the same
     g = jit(lambda p: p + 1, mesh=mesh)
@@ -313,7 +310,8 @@ def test_captured_arrays_become_arguments(rt: LocalRuntime) -> None:
     uploads = rt.uploads
     f(3.0)
     assert rt.uploads == uploads
-    np.testing.assert_allclose(inner(jnp.float32(1.0))[:1], [4 - 2], rtol=1e-5)
+    with pytest.raises(errors.ArgumentError, match="lies on virtual devices"):
+        inner(jnp.float32(1.0))
     weights.delete()
     with pytest.raises(errors.ArrayDeleted):
         f(2.0)
@@ -432,12 +430,10 @@ def test_what_was_donated_or_deleted_is_not_released_once_more(rt: LocalRuntime)
         assert number not in rt.released
 
 
-def test_under_other_transformations() -> None:
+def test_functions_that_call_others_take_them_in() -> None:
     f = jit(lambda x: jnp.sum(x**2), devices=devices(1))
-    np.testing.assert_allclose(jax.grad(f)(jnp.arange(3.0)), [0, 2, 4])
     outer = jit(lambda x: f(x) + f(2.0), devices=devices(1))
     assert float(outer(np.ones(2))) == 6.0
-    assert float(jax.jit(lambda x: f(x))(jnp.ones(2))) == 2.0
     gradient = jit(jax.grad(f), devices=devices(1))
     assert gradient(np.ones(2)).tolist() == [2.0, 2.0]
 
@@ -519,8 +515,12 @@ def test_what_an_array_says_of_itself(rt: LocalRuntime) -> None:
     assert np.asarray(x, np.float64).dtype == np.float64
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(x)[0] = 1
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(x)
+    same = put(np.asarray(x))
+    assert {x: 1, same: 2}[same] == 2  # a future is itself, whatever its value
+    static = jit(lambda n: n + 1, static_argnums=0)
+    with pytest.raises(errors.ArgumentError, match=r"int\(x\)"):
+        static(x[0, 0])
+    assert static(int(x[0, 0])).item() == 1
     with pytest.raises(TypeError, match="unsized"):
         len(put(1))
     three = put(3)
@@ -528,11 +528,6 @@ def test_what_an_array_says_of_itself(rt: LocalRuntime) -> None:
     assert [10, 20, 30, 40][three] == 40
     assert three.item() == int(three) == 3
     assert bool(three)
-    assert isinstance(jnp.asarray(x), jax.Array)
-    assert isinstance(jnp.arange(3) + x, jax.Array)
-    for function in (jnp.sin, jax.jit(lambda v: v + 1)):
-        with pytest.raises(errors.ArgumentError, match=r"jax\.numpy\.asarray"):
-            function(x)
     assert jax.device_get({"x": x})["x"].tolist() == x.tolist()
     assert jax.tree.map(lambda leaf: leaf.shape, {"a": x}) == {"a": (2, 3)}
     number = x._id
@@ -607,7 +602,8 @@ def test_powers_of_known_integers_are_jaxs(rt: LocalRuntime) -> None:
         for exponent in exponents:
             wanted = jnp.asarray(value) ** exponent
             for found in (x**exponent, program(lambda x, n=exponent: x**n)(x)):
-                assert (found.dtype, found.sharding) == (wanted.dtype, split)
+                assert found.dtype == wanted.dtype
+                assert found.sharding == (split if exponent else NamedSharding(mesh, P()))
                 np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
     ints = put(odd, sharding=split)
     assert (ints ** ints.astype(np.float32)).dtype == np.float32
@@ -911,7 +907,8 @@ def test_pmap() -> None:
         f(1.0)
     h = pmap(lambda n, v: v * n, devices=where, static_broadcasted_argnums=0)
     np.testing.assert_allclose(np.asarray(h(3, x)), x * 3)
-    np.testing.assert_allclose(jax.grad(lambda v: f(v).sum())(jnp.asarray(x)), 0, atol=1e-6)
+    inside = jit(jax.grad(lambda v: f(v).sum()), devices=where)
+    np.testing.assert_allclose(np.asarray(inside(x)), 0, atol=1e-6)
     indices = pmap(lambda v: jax.lax.axis_index("i"), axis_name="i", devices=where)(x)
     assert indices.tolist() == [0, 1, 2, 3]
     keys = jax.random.split(jax.random.key(0), 4)

@@ -23,7 +23,7 @@ from pw.core.messages import (
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec, connection, endpoints, nearby, stream_network
+from pw.transport import codec, connection, endpoints, nearby, peers, stream_network
 from pw.transport import node as node_module
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.link import Versions
@@ -304,7 +304,7 @@ def test_a_tcp_endpoint_on_this_machine_is_reached_over_a_unix_socket(
 def test_a_unix_socket_of_another_user_is_not_believed(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nearby, "peer_user", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(peers, "peer_user", lambda connection: os.getuid() + 1)
     a, b = tcp.node("a"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
     b.env.send(a.env.address, Ready(0))

@@ -38,8 +38,8 @@ from pw.core.messages import (
 )
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.core.watchdog import STALL_S, Look, Watchdog
+from pw.sched.names import Names
 from pw.sched.story import BUSY_S, story
-from pw.sched.why import Names
 from pw.testing import InProcessCluster
 from tests.actors import Alarm, World
 from tests.daemons import start_module, until
@@ -124,11 +124,11 @@ def test_a_lost_credit_is_found_by_comparing_both_ends() -> None:
         cluster.run()
         story = cluster.why()
         verdict = story.text.splitlines()[0]
-        assert verdict.startswith("a1 has not delivered edge 0 (shard 1, 16384 bytes) to b1")
-        assert "though b1 has sent the credit" in verdict
-        assert "'stage 1' (run 1.5 of client 1 (client), program 'chain', segment 1)" in verdict
+        assert verdict.startswith("a1 has not delivered transfer 0 (shard 1, 16384 bytes) to b1")
+        assert "though b1 has told it" in verdict
+        assert "'stage 1' (run 1.5 of client 1 (client), program 'chain')" in verdict
         assert verdict.endswith("has not ended, launched 1.5 s ago on b0, b1")
-        assert "from a1: credit sent, 0 bytes are here, open for 1.5 s" in story.text
+        assert "from a1: it was asked for, 0 bytes are here, open for 1.5 s" in story.text
         a1 = next(host for host in story.hosts if host.host == "a1")
         (edge,) = a1.edges
         assert (edge.state, edge.peer, edge.incoming) == ("no credit", "b1", False)
@@ -139,7 +139,7 @@ def test_a_small_edge_that_was_lost_on_its_way() -> None:
     cluster.swallow(EdgeData, to="b0")
     cluster.run()
     verdict = cluster.verdict()
-    assert verdict.startswith("a0 has not delivered edge 0 (shard 0, 32 bytes) to b0")
+    assert verdict.startswith("a0 has not delivered transfer 0 (shard 0, 32 bytes) to b0")
     assert "'stage 1'" in verdict
 
 
@@ -195,7 +195,7 @@ def test_nobody_is_held_up_by_what_other_clients_wait_for() -> None:
     assert "has nothing left to send" in told(mine, here, there)
     next_ = LaunchReport(client_id(2, 4), 0, "r", ("before",), "waiting")
     there = msgspec.structs.replace(there, launches=(other, next_))
-    assert "has not come to sending edge 3" in told(mine, here, there)
+    assert "has not come to sending transfer 3" in told(mine, here, there)
     assert "it waits at 'before'" in told(mine, here, there)
     copies = LaunchReport(client_id(2, 0), 0, "copies", (), "waiting")
     queued = msgspec.structs.replace(waiting, state="queued")
@@ -215,7 +215,7 @@ def test_what_waits_for_an_upload_names_the_hosts_that_have_not_got_it() -> None
     text = cluster.why().text
     assert text.startswith("client 1 (client) waits for array 4 to arrive on a0, a1")
     assert "waits for the upload of its arguments (array 4)" in text
-    assert "segment 0 of the same run to be launched on another island" in text
+    assert "part 0 of the same program to be launched on another island" in text
 
 
 def test_clients_that_wait_for_lost_hosts_are_named() -> None:
@@ -352,7 +352,7 @@ def test_a_stopped_host_is_named_by_the_call_the_command_the_timeout_and_the_log
         story = story_about(guilty, "island-0-host-0 (shard 0): entered")
         verdict = story.splitlines()[0]
         assert "That is why 'all_reduce' (run " in verdict
-        assert "program 'all_reduce', segment 0) has not ended" in verdict
+        assert "program 'all_reduce') has not ended" in verdict
         assert "pw-execute: at the computation 'all_reduce'" in story
         assert "jax_backend.py:" in story
 

@@ -26,8 +26,10 @@ from pw.devices.coordination_service import CoordinationServices
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor
 from pw.devices.files import Aside
+from pw.devices.held import Saved
 from pw.devices.membership import RECONNECT_S, HostProcess
-from pw.devices.replicas import Saved
+from pw.devices.output import Output
+from pw.devices.printing import Written
 from pw.devices.store import ObjectStore
 from pw.sched.controller import RECOVERY_S, Controller, ControllerVersions
 from pw.sched.policy import POLICIES
@@ -144,17 +146,22 @@ def add_host(
     stall_s: float = STALL_S,
     aside: Aside | None = None,
     reconnect_s: float = RECONNECT_S,
+    output: Output | None = None,
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
-    `replicas` are what the last incarnation of this host handed over (`HostProcess.hand_over`). `aside` are
-    threads for files; without, the host neither writes nor reads checkpoints on disk.
+    `replicas` are what the last incarnation of this host left (`HostProcess.keep`, `hand_over`). `aside` are
+    threads for files; without, the host neither writes nor reads checkpoints on disk. `output` is what clients'
+    programs write, as far as it is to reach them.
     """
     counters: Callable[[], dict[str, int]] = lambda: counters_of(node, bulk) | coordinator.census()  # noqa: E731
-    keep = process.hand_over
+    keep = process.keep
     store = node.add(
-        "store", lambda env: ObjectStore(env, backend, bulk, counters, replicas, aside, keep)
+        "store",
+        lambda env: ObjectStore(env, backend, bulk, counters, replicas, aside, keep, output),
     )
+    if output is not None:
+        output.written = lambda: node.post_threadsafe("store", Written())
     coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
     return node.add(
         "executor",

@@ -15,6 +15,7 @@ from pw.cli.process import (
     ALLOW_REMOTE_HELP,
     LEAST_LEASE_S,
     LOG_LEVELS,
+    SECRET_HELP,
     STALL_HELP,
     Daemon,
     check_bind,
@@ -30,6 +31,8 @@ from pw.sched.controller import RECOVERY_S
 from pw.sched.policy import POLICIES
 from pw.transport.log import log
 from pw.transport.node import Node
+from pw.transport.private import PrivateFolder
+from pw.transport.secret import of_cluster
 from pw.transport.stream_network import StreamNetwork
 
 NUMBERS_PER_S = 1024
@@ -61,6 +64,7 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
+    secret_file: Annotated[str, typer.Option(metavar="FILE", help=SECRET_HELP)] = "",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -77,7 +81,15 @@ def serve(
     configure_logging(log_level)
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
-    network = StreamNetwork(loop, CONTROLLER, incarnation(), bind=bind, silence_s=lease)
+    folder = PrivateFolder.of(bind)
+    network = StreamNetwork(
+        loop,
+        CONTROLLER,
+        incarnation(),
+        bind=bind,
+        silence_s=lease,
+        secret=of_cluster(bind, secret_file),
+    )
     node = Node(CONTROLLER, loop, network)
     services = add_controller(
         node,
@@ -99,6 +111,8 @@ def serve(
     def teardown() -> None:
         node.close()
         services.leave()
+        if folder is not None:
+            folder.leave()
 
     raise SystemExit(daemon.run(teardown))
 

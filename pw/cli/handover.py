@@ -23,17 +23,17 @@ import numpy.typing as npt
 
 from pw.cli.supervision import Parcel
 from pw.core.sharding import Box, dtype_of, packed_offsets
-from pw.devices.replicas import Saved
+from pw.devices.held import Saved
 from pw.transport.log import log
 
 PIECE_BYTES = 16 << 20
-"""Written between two beats: some ten milliseconds, where memory is not short."""
+"""Written at once: some ten milliseconds, where memory is not short."""
 
 BEAT_S = 0.1
-"""Between two beats while an array is fetched from its device."""
+"""Between two beats while arrays are written."""
 
 FETCH_S = 20.0
-"""How long that may take; from then on the device is taken not to answer any more."""
+"""How long one may take to come from its device, which is then taken not to answer any more."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -46,29 +46,53 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-def pack(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
-    """Write arrays to a new anonymous file; when memory runs out, as many as there is room for.
+def pack(replicas: Iterable[Saved]) -> Parcel:
+    """Write arrays to a new anonymous file, all of them.
 
     Args:
-        replicas: array ids, boxes, and what is in them, in any layout; asked for one after the other.
-        beat: called now and then, because this may take a while; from another thread as well.
+        replicas: array ids, boxes, and what is in them, in any layout.
+
+    Raises:
+        OSError: there is no room for them.
+    """
+    return _packed(replicas, lambda: None, _raise)
+
+
+def pack_what_fits(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
+    """The same; when memory runs out, as many as there is room for.
+
+    Args:
+        replicas: as for `pack`; asked for one after the other.
+        beat: called now and then from another thread, because this may take a while.
 
     Raises:
         OSError: there is no room even for the index.
     """
+
+    def leave_out(error: OSError) -> None:
+        log("error", "hand-over is not complete", "", "", {"reason": error})
+
+    with _beating(beat) as went_on:
+        return _packed(replicas, went_on, leave_out)
+
+
+def _packed(
+    replicas: Iterable[Saved],
+    went_on: Callable[[], None],
+    no_room: Callable[[OSError], None],
+) -> Parcel:
     parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
     index: list[Entry] = []
     try:
-        with _beating(beat) as went_on:
-            for array, box, data in replicas:
-                (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
-                try:
-                    _write(parcel.descriptor, start, data, went_on)
-                except OSError as error:
-                    log("error", "hand-over is not complete", "", "", {"reason": error})
-                    break
-                index.append(Entry(array, box, data.shape, data.dtype.name, start))
-                parcel.index_offset = start + data.nbytes
+        for array, box, data in replicas:
+            (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
+            try:
+                _write(parcel.descriptor, start, data, went_on)
+            except OSError as error:
+                no_room(error)
+                break
+            index.append(Entry(array, box, data.shape, data.dtype.name, start))
+            parcel.index_offset = start + data.nbytes
         os.ftruncate(parcel.descriptor, parcel.index_offset)
         os.pwrite(parcel.descriptor, msgspec.msgpack.encode(index), parcel.index_offset)
     except BaseException:
@@ -77,16 +101,22 @@ def pack(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
     return parcel
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 @contextmanager
 def _beating(beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Beat beside what the block does; it is to call what it gets whenever it has gone on."""
+    """Beat beside what the block does; it is to call what it gets whenever it has gone on.
+
+    A beat for each array would fill the socket to the supervisor, if there are many.
+    """
     went_on_s = time.monotonic()
     ended = threading.Event()
 
     def went_on() -> None:
         nonlocal went_on_s
         went_on_s = time.monotonic()
-        beat()
 
     def work() -> None:
         while not ended.wait(BEAT_S):

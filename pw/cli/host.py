@@ -13,7 +13,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,6 +22,7 @@ import uvloop
 
 from pw.cli import handover
 from pw.cli.assembly import add_host
+from pw.cli.keeping import Keeper
 from pw.cli.process import (
     EXIT_AGAIN,
     EXIT_ERROR,
@@ -34,6 +35,7 @@ from pw.cli.process import (
     fail,
     host_of,
 )
+from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
 from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
@@ -43,12 +45,14 @@ from pw.core.watchdog import STALL_S
 from pw.devices import group
 from pw.devices.executables import default_folder
 from pw.devices.file_threads import FileThreads
+from pw.devices.held import Saved
 from pw.devices.jax_backend import JaxBackend
-from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import advertised
 from pw.transport.log import log
 from pw.transport.node import Node
+from pw.transport.private import beside, free_endpoint
+from pw.transport.secret import of_cluster
 from pw.transport.stream_network import StreamNetwork
 
 DESCRIPTORS = 1 << 20
@@ -71,7 +75,9 @@ class HostRuntime:
         address: str,
         supervisor: SupervisorLink | None,
     ) -> None:
-        self._supervisor = supervisor
+        self._keeper: Keeper | None = None
+        if supervisor is not None:
+            self._keeper = Keeper(name, loop, supervisor, daemon.stop)
         self._address = address
         self._name = name
         self._platform = platform
@@ -139,24 +145,17 @@ class HostRuntime:
 
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
+    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+        """Have these kept for the next incarnation, by the supervisor if there is one."""
+        if self._keeper is None:
+            kept(None)  # as safe as they can be: there is no next incarnation
+        else:
+            self._keeper.keep(replicas, kept)
+
     def hand_over(self, replicas: Iterable[Saved]) -> None:
         """Give these to the next incarnation, through the supervisor; each is taken when its turn comes."""
-        if self._supervisor is None:
-            return
-        begun_s = time.monotonic()
-        parcel = None
-        try:
-            parcel = handover.pack(replicas, self._supervisor.beat)
-            taken = self._supervisor.hand_over(parcel)
-        except OSError as error:
-            log("error", "nothing is handed over", self._name, "", {"reason": error})
-            return
-        finally:
-            if parcel is not None:
-                parcel.close()
-        took_s = round(time.monotonic() - begun_s, 3)
-        fields = {"bytes": parcel.index_offset, "took_s": took_s, "taken": taken}
-        log("debug" if taken else "error", "handed over", self._name, "", fields)
+        if self._keeper is not None:
+            self._keeper.hand_over(replicas)
 
     def finish(self, reason: str) -> None:
         """End for good."""
@@ -181,7 +180,7 @@ def serve(
     island_hosts: Annotated[int, typer.Option()] = 1,
     devices: Annotated[int, typer.Option()] = 1,
     platform: Annotated[str, typer.Option()] = "cpu",
-    bind: Annotated[str, typer.Option()] = "tcp://127.0.0.1:0",
+    bind: Annotated[str, typer.Option()] = "",
     heartbeat: Annotated[float, typer.Option()] = 1.0,
     lease: Annotated[float, typer.Option()] = 10.0,
     connect_timeout: Annotated[float, typer.Option()] = 8.0,
@@ -189,12 +188,14 @@ def serve(
     allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
     compile_cache: Annotated[str | None, typer.Option()] = None,
     stall_after: Annotated[float, typer.Option()] = STALL_S,
+    secret_file: Annotated[str, typer.Option()] = "",
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
     supervisor_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
     """Run one incarnation of a host; `pw-worker` does, and where nothing is to be survived a parent."""
     configure_logging(log_level)
+    output = take_output(log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if sys.platform == "linux":
         take_descriptors()
@@ -208,9 +209,11 @@ def serve(
         begin, parcel = told
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    daemon = Daemon(loop, max(parent_fd, supervisor_fd))
+    daemon = Daemon(loop, parent_fd)
     try:
         group.prepare(platform, devices)
+        folder, secret = beside(controller), of_cluster(controller, secret_file)
+        bind = bind or free_endpoint(folder, "host")
         network = StreamNetwork(
             loop,
             name,
@@ -221,20 +224,27 @@ def serve(
             silence_s=lease,
             own_silence_s=SILENT_HEARTBEATS * heartbeat,
             connect_s=connect_timeout,
+            secret=secret,
         )
         address = host_of(network.endpoint)
-        bulk = BulkPlane(loop, bind_host=address)
+        folder = folder if bind.startswith("ipc://") else None
+        bulk = BulkPlane(loop, bind_host=address, folder=folder, secret=secret)
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
     runtime = HostRuntime(name, daemon, loop, platform, devices, address, supervisor)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
-    folder = Path(compile_cache) if compile_cache else None
+    cache = Path(compile_cache) if compile_cache else None
     if compile_cache is None:
-        folder = default_folder()
+        cache = default_folder()
     backend = JaxBackend(
-        loop, name, runtime.device, allow_python=allow_python, compile_cache=folder
+        loop,
+        name,
+        runtime.device,
+        allow_python=allow_python,
+        compile_cache=cache,
+        output=output,
     )
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare
@@ -250,6 +260,7 @@ def serve(
         stall_s=stall_after,
         aside=FileThreads(loop),
         reconnect_s=reconnect,
+        output=output,
     )
     del replicas  # they are the store's to drop
 

@@ -18,8 +18,8 @@ from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, Registe
 from pw.core.sharding import DeviceAddress
 from pw.devices.executables import default_folder
 from pw.devices.file_threads import FileThreads
+from pw.devices.held import Saved
 from pw.devices.jax_backend import JaxBackend
-from pw.devices.replicas import Saved
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
@@ -35,12 +35,15 @@ class InProcessHost:
         name: str,
         island: str,
         devices: Sequence[jax.Device],
+        bulk: BulkPlane | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.stopped = ""
+        self._ended = ended
         self._devices = list(devices)
         self.node = Node(name, loop, hub.network(name))
-        self.bulk = BulkPlane(loop)
+        self.bulk = bulk or BulkPlane(loop)
         self.backend = JaxBackend(
             loop, name, self.device, allow_python=True, compile_cache=default_folder()
         )
@@ -69,7 +72,11 @@ class InProcessHost:
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """The island is over; the process is the user's and lives on."""
-        self.stopped = reason
+        self.finish(reason)
+
+    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+        """They are as safe as they can be: there is no next incarnation."""
+        kept(None)
 
     def hand_over(self, replicas: Iterable[Saved]) -> None:
         """There is no next incarnation: what is on the devices ends with the session."""
@@ -77,6 +84,7 @@ class InProcessHost:
     def finish(self, reason: str) -> None:
         """As `stop`: there is no supervisor to keep from beginning again."""
         self.stopped = reason
+        self._ended()
 
     def close(self) -> None:
         """End the host's actors, threads and bulk plane."""

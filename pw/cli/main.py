@@ -46,11 +46,11 @@ def status(
 
     if not address:
         raise Error("which cluster? Give its --address, or set PW_ADDRESS")
-    described = report.describe(address, timeout)
+    answer = report.ask(address, timeout)
     if as_json:
-        typer.echo(json.dumps(described, indent=2))
+        typer.echo(json.dumps(report.document(address, *answer), indent=2))
     else:
-        report.show(described)
+        report.show(address, *answer)
 
 
 @app.command()

@@ -31,8 +31,12 @@ GC_ALLOCATIONS = 10_000
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s pw: %(message)s"
 ALLOW_REMOTE_HELP = (
-    "Listen off the loopback. Links are neither authenticated nor encrypted: only do so on a "
-    "network that you trust."
+    "Listen off the loopback. Links are not encrypted, and without a --secret-file any process that can dial "
+    "this one is let in: only do so on a network that you trust."
+)
+SECRET_HELP = (
+    "A file with the secret of the cluster, the same for all its processes, that only this user can read; by "
+    "default the one that PW_SECRET_FILE names, or the text in PW_SECRET."
 )
 STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
@@ -83,7 +87,7 @@ def check_bind(bind: str, allow_remote: bool) -> None:
         raise typer.BadParameter(words) from error
     if isinstance(place.address, tuple) and not (allow_remote or _is_loopback(place.address[0])):
         raise Error(
-            f"{bind} can be reached from other machines, and links are not authenticated; add "
+            f"{bind} can be reached from other machines, and links are not encrypted; add "
             "--allow-remote if the network is trusted"
         )
 

@@ -1,22 +1,22 @@
-"""What `pw status` shows, as data and as tables."""
+"""What `pw status` shows: the tables of `pw.status()`, or the controller's answer as a document."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from pw.client import tables
 from pw.client.runtime import Runtime
+from pw.client.status import ClusterStatus
 from pw.client.threads import remote
 from pw.core.ids import run_name
+from pw.core.messages import Status
 
-WIDTH_WITHOUT_TERMINAL = 160
 
-
-def describe(address: str, timeout_s: float) -> dict[str, Any]:
-    """The cluster at `address`, as a JSON document of islands, clients (not counting this one) and runs.
+def ask(address: str, timeout_s: float) -> tuple[Status, int]:
+    """What the controller at `address` says, and the number of the client that has asked.
 
     Raises:
         ConnectionFailed: nobody answers there within `timeout_s`.
@@ -24,23 +24,25 @@ def describe(address: str, timeout_s: float) -> dict[str, Any]:
     """
     session = Runtime(remote(address), 1.0, 0, connect_s=timeout_s)
     try:
-        status = session.status(timeout_s)
+        return session.status(timeout_s), session.client
     finally:
         session.close()
+
+
+def document(address: str, told: Status, asker: int) -> dict[str, Any]:
+    """All of it as JSON: islands, clients (not counting the one that asks) and runs."""
     return {
         "address": address,
-        "pw": status.pw_version,
-        "jax": status.jax_version,
-        "policy": status.policy,
+        "pw": told.pw_version,
+        "jax": told.jax_version,
+        "policy": told.policy,
         "islands": [
             _fields(island) | {"hosts": [_fields(host) for host in island.hosts]}
-            for island in status.islands
+            for island in told.islands
         ],
-        "waiting_hosts": [_fields(host) for host in status.waiting],
-        "clients": [
-            _fields(client) for client in status.clients if client.client != session.client
-        ],
-        "runs": [_fields(run) | {"run": run_name(run.run)} for run in status.runs],
+        "waiting_hosts": [_fields(host) for host in told.waiting],
+        "clients": [_fields(client) for client in told.clients if client.client != asker],
+        "runs": [_fields(run) | {"run": run_name(run.run)} for run in told.runs],
     }
 
 
@@ -48,109 +50,8 @@ def _fields(struct: msgspec.Struct) -> dict[str, Any]:
     return msgspec.structs.asdict(struct)
 
 
-def show(described: dict[str, Any]) -> None:
-    """Print the document of `describe` as tables."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH_WITHOUT_TERMINAL
-    console.print(
-        f"controller {described['address']}, pw {described['pw']} with jax {described['jax']}, "
-        f"policy {described['policy']}"
-    )
-    islands, hosts, clients = described["islands"], [], described["clients"]
-    rows = []
-    for island in islands:
-        here = island["hosts"]
-        hosts += [(island["island"], host) for host in here]
-        rows.append(
-            (
-                island["island"],
-                island["state"],
-                island["epoch"],
-                island["platform"],
-                f"{len(here)}/{island['expected_hosts']}",
-                sum(host["devices"] for host in here),
-                island["slices"],
-                island["queued"],
-                island["launched"],
-            )
-        )
-    names = "island state epoch platform hosts devices slices queued launched"
-    _table(console, "Islands", names, rows)
-    _table(
-        console,
-        "Hosts",
-        "island host pid devices endpoint joined",
-        [
-            (
-                island,
-                host["node"],
-                host["process"],
-                host["devices"],
-                host["endpoint"],
-                "yes" if host["joined"] else "no",
-            )
-            for island, host in hosts
-        ],
-    )
-    if described["waiting_hosts"]:
-        _table(
-            console,
-            "Hosts without a place",
-            "host state island pid devices endpoint",
-            [
-                (
-                    host["node"],
-                    host["state"],
-                    host["island"] or "any",
-                    host["process"],
-                    host["devices"],
-                    host["endpoint"],
-                )
-                for host in described["waiting_hosts"]
-            ],
-        )
-    _table(
-        console,
-        "Clients",
-        "client name arrays programs slices runs",
-        [
-            (
-                client["client"],
-                client["name"],
-                client["arrays"],
-                client["programs"],
-                client["slices"],
-                client["runs_in_flight"],
-            )
-            for client in clients
-        ],
-    )
-    _table(
-        console,
-        "Runs",
-        "run program islands segments seconds",
-        [
-            (
-                run["run"],
-                run["program"],
-                ", ".join(run["islands"]),
-                run["segments_left"],
-                f"{run['age_s']:.1f}",
-            )
-            for run in described["runs"]
-        ],
-    )
-
-
-def _table(console: Console, title: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
-    if not rows:
-        console.print(f"no {title.lower()}")
-        return
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for index, name in enumerate(columns.split()):
-        number = all(isinstance(row[index], int) for row in rows)
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    console.print(table)
+def show(address: str, told: Status, asker: int) -> None:
+    """Print it as tables, without the client that asks."""
+    seen = ClusterStatus.of(told, address, asker)
+    seen = replace(seen, clients=tuple(client for client in seen.clients if not client.is_me))
+    tables.show(seen.head, seen.tables())

@@ -2,28 +2,36 @@
 
     supervisor -> child   Begin    who you are; with what the last child handed over, if it did
     child -> supervisor   Beat     my loop turns; every heartbeat, from its first turn on
-    child -> supervisor   Parcel   keep this for the child after me, in place of what you have
+    child -> supervisor   Handed   keep this for the child after me, in place of what you have
+    supervisor -> child   Taken    I have what you handed me
     child -> supervisor   Dropped  nobody here uses any more what you gave me
 
 The end of the file tells either that the other process is gone, however it ended. Bytes are handed over as
 one anonymous memory file (see `pw.cli.handover`), of which the supervisor only keeps the descriptor. It
 gives it to every child until another one takes its place: if a child is killed, the next begins with
-what an earlier one left. Such copies may be of arrays that are gone meanwhile, but they are never wrong,
-because arrays do not change.
+what an earlier one left. What has been sent is taken even if the child has ended since. Such copies may
+be of arrays that are gone meanwhile, but they are never wrong, because arrays do not change.
 
 This module imports nothing heavy, for the supervisor's sake.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import os
 import socket
+import termios
+import threading
 import time
 
 import msgspec
 
 MESSAGE_BYTES = 4096
+
+BEATS_BYTES = 32 << 10
+"""So much of the socket's 200 KiB may be filled with beats: there is always room for a parcel."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -50,7 +58,11 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Child to supervisor: the parcel that I began with is of no use to anybody any more."""
 
 
-_decode = msgspec.msgpack.Decoder(Begin | Beat | Handed | Dropped).decode
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Supervisor to child: I have what you handed me, once for each."""
+
+
+_decode = msgspec.msgpack.Decoder(Begin | Beat | Handed | Dropped | Taken).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -154,8 +166,11 @@ class ChildLink:
                 if kept is not None:
                     kept.close()
                 kept = None
-                if isinstance(message, Handed) and descriptor is not None:
-                    kept = Parcel(descriptor, message.index_offset)
+                if isinstance(message, Handed):
+                    if descriptor is not None:
+                        kept = Parcel(descriptor, message.index_offset)
+                    with contextlib.suppress(OSError):  # it has ended, or hears nothing
+                        self._socket.send(_encode(Taken()))
         return kept
 
     def close(self) -> None:
@@ -168,9 +183,16 @@ class SupervisorLink:
     """The child's end. Its methods never wait, but for `begin`."""
 
     def __init__(self, descriptor: int) -> None:
+        self.ended = False
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
+        self._order = threading.RLock()
+        """What the garbage collector drops, in any thread, is never said behind what is handed over."""
         self._handed = False
+
+    def fileno(self) -> int:
+        """To wait for what the supervisor says."""
+        return self._socket.fileno()
 
     def begin(self) -> tuple[Begin, Parcel | None] | None:
         """Wait for the word to begin; None if the supervisor has ended instead."""
@@ -185,27 +207,52 @@ class SupervisorLink:
         return message, Parcel(descriptor, message.index_offset)
 
     def beat(self) -> None:
-        """Say that the loop turns."""
-        self._say(Beat(), None)
+        """Say that the loop turns, unless many beats are unread: a supervisor that is stopped needs no more."""
+        if self._unread_bytes() < BEATS_BYTES:
+            with contextlib.suppress(OSError):  # it has ended, which is seen elsewhere
+                self._say(Beat(), None)
 
     def dropped(self) -> None:
-        """Nobody uses the parcel of `begin` any more; from any thread."""
-        if not self._handed:
-            self._say(Dropped(), None)
+        """Nothing uses the parcel of `begin` any more; from any thread."""
+        with self._order:
+            if not self._handed:
+                with contextlib.suppress(OSError):
+                    self._say(Dropped(), None)
 
-    def hand_over(self, parcel: Parcel | None) -> bool:
-        """Leave this to the next child, and nothing else; whether the supervisor got it."""
-        self._handed = True
-        return self._say(Handed(parcel.index_offset if parcel else -1), parcel)
+    def hand_over(self, parcel: Parcel | None) -> None:
+        """Leave this to the next child, and nothing else.
+
+        Raises:
+            OSError: the supervisor will not get it.
+        """
+        with self._order:
+            self._handed = True
+            self._say(Handed(parcel.index_offset if parcel else -1), parcel)
+
+    def taken(self) -> int:
+        """How many parcels the supervisor has taken since this was last asked."""
+        count = 0
+        while not self.ended:
+            try:
+                said, _ = _receive(self._socket)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                said = b""
+            self.ended = not said
+            count += bool(said)
+        return count
 
     def close(self) -> None:
         """Close this end, which the supervisor takes for our end."""
         self._socket.close()
 
-    def _say(self, message: Beat | Handed | Dropped, parcel: Parcel | None) -> bool:
+    def _unread_bytes(self) -> int:
+        """What the supervisor has still to read, as the kernel counts it: some 800 bytes a message."""
+        count = array.array("i", [0])
+        fcntl.ioctl(self._socket, termios.TIOCOUTQ, count)
+        return count[0]
+
+    def _say(self, message: Beat | Handed | Dropped, parcel: Parcel | None) -> None:
         descriptors = [] if parcel is None else [parcel.descriptor]
-        try:
-            socket.send_fds(self._socket, [_encode(message)], descriptors)
-        except OSError:  # it has ended, which is seen elsewhere, or is stopped and hears nothing
-            return False
-        return True
+        socket.send_fds(self._socket, [_encode(message)], descriptors)

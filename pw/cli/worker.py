@@ -42,6 +42,7 @@ from pw.cli.process import (
     LEAST_HEARTBEAT_S,
     LEAST_LEASE_S,
     LOG_LEVELS,
+    SECRET_HELP,
     SILENT_HEARTBEATS,
     STALL_HELP,
     check_bind,
@@ -55,6 +56,8 @@ from pw.cli.supervision import ChildLink, Parcel, Watch
 from pw.core.errors import Error
 from pw.core.watchdog import STALL_S
 from pw.transport.log import log
+from pw.transport.private import PrivateFolder, free_endpoint
+from pw.transport.secret import of_cluster
 
 RUNTIME = "pw.cli.host"
 STOP_S = 1.5
@@ -278,8 +281,12 @@ def serve(
         str, typer.Option(help="Unique name of this host in the cluster; by default made up.")
     ] = "",
     bind: Annotated[
-        str, typer.Option(help="Where other hosts and clients reach this one.")
-    ] = "tcp://127.0.0.1:0",
+        str,
+        typer.Option(
+            help="Where other hosts and clients reach this one; by default at a free port of the loopback, or "
+            "beside the unix socket of the controller."
+        ),
+    ] = "",
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP)] = False,
     heartbeat: Annotated[
         float,
@@ -319,6 +326,7 @@ def serve(
         ),
     ] = None,
     stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
+    secret_file: Annotated[str, typer.Option(metavar="FILE", help=SECRET_HELP)] = "",
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
@@ -341,9 +349,12 @@ def serve(
     check_log_level(log_level)
     if not controller.startswith(("tcp://", "ipc://")):
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
+    folder = PrivateFolder.of(controller)
+    bind = bind or free_endpoint(folder.path if folder else None, "host")
     check_bind(bind, allow_remote)
     check_reachable(controller, bind)
     configure_logging(log_level)
+    of_cluster(controller, secret_file)  # what is wrong with it is said before anything is started
     name = name or f"{island or 'spare'}-{socket.gethostname()}-{os.getpid()}"
     arguments = [
         *("--controller", controller),
@@ -360,10 +371,16 @@ def serve(
         *("--stall-after", str(stall_after)),
         *("--log-level", log_level),
         *(["--allow-python"] if allow_python else []),
+        *(["--secret-file", secret_file] if secret_file else []),
         *([] if compile_cache is None else ["--compile-cache", compile_cache]),
     ]
     supervisor = Supervisor(name, arguments, reconnect, heartbeat, spare, standby, parent_fd)
-    raise SystemExit(supervisor.run())
+    try:
+        code = supervisor.run()
+    finally:
+        if folder is not None:
+            folder.leave()
+    raise SystemExit(code)
 
 
 def main() -> None:

@@ -12,16 +12,18 @@ import asyncio
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 
-from pw.client import jaxtype
-from pw.client.mesh import NamedSharding
-from pw.client.methods import attribute, elements, item_at
-from pw.client.operators import Operators, apply
-from pw.client.signature import ArrayType, outside_traces
+from pw.client import jaxtype, notebook
+from pw.client.indexing import elements, item_at
+from pw.client.jaxtype import outside_traces
+from pw.client.mesh import NamedSharding, VirtualDevice
+from pw.client.methods import Methods
+from pw.client.operators import apply
+from pw.client.signature import ArrayType
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -40,8 +42,17 @@ giving_up = threading.RLock()
 finalizer amid that, in the same thread, which deletes other arrays."""
 
 
-class Array(Operators):
+if TYPE_CHECKING:
+    _Annotated = jax.Array  # what users annotate with jax.Array, for tracers, takes these as well
+else:
+    _Annotated = object
+
+
+class Array(Methods, _Annotated):  # type: ignore[misc]
     """A logical array on virtual devices; made by computations and `pw.put`, never directly."""
+
+    # A future: it is itself, whatever its value is, as `asyncio.gather` asks of what it waits for.
+    __hash__ = object.__hash__
 
     __slots__ = ("__weakref__", "_fetching", "_gone", "_id", "_runtime", "_type", "_waiting")
 
@@ -100,11 +111,31 @@ class Array(Operators):
         """How the array lies on its devices."""
         return self._type.sharding
 
+    @property
+    def device(self) -> VirtualDevice | NamedSharding:
+        """The virtual device that the array lies on; its sharding, if it lies on several."""
+        devices = self.sharding.mesh.devices.flat
+        return devices[0] if len(devices) == 1 else self.sharding
+
+    def devices(self) -> set[VirtualDevice]:
+        """The virtual devices that the array lies on."""
+        return set(self.sharding.mesh.devices.flat)
+
+    @property
+    def committed(self) -> bool:
+        """True, as of JAX's arrays that were put somewhere: where they lie decides where they are used."""
+        return True
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether each device has a full copy."""
+        return not any(self.sharding.core.spec)
+
     # --- the future ----------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:
         """Whether the value exists (or has failed to come into being)."""
-        return self._wait().done()
+        return self.start_wait().done()
 
     @property
     def is_known_to_exist(self) -> bool:
@@ -114,12 +145,12 @@ class Array(Operators):
 
     def block_until_ready(self) -> Array:
         """Wait for the value to exist on its devices; raises the error it failed with."""
-        wait_for(self._wait())
+        wait_for(self.start_wait())
         return self
 
     def __await__(self) -> Generator[Any, None, Array]:
         # Shielded: whoever else waits for this array is not cancelled with the caller's task.
-        yield from asyncio.shield(asyncio.wrap_future(self._wait())).__await__()
+        yield from asyncio.shield(asyncio.wrap_future(self.start_wait())).__await__()
         return self
 
     def delete(self) -> None:
@@ -136,7 +167,7 @@ class Array(Operators):
         """Whether the array was deleted or donated."""
         return self._gone is not None
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raise ArrayDeleted, Disconnected or what ended the session unless the array can be used."""
         if self._gone is not None:
             raise ArrayDeleted(
@@ -150,24 +181,29 @@ class Array(Operators):
                 "its arrays with it; fetch values that must outlive a session with pw.get()"
             )
 
-    def check_owner(self, session: Any) -> None:
+    def _check_owner(self, session: Any) -> None:
         """Raise unless the array can be used in a computation of `session`."""
-        self.check_usable()
+        self._check_usable()
         if self._runtime is not session:
             raise NotOwner(
                 f"the array {self._type.aval.str_short()} belongs to another session; pass its value, "
                 "pw.get(x), instead"
             )
 
-    def _wait(self) -> Future[Any]:
-        self.check_usable()
+    def copy_to_host_async(self) -> None:
+        """Begin to bring the value here, for those who ask for it later."""
+        self.start_fetch()
+
+    def start_wait(self) -> Future[Any]:
+        """Return the future of the value's existence; the first call begins the wait."""
+        self._check_usable()
         if self._waiting is None or _in_vain(self._waiting):
             self._waiting = self._runtime.wait([(self._id, self._type.spec)])
         return self._waiting
 
     def start_fetch(self) -> Future[Any]:
-        """Begin to bring the value here (the integers of typed keys), if nobody has."""
-        self.check_usable()
+        """Return the future of the value here (integers for typed keys); the first call fetches it."""
+        self._check_usable()
         if self._fetching is None or _in_vain(self._fetching):
             self._fetching = self._runtime.fetch(self._id, self._type.spec)
         return self._fetching
@@ -193,7 +229,9 @@ class Array(Operators):
 
     # --- the value -----------------------------------------------------------------------------------
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(  # type: ignore[override]
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
         value = self._value()
         if dtype is not None and np.dtype(dtype) != value.dtype:
             if copy is False:
@@ -201,10 +239,24 @@ class Array(Operators):
             return value.astype(dtype)
         return value.copy() if copy else value
 
+    @property
     def __jax_array__(self) -> Any:
-        if outside_traces():
-            return local_jax_array(self)
-        return _identity(self)  # under a trace: the handle becomes a constant of it
+        """What JAX's functions call to make an array of their own of this."""
+        if self._type.key_impl is not None and jaxtype.is_random_key():
+            if outside_traces():
+                _refuse(self)
+            raise ArgumentError(
+                f"the keys {self._type.aval.str_short()} are used by a function that closes over them; "
+                "jax.random takes keys that are arguments of the pw.jit function"
+            )
+        return self._as_jax_array
+
+    def _as_jax_array(self) -> Any:
+        if not outside_traces():
+            return _identity(self)  # the handle becomes a constant of the trace
+        if not jaxtype.is_operand():
+            _refuse(self)
+        return self  # their operator gives up, and the reflected one is ours
 
     def __repr__(self) -> str:
         if self._gone is not None:
@@ -223,6 +275,12 @@ class Array(Operators):
         text = np.array2string(self._value(), prefix="array(", separator=", ", suffix=",")
         return f"array({text}, dtype={self.dtype}{weak})"
 
+    def _repr_html_(self) -> str:
+        return notebook.array_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return notebook.array_bundle(self)
+
     def __str__(self) -> str:
         return repr(self) if self._type.key_impl is not None else str(self._value())
 
@@ -235,10 +293,10 @@ class Array(Operators):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        return item_at(self, index) if outside_traces() else self.__jax_array__()[index]
+        return item_at(self, index) if outside_traces() else self._as_jax_array()[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return elements(self) if outside_traces() else iter(self.__jax_array__())
+        return elements(self) if outside_traces() else iter(self._as_jax_array())
 
     def __bool__(self) -> bool:
         return bool(self._value())
@@ -263,20 +321,11 @@ class Array(Operators):
         """The value as nested lists of Python numbers."""
         return self._value().tolist()
 
-    def __getattr__(self, name: str) -> Any:
-        """The common methods of JAX's arrays; all of them in functions that close over this one."""
-        if not name.startswith("_") and hasattr(jax.Array, name) and not outside_traces():
-            return getattr(self.__jax_array__(), name)
-        return attribute(self, name)
-
     @property
-    def format(self) -> Any:
-        """What JAX reads of an array before it computes on this machine; raises."""
-        raise ArgumentError(
-            f"the array {self._type.aval.str_short()} was given to a function of jax outside of pw.jit. "
-            "Compute where it lies, by calling the function in a pw.jit function, or bring the value "
-            "here first, with jax.numpy.asarray(x) or pw.get(x)"
-        )
+    def format(self) -> None:
+        """The layout, which JAX asks for: there is none, and before it computes that is not what it means."""
+        if jaxtype.is_computing():
+            _refuse(self)
 
     # --- copies --------------------------------------------------------------------------------------
 
@@ -313,19 +362,8 @@ def _in_vain(future: Future[Any]) -> bool:
     )
 
 
-def local_jax_array(array: Array) -> Any:
-    """The value as a jax.Array on this machine."""
-    value = array.local()
-    return jax.numpy.asarray(value) if array.aval.weak_type is False else _weak(array, value)
+def _refuse(array: Array) -> NoReturn:
+    raise jaxtype.not_here(f"the array {array._type.aval.str_short()}")
 
 
-def _weak(array: Array, value: Any) -> Any:
-    return jax.numpy.asarray(value.item()) if array.ndim == 0 else jax.numpy.asarray(value)
-
-
-def _local_for_jax(array: Array) -> Any:
-    value = array.local()
-    return value if array._type.key_impl is not None else np.asarray(value)
-
-
-jaxtype.register(Array, lambda array: array._type.aval, _local_for_jax)
+jaxtype.register(Array, lambda array: array._type.aval, _refuse)

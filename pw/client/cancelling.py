@@ -37,7 +37,7 @@ def cancel(tree: Any) -> None:
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.cancel()")
         elif isinstance(leaf, Array):
-            leaf.check_usable()
+            leaf._check_usable()
             if not leaf.is_known_to_exist:
                 by_session.setdefault(leaf._runtime, []).append(leaf._id)
     for session, arrays in by_session.items():

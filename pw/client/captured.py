@@ -7,6 +7,9 @@ further variables. They are put first in both, because that is where loops and c
 expect what does not change; each primitive then only has to be told how many there are.
 
 Primitives that are not in the table keep their constants, which are then part of the artifact.
+
+Shardings over virtual devices, which JAX can trace but not lower, become those over the abstract mesh on
+the same way.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import jax
 import jax.extend
 import numpy as np
 from jax.sharding import PartitionSpec
+
+from pw.client.mesh import NamedSharding
 
 __all__ = ["lift"]
 
@@ -66,6 +71,8 @@ class _Opened(NamedTuple):
     kept: list[tuple[Any, Any]]
     lifted: dict[int, tuple[Any, Any]]
     """Identity of a value -> its variable, and the value."""
+    is_new: bool
+    """Whether anything in it is not as it was."""
 
     def taking(self, values: Sequence[Any], at: int) -> Any:
         """The jaxpr with variables for `values` from position `at` of its arguments on."""
@@ -112,12 +119,26 @@ def _open(jaxpr: Any, constants: Sequence[Any], must_lift: Callable[[Any], bool]
         return atom if isinstance(atom, jax.extend.core.Literal) else renamed.get(atom, atom)
 
     equations = []
+    is_new = bool(lifted)
     for equation in jaxpr.eqns:
+        before = equation.params
         for rule in _RULES.get(equation.primitive.name, ()):
             equation = _handed_down(equation, rule, lifted, must_lift)
-        equations.append(equation.replace(invars=[current(atom) for atom in equation.invars]))
+        params = {name: _of_jax(value) for name, value in equation.params.items()}
+        is_new = is_new or any(params[name] is not before[name] for name in before)
+        invars = [current(atom) for atom in equation.invars]
+        equations.append(equation.replace(invars=invars, params=params))
     outvars = [current(atom) for atom in jaxpr.outvars]
-    return _Opened(jaxpr.replace(eqns=equations, outvars=outvars), kept, lifted)
+    return _Opened(jaxpr.replace(eqns=equations, outvars=outvars), kept, lifted, is_new)
+
+
+def _of_jax(param: Any) -> Any:
+    """A parameter of an equation with JAX's own shardings in it."""
+    if isinstance(param, NamedSharding):
+        return param.abstract()
+    if type(param) is tuple and any(isinstance(entry, NamedSharding) for entry in param):
+        return tuple(map(_of_jax, param))
+    return param
 
 
 def _handed_down(
@@ -132,7 +153,7 @@ def _handed_down(
     bodies = params[rule.body] if several else (params[rule.body],)
     opened = [_open(*_parts(body), must_lift) for body in bodies]
     found: Values = {k: value for body in opened for k, (_, value) in body.lifted.items()}
-    if not found:
+    if not any(body.is_new for body in opened):
         return equation
     values = list(found.values())
     made = tuple(

@@ -9,7 +9,7 @@ donation they are the only way back. Bytes go from host to host, and to disk if 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -77,7 +77,8 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
     Raises:
         ArgumentError: there is something else in the tree.
         CheckpointExists: (by `result`) there is something at the path.
-        CheckpointFailed: (by `result`) the hosts cannot write there; what was there is as it was.
+        CheckpointFailed: (by `result`) the hosts cannot write there; what was there is as it was. Or a host
+            could not put its copies where they survive a crash of it.
         ArrayDeleted: an array was deleted or donated before.
         NotOwner: the arrays belong to different sessions.
         TracerError: called in a function that is being traced.
@@ -92,7 +93,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.checkpoint()")
         elif isinstance(leaf, Array):
-            leaf.check_owner(arrays[0]._runtime if arrays else leaf._runtime)
+            leaf._check_owner(arrays[0]._runtime if arrays else leaf._runtime)
             arrays.append(leaf)
         else:
             _check_host_value(keys, leaf)
@@ -104,14 +105,14 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
     session = arrays[0]._runtime
     future: Future[None] = session.checkpoint([array._id for array in arrays])
     if saving is not None:
-        future = _both(saving, future, session.in_the_way)
+        future = _both(saving, future, session)
     future.add_done_callback(_log_failure)
     return Checkpoint(future)
 
 
-def _both(first: Future[None], second: Future[None], explain: Callable[[], str]) -> Future[None]:
+def _both(first: Future[None], second: Future[None], session: Any) -> Future[None]:
     """Done when both are; fails with what the first failed with, else the second."""
-    both: Future[None] = Waiting(explain)
+    both: Future[None] = Waiting(session.in_the_way, getattr(first, "about", None))
 
     def settle(_: Future[None]) -> None:
         error = first.exception() or second.exception()

@@ -21,7 +21,10 @@ from collections.abc import Mapping, Sequence
 from pw.core.errors import ConnectionFailed
 
 STOP_S = 3.0
-_OWN_SETTINGS = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC", "PW_ADDRESS")
+_OWN_SETTINGS = (
+    *("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC"),
+    *("PW_ADDRESS", "PW_SECRET", "PW_SECRET_FILE"),
+)
 _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 """What says of this process how many devices it has; all other flags are the children's as well."""
 
@@ -31,6 +34,7 @@ def _inherited() -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in _OWN_SETTINGS}
     if "XLA_FLAGS" in environment:
         environment["XLA_FLAGS"] = _OWN_FLAG.sub("", environment["XLA_FLAGS"]).strip()
+    environment["PW_OUTPUT_TO_CLIENTS_ONLY"] = "1"  # they share this process's terminal
     return environment
 
 

@@ -1,4 +1,4 @@
-"""A real cluster on this machine: daemons as child processes on free ports.
+"""A real cluster on this machine: daemons as child processes, and unix sockets that no other user can reach.
 
     with pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1) as cluster:
         ...
@@ -18,11 +18,13 @@ import types
 from pathlib import Path
 from typing import Self
 
-from pw.client import current
+from pw.client import current, notebook
 from pw.client.children import Child, read_announcement
 from pw.client.runtime import Runtime, SessionThread
 from pw.client.threads import remote
 from pw.core.watchdog import STALL_S
+from pw.transport import secret
+from pw.transport.private import PrivateFolder
 
 START_S = 30.0
 
@@ -131,6 +133,8 @@ class LocalCluster:
         self.hosts: list[LocalHost] = []
         """The hosts of the islands as they were started, and after them the spare ones."""
         self._children: list[Child] = []
+        self._folder = PrivateFolder.make()
+        secret.create(self._folder.path)
         self._runtime: Runtime | None = None
         self._previous: Runtime | None = None
         self._platform, self._devices_per_host = platform, devices_per_host
@@ -144,7 +148,7 @@ class LocalCluster:
             self.address = self._start_controller(
                 [
                     "--bind",
-                    "tcp://127.0.0.1:0",
+                    self._folder.controller,
                     "--policy",
                     policy,
                     "--lease",
@@ -237,6 +241,7 @@ class LocalCluster:
                 child.terminate()
             for child in group:
                 child.stop()
+        self._folder.leave()
         in_main = threading.current_thread() is threading.main_thread()
         if self._sigterm and in_main and signal.getsignal(signal.SIGTERM) is _exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -248,6 +253,14 @@ class LocalCluster:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _exit)
             self._sigterm = True
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "LocalCluster(closed)"
+        return f"LocalCluster(address={self.address!r}, hosts={len(self.hosts)})"
+
+    def _repr_html_(self) -> str:
+        return notebook.cluster_html(self)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from typing import Any
 
 from pw.client.runtime import RECONNECT_S, Runtime
 from pw.client.uploads import KEEP_BYTES
+from pw.client.worker_output import is_wanted
 from pw.core.errors import Error
 
 _current: Runtime | None = None
@@ -37,6 +38,7 @@ def connect(
     priority: int = 0,
     keep_bytes: int | None = None,
     reconnect_s: float = RECONNECT_S,
+    worker_output: bool | None = None,
 ) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
 
@@ -57,6 +59,9 @@ def connect(
             goes first. See also `pw.put(..., keep=True)` and `pw.checkpoint`.
         reconnect_s: how long calls wait, in seconds, for a controller that was there and has gone. When it
             is started again at its address, everything goes on as if nothing had been.
+        worker_output: show here what `pw.host_function`s print and log on the hosts, and what is warned of
+            there, as `(host) line`; `PW_WORKER_OUTPUT` (0 or 1), else yes. A host sends at most 1,000 lines
+            and 64 KiB a second, and says how many it has left out.
 
     Returns:
         The runtime. If this process is connected already, to the same address or none was given, that
@@ -65,7 +70,8 @@ def connect(
     Raises:
         ConnectionFailed: nobody answers at the address.
         VersionMismatch: the controller runs other versions of pw or jax.
-        ValueError: a share, keep_bytes or reconnect_s that is none.
+        ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
+            neither 0 nor 1.
         Error: this process is connected to another address.
     """
     from pw.client import threads
@@ -90,7 +96,12 @@ def connect(
         if _current is not None:
             _current.close()
         made = Runtime(
-            start, share, priority, keep_bytes=_keep_bytes(keep_bytes), reconnect_s=reconnect_s
+            start,
+            share,
+            priority,
+            keep_bytes=_keep_bytes(keep_bytes),
+            reconnect_s=reconnect_s,
+            worker_output=is_wanted(worker_output),
         )
         use(made)
         return made

@@ -15,6 +15,7 @@ is a NaN in it. It is the same on all devices, so all hosts see the same; its us
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,8 +29,10 @@ import numpy as np
 
 from pw.client.array import Array
 from pw.client.captured import lift
-from pw.client.mesh import Mesh, NamedSharding
+from pw.client.mesh import Mesh, NamedSharding, PartitionSpec
+from pw.client.propagation import result_specs
 from pw.client.signature import ArrayType, host_value, is_key
+from pw.client.transformed import for_hosts
 from pw.core.errors import TracingError
 from pw.core.program import Computation
 
@@ -38,8 +41,8 @@ __all__ = ["Traced", "constant", "trace"]
 BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""
 
-OutShardings = Callable[[Any, Sequence[Any]], Sequence[NamedSharding]]
-"""From the tree of a function's results and their avals to their shardings."""
+OutShardings = Callable[[Any, Sequence[Any]], Sequence[NamedSharding | None]]
+"""From the tree of a function's results and their avals to their shardings; None where it says nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,7 @@ class Traced:
 
 def trace(
     function: Callable[..., Any],
+    arguments: Any,
     name: str,
     mesh: Mesh,
     inputs: Sequence[ArrayType],
@@ -65,7 +69,7 @@ def trace(
     donated: Sequence[int],
     check_nans: bool = False,
 ) -> Traced:
-    """Trace and export `function`, which takes flat arguments of types `inputs`.
+    """Trace and export `function`, for arguments in the tree `arguments` with leaves of types `inputs`.
 
     With `check_nans` hosts make an error of results that have NaNs in them.
 
@@ -76,29 +80,32 @@ def trace(
     mesh.check_alive()
     trees = []
 
-    def flat(*leaves: Any) -> list[Any]:
-        results, tree = jax.tree_util.tree_flatten(function(*leaves))
+    @functools.wraps(function)
+    def flat(*args: Any, **kwargs: Any) -> list[Any]:
+        results, tree = jax.tree_util.tree_flatten(function(*args, **kwargs))
         trees.append(tree)
         return results
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract):
-        closed = jax.make_jaxpr(flat)(*(type_.aval for type_ in inputs))
+    given, named = jax.tree_util.tree_unflatten(arguments, [type_.aval for type_ in inputs])
+    with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        closed = jax.make_jaxpr(flat)(*given, **named)
     tree = trees[-1]
     jaxpr, constants, lifted = lift(closed, _must_lift)
     captured = tuple(_on_mesh(value, mesh) for value in lifted)
     types = (*inputs, *(_captured_type(array, mesh) for array in captured))
-    outputs = tuple(
-        ArrayType.of(aval, sharding)
-        for aval, sharding in zip(
-            closed.out_avals, out_shardings(tree, closed.out_avals), strict=True
-        )
-    )
-    checks = _checks(tree, outputs) if check_nans else {}
+    avals = closed.out_avals
+    wanted = out_shardings(tree, avals)
+    for aval, sharding in zip(avals, wanted, strict=True):
+        if sharding is not None:
+            sharding.core.check(tuple(aval.shape))
+    checks = _checks(tree, avals) if check_nans else {}
+    exported, artifact = _exported(jaxpr, constants, name, mesh, types, wanted, tuple(checks))
+    shardings = _settled(exported, mesh, avals, wanted)
+    outputs = tuple(map(ArrayType.of, avals, shardings))
     made = outputs
     if checks:
         flags = jax.core.ShapedArray((len(checks),), np.dtype(bool))
         made = (*outputs, ArrayType.of(flags, NamedSharding.replicated(mesh)))
-    artifact = _exported(jaxpr, constants, name, mesh, types, made, tuple(checks))
     computation = Computation(
         name,
         hashlib.sha256(artifact).digest(),
@@ -111,12 +118,32 @@ def trace(
     return Traced(computation, artifact, mesh, tuple(inputs), captured, outputs, tree)
 
 
-def _checks(tree: Any, outputs: Sequence[ArrayType]) -> dict[int, str]:
+def _settled(
+    exported: jax.export.Exported,
+    mesh: Mesh,
+    avals: Sequence[Any],
+    wanted: Sequence[NamedSharding | None],
+) -> list[NamedSharding]:
+    """The sharding of every result: the one that is wanted, or the compiler's choice."""
+    given = [sharding for sharding in wanted if sharding is not None]
+    if len(given) == len(wanted):
+        return given
+    if mesh.size == 1:
+        return [sharding or NamedSharding.replicated(mesh) for sharding in wanted]
+    # The integers of a typed key have dimensions of their own, behind those of the array.
+    specs = result_specs(exported)[: len(avals)]
+    return [
+        sharding or NamedSharding(mesh, PartitionSpec(*spec[: aval.ndim]))
+        for sharding, spec, aval in zip(wanted, specs, avals, strict=True)
+    ]
+
+
+def _checks(tree: Any, avals: Sequence[Any]) -> dict[int, str]:
     """Positions of the results that could have NaNs in them, and what users call them."""
-    whole = jax.tree_util.tree_unflatten(tree, range(len(outputs)))
+    whole = jax.tree_util.tree_unflatten(tree, range(len(avals)))
     found = {}
     for path, index in jax.tree_util.tree_flatten_with_path(whole)[0]:
-        aval = outputs[index].aval
+        aval = avals[index]
         if aval.size and jnp.issubdtype(aval.dtype, jnp.inexact):
             found[index] = f"result{jax.tree_util.keystr(path)}, {aval.str_short()}"
     return found
@@ -128,9 +155,9 @@ def _exported(
     name: str,
     mesh: Mesh,
     inputs: Sequence[ArrayType],
-    outputs: Sequence[ArrayType],
+    wanted: Sequence[NamedSharding | None],
     checked: Sequence[int],
-) -> bytes:
+) -> tuple[jax.export.Exported, bytes]:
     evaluate = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, list(constants)))
 
     def physical(*buffers: Any) -> list[Any]:
@@ -144,20 +171,20 @@ def _exported(
         if checked:
             results.append(jnp.stack([jnp.any(results[at] != results[at]) for at in checked]))
         return [
-            result if type_.key_impl is None else jax.random.key_data(result)
-            for type_, result in zip(outputs, results, strict=True)
+            jax.random.key_data(result) if is_key(result.dtype) else result for result in results
         ]
 
+    asked = [*wanted, NamedSharding.replicated(mesh)] if checked else wanted
     physical.__name__ = physical.__qualname__ = name if name.isidentifier() else "computation"
     compiled = jax.jit(
         physical,
         in_shardings=tuple(type_.sharding.abstract() for type_ in inputs),
-        out_shardings=[type_.sharding.abstract() for type_ in outputs],
+        out_shardings=[None if sharding is None else sharding.abstract() for sharding in asked],
     )
     avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
     try:
         exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
-        return bytes(exported.serialize())
+        return exported, bytes(exported.serialize())
     except Exception as error:
         raise TracingError(
             f"the function {name!r} was traced but cannot be sent to the hosts: "
@@ -178,7 +205,7 @@ def _must_lift(value: Any) -> bool:
 def _on_mesh(value: Any, mesh: Mesh) -> Array:
     """A captured array; a captured host constant goes to every device of the mesh."""
     if isinstance(value, Array):
-        value.check_owner(mesh.runtime)
+        value._check_owner(mesh.runtime)
         return value
     return constant(value, ArrayType.of(jax.typeof(value), NamedSharding.replicated(mesh)))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pw.client.live import About
 from pw.client.notes import Part
 from pw.client.waiting import Waiting
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
@@ -15,8 +16,14 @@ from pw.core.sharding import ArraySpec, box_slices, dtype_of
 class Fetching(Waiting[Any]):
     """A value on its way; put together by the thread that asks for the result."""
 
-    def __init__(self, spec: ArraySpec, explain: Callable[[], str] | None = None) -> None:
-        super().__init__(explain)
+    def __init__(
+        self,
+        spec: ArraySpec,
+        explain: Callable[[], str] | None = None,
+        about: Callable[[], About] | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(explain, about, before)
         self._spec = spec
         self._whole: np.ndarray[Any, Any] | None = None
         self._parts: list[Part] = []

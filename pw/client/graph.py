@@ -23,9 +23,9 @@ import numpy as np
 from pw.client import current, jaxtype
 from pw.client.array import Array, giving_up
 from pw.client.export import Traced, constant
+from pw.client.indexing import elements, item_at
 from pw.client.mesh import Mesh, NamedSharding
-from pw.client.methods import attribute, elements, item_at
-from pw.client.operators import Operators
+from pw.client.methods import Methods
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.messages import INLINE_BYTES
@@ -80,7 +80,7 @@ class Launch:
             value = leaves[leaf] if fixed is None else fixed
             if type(value) is Array:
                 if value._gone is not None:
-                    value.check_usable()
+                    value._check_usable()
                 args.append(value._id)
             elif type(value) is bytes:
                 args.append(value)
@@ -116,7 +116,7 @@ class Launch:
             with giving_up:
                 for value, _ in given:
                     if value._gone is not None or not alive:
-                        value.check_usable()
+                        value._check_usable()
                 for value, fate in given:
                     marked.append(value)
                     value._gone = fate
@@ -155,7 +155,7 @@ class Launches:
         return launch
 
 
-class ProgramTracer(Operators):
+class ProgramTracer(Methods):
     """A value of a program that is being traced: it has a shape and a dtype, but no contents yet."""
 
     __slots__ = ("_leaf", "_moved", "_type", "_value", "aval", "recorder")
@@ -237,17 +237,15 @@ class ProgramTracer(Operators):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         self._needed("conversion to numpy")
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> NoReturn:
         self._needed("a jax function outside of pw.jit, or a function that closes over it,")
+
+    _as_jax_array = __jax_array__
 
     @property
     def format(self) -> Any:
         """What JAX reads before it computes on this machine; raises."""
         return self.__jax_array__()
-
-    def __getattr__(self, name: str) -> Any:
-        """The common methods of JAX's arrays, as nodes of the program."""
-        return attribute(self, name)
 
     def item(self) -> Any:
         """Raises: values do not exist while a program is traced."""
@@ -302,7 +300,7 @@ class Recorder:
                 )
             return leaf
         if type(leaf) is Array:
-            leaf.check_usable()
+            leaf._check_usable()
             value = self._input(Feed(-1, leaf, leaf._type))
             return ProgramTracer(self, leaf.aval, leaf._type, value, None)
         return ProgramTracer(self, aval_of(signature_of(leaf)), None, None, _Constant(leaf))

@@ -26,7 +26,7 @@ from pw.core.program import Computation
 __all__ = ["host_function"]
 
 
-class _HostFunction(JitFunction):
+class _HostFunction(JitFunction[..., Any]):
     def __init__(
         self, fun: Callable[..., Any], results: Any, mesh: Mesh | None, timeout: float | None
     ) -> None:
@@ -106,7 +106,8 @@ def host_function(
 
     It is called with numpy arrays, and its results become arrays on the devices. Where the devices are on
     several hosts it is called once on each, and must give the same values there; if it raises on one of
-    them, that is its result on all. Calls of one host run one at a time, beside the computations.
+    them, that is its result on all. Calls of one host run one at a time, beside the computations. What it
+    prints, warns of and logs (from `WARNING` on) is shown here, as `(host) line`: see `pw.connect`.
 
     Args:
         fun: takes numpy arrays (whole, in the tree of the call) and returns arrays.

@@ -35,6 +35,9 @@ class Hosts:
         """How often each slice was bound."""
         self._former: set[int] = set()
         """Slices that an earlier controller had bound."""
+        self._wants_output = False
+        self._listening: set[int] = set()
+        """Slices of whose hosts this client wants to hear what its programs write there."""
         self._given_back: WeakValueDictionary[int, SliceBound] = WeakValueDictionary()
         """Slices that are no more, as long as inputs hold on to them that may still be on their way there."""
 
@@ -43,9 +46,10 @@ class Hosts:
         """Hosts of formed islands."""
         return self._members
 
-    def attached(self, message: Attached) -> None:
+    def attached(self, message: Attached, wants_output: bool) -> None:
         """From now on the client has a number, and a ticket that proves it."""
-        self._identity = Identify(message.client, message.ticket)
+        self._wants_output = wants_output
+        self._identity = Identify(message.client, message.ticket, wants_output)
 
     def listed(self, peers: tuple[Peer, ...]) -> None:
         """These hosts exist now; one that has moved is a new process."""
@@ -85,7 +89,20 @@ class Hosts:
         self._identified.difference_update(device.host for device in message.devices)
         self.bindings += 1
         self.bounds[message.slice] += 1
+        if message.slice in self._listening:
+            self._meet(message)
         return moved
+
+    def listen(self, slice: int) -> None:
+        """Have all hosts of a slice know this client before it asks them for something."""
+        if self._wants_output:
+            self._listening.add(slice)
+            if (bound := self._slices.get(slice)) is not None:
+                self._meet(bound)
+
+    def _meet(self, bound: SliceBound) -> None:
+        for host in dict.fromkeys(device.host for device in bound.devices):
+            self._identify(host)
 
     def unbind(self, slice: int) -> None:
         """The slice lies nowhere until it is bound again."""
@@ -97,6 +114,7 @@ class Hosts:
         if bound is not None:
             self._given_back[slice] = bound
         self._former.discard(slice)
+        self._listening.discard(slice)
         self.bounds.pop(slice, None)
 
     def devices(self, spec: ArraySpec) -> Devices | None:
@@ -118,7 +136,14 @@ class Hosts:
 
     def send(self, host: str, message: object) -> None:
         """Send to a host's object store, which knows from then on who this is."""
+        self._identify(host)
+        self._env.send(store_of(host), message)
+
+    def _identify(self, host: str) -> None:
         if host not in self._identified and self._identity is not None:
             self._identified.add(host)
             self._env.send(store_of(host), self._identity)
-        self._env.send(store_of(host), message)
+
+    def knows(self, node: str) -> bool:
+        """Whether that is a host."""
+        return node in self._endpoints

@@ -5,8 +5,9 @@ ids of its arguments, and returns futures: tens of microseconds, and nothing wai
 kind traces and exports the function in the caller's thread, so that errors of the function are raised
 there. The same computation is shared by all calls and programs whose arguments it fits.
 
-Inside `@pw.program` a call becomes a node. Under another JAX transformation (`jax.grad` of a pw
-function, a pw function called by another) the function is simply applied, and its caller decides where.
+Inside `@pw.program` a call becomes a node. In a function that is traced for another `pw.jit` (also under
+`jax.grad` or a loop there) the function is simply applied, and its caller decides where. Under a JAX
+transformation outside of that, only shapes are computed (`pw.client.transformed`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jax.sharding import PartitionSpec
 from pw.client.array import Array
 from pw.client.export import Traced, trace
 from pw.client.graph import Launches, ProgramTracer, Recorder, recording
+from pw.client.jaxtype import outside_traces
+from pw.client.lowered import Lowered
 from pw.client.mesh import Mesh, NamedSharding, default_mesh, mesh_of
 from pw.client.signature import (
     ArrayType,
@@ -34,13 +37,18 @@ from pw.client.signature import (
     both_ways,
     checks_nans,
     describe_leaf,
-    outside_traces,
     signature_of,
     tracing_configuration,
 )
+from pw.client.tracebacks import leave_out_runtime
+from pw.client.transformed import only_shapes, traces_for_hosts
 from pw.core.errors import ArgumentError, PlacementError, ShardingError
 
 __all__ = ["JitFunction", "jit"]
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
 tree_flatten = jax.tree_util.tree_flatten
 tree_unflatten = jax.tree_util.tree_unflatten
@@ -60,6 +68,15 @@ def _signature(leaf: Any) -> Any:
     return leaf.signature if kind is ProgramTracer else signature_of(leaf)
 
 
+def _signature_of_described(leaf: Any) -> Any:
+    """What identifies a leaf of a call that may be only described."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf._type if type(leaf) is Array else _signature(leaf)
+    aval = jax.core.ShapedArray(leaf.shape, leaf.dtype)
+    split = isinstance(leaf.sharding, NamedSharding)
+    return ArrayType.of(aval, leaf.sharding) if split else aval
+
+
 def under_jax_trace(leaves: Sequence[Any]) -> bool:
     """Whether a call happens inside a JAX transformation."""
     if not outside_traces():
@@ -68,12 +85,12 @@ def under_jax_trace(leaves: Sequence[Any]) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
-class JitFunction:
+class JitFunction(Generic[P, R]):
     """A function that runs on virtual devices; made by `pw.jit`."""
 
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         mesh: Mesh | None,
         in_shardings: Any = None,
         out_shardings: Any = None,
@@ -83,7 +100,7 @@ class JitFunction:
         timeout: float | None = None,
     ) -> None:
         functools.update_wrapper(self, fun)
-        self.__wrapped__ = fun
+        self.__wrapped__: Callable[..., Any] = fun
         self._name: str = getattr(fun, "__name__", type(fun).__name__)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
@@ -101,34 +118,80 @@ class JitFunction:
     def __repr__(self) -> str:
         return f"<pw.jit function {self._name}>"
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: JitFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given, named, statics = args, kwargs, ()
-        if self._has_statics:
-            given, named, statics = self._statics.split(args, kwargs)
-        leaves, tree = tree_flatten((given, named))
-        if under_jax_trace(leaves):
-            return self._inlined(*args, **kwargs)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            signature = signature_of_call(leaves)
-        except ArgumentError:
-            raise self._bad_argument((given, named), leaves) from None
+            given: Any = args
+            named: Any = kwargs
+            statics: tuple[Any, ...] = ()
+            if self._has_statics:
+                given, named, statics = self._statics.split(args, kwargs)
+            leaves, tree = tree_flatten((given, named))
+            if under_jax_trace(leaves):
+                if traces_for_hosts() is None:
+                    leaves = only_shapes(leaves, self._transformed())
+                    given, named = tree_unflatten(tree, leaves)
+                    given, named = Statics.restore(given, named, statics)
+                    return cast(R, self._inlined(*given, **named))
+                return cast(R, self._inlined(*args, **kwargs))
+            try:
+                signature = signature_of_call(leaves)
+            except ArgumentError:
+                raise self._bad_argument((given, named), leaves) from None
+            mesh = self._mesh or self._mesh_of_call(tree, signature)
+            key = (tree, signature, statics, mesh, tracing_configuration())
+            recorder = recording()
+            if recorder is not None:
+                traced = self._trace(key)
+                return cast(R, tree_unflatten(traced.tree, recorder.call(traced, leaves)))
+            launch = self._launches.get(key)
+            if launch is None:
+                with self._launches.lock:
+                    launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
+            results: R = tree_unflatten(launch.tree, launch(leaves))
+            return results
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """What is sent to the hosts for a call with these arguments, or with `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            ArgumentError: an argument is no array or number, nor described as one.
+        """
+        given, named, statics = self._statics.split(args, kwargs)
+        leaves, tree = tree_flatten((given, named))
+        signature = tuple([_signature_of_described(leaf) for leaf in leaves])
         mesh = self._mesh or self._mesh_of_call(tree, signature)
         key = (tree, signature, statics, mesh, tracing_configuration())
-        recorder = recording()
-        if recorder is not None:
-            traced = self._trace(key)
-            return tree_unflatten(traced.tree, recorder.call(traced, leaves))
-        launch = self._launches.get(key)
-        if launch is None:
-            with self._launches.lock:
-                launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
-        return tree_unflatten(launch.tree, launch(leaves))
+        try:
+            return Lowered(self._trace(key))
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
+
+    def _transformed(self) -> str:
+        """What is wrong with a call under a transformation of JAX's, outside of pw, and what to do."""
+        name = self._name if self._name.isidentifier() else "f"
+        return (
+            f"{self!r} was called by a function that JAX transforms outside of pw.jit, which would compute "
+            f"in this process. Transform it inside: pw.jit(jax.grad({name})), pw.jit(jax.vmap({name})), or, "
+            f"for a loop, pw.jit(lambda carry, xs: jax.lax.scan({name}, carry, xs))"
+        )
 
     def _bad_argument(self, arguments: Any, leaves: Sequence[Any]) -> ArgumentError:
         for index, leaf in enumerate(leaves):
@@ -184,7 +247,8 @@ class JitFunction:
             if traced is None:
                 self._forget_closed()
                 traced = self._by_types[types_key] = trace(
-                    self._body(tree, statics, mesh, types),
+                    self._named(self._body(tree, statics, mesh, types)),
+                    tree,
                     self._name,
                     mesh,
                     types,
@@ -209,6 +273,15 @@ class JitFunction:
             return self.__wrapped__(*args, **kwargs)
 
         return flat
+
+    def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """`body` from the arguments of a call, known to JAX's errors as the user's function."""
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return body(*jax.tree_util.tree_leaves((args, kwargs)))
+
+        named.__name__, named.__wrapped__ = self._name, self.__wrapped__  # type: ignore[attr-defined]
+        return named
 
     def _body(
         self, tree: Any, statics: tuple[Any, ...], mesh: Mesh, inputs: Sequence[ArrayType]
@@ -246,13 +319,10 @@ class JitFunction:
 
     def _output_shardings(
         self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
-    ) -> list[NamedSharding]:
+    ) -> Sequence[NamedSharding | None]:
         whole = tree_unflatten(tree, range(len(avals)))
         wanted = spread(self._out_shardings, whole, f"out_shardings of {self._name!r}")
-        return [
-            NamedSharding.replicated(mesh) if sharding is None else _on(mesh, sharding)
-            for sharding in wanted
-        ]
+        return [None if sharding is None else _on(mesh, sharding) for sharding in wanted]
 
     def _donated_leaves(self, tree: Any) -> Iterator[int]:
         nums, names = self._donated
@@ -318,6 +388,40 @@ def timeout_s_of(timeout: float | None) -> float:
     return float(timeout)
 
 
+@overload
+def jit(
+    fun: Callable[P, R],
+    *,
+    devices: Any = None,
+    mesh: Mesh | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    check_nans: bool | None = None,
+    timeout: float | None = None,
+) -> JitFunction[P, R]: ...
+
+
+@overload
+def jit(
+    fun: None = None,
+    *,
+    devices: Any = None,
+    mesh: Mesh | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    check_nans: bool | None = None,
+    timeout: float | None = None,
+) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
+
+
 def jit(
     fun: Callable[..., Any] | None = None,
     *,
@@ -334,7 +438,8 @@ def jit(
 ) -> Any:
     """Compile `fun` to run on virtual devices; calls return futures at once.
 
-    Works as a decorator too, with or without keywords.
+    Works as a decorator too, with or without keywords. To type checkers the result takes and gives what
+    `fun` does, and a `pw.Array` is a `jax.Array`.
 
     Args:
         fun: a function that JAX can trace, of trees of arrays and numbers.
@@ -345,7 +450,9 @@ def jit(
         in_shardings: tree prefix of the positional arguments with a PartitionSpec, a `pw.NamedSharding`,
             or None for arguments to be taken as they lie (replicated if they lie elsewhere). Arguments
             that lie differently are moved.
-        out_shardings: the same for the results; None stands for replicated.
+        out_shardings: the same for the results; None stands for the compiler's choice, which is
+            `jax.jit`'s: what is made of split arrays stays split where that costs nothing. Results that are
+            made of no argument, as by `jnp.zeros_like`, are replicated.
         static_argnums, static_argnames: arguments the function depends on while it is traced.
         donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are gone.
         check_nans: make a NaN in a result an error, `NaNFound`, of all results of the call, and of all that
@@ -404,8 +511,15 @@ def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-class _Operator(JitFunction):
+class _Operator(JitFunction[..., Any]):
     """One of Python's operators on arrays."""
+
+    def _transformed(self) -> str:
+        return (
+            f"{self._name!r} of a pw.Array was called in a function that JAX transforms outside of pw.jit, "
+            "which would compute in this process. Transform it inside, as in pw.jit(jax.grad(f)), or "
+            "take the value of the array with np.asarray(x)"
+        )
 
     def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
         for leaf in signature:
@@ -413,37 +527,8 @@ class _Operator(JitFunction):
                 return leaf.sharding.mesh
         return default_mesh()
 
-    def _output_shardings(
-        self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
-    ) -> list[NamedSharding]:
-        if len(avals) != 1:
-            return [NamedSharding.replicated(mesh) for _ in avals]
-        (aval,) = avals
-        if self._name == "matmul":
-            left, right = inputs
-            offered = _axes_of_product(left, right, len(aval.shape))
-        else:
-            offered = [t.sharding.core.spec for t in inputs if t.aval.shape == aval.shape]
-        for axes in offered:
-            if any(axes):
-                return [NamedSharding(mesh, PartitionSpec(*(entry or None for entry in axes)))]
-        return [NamedSharding.replicated(mesh)]
 
-
-def _axes_of_product(
-    left: ArrayType, right: ArrayType, dimensions: int
-) -> list[tuple[tuple[str, ...], ...]]:
-    """How the left factor splits a product of matrices, by batches and rows; and the right one, by batches."""
-    ranks = len(left.aval.shape), len(right.aval.shape)
-    batches = dimensions - sum(rank > 1 for rank in ranks)
-    offered = []
-    for type_, rank, shared in zip((left, right), ranks, (ranks[0] - 1, ranks[1] - 2), strict=True):
-        missing = batches - max(rank - 2, 0)
-        offered.append(((),) * missing + type_.sharding.core.spec[: max(shared, 0)])
-    return offered
-
-
-def operator(named: str | Callable[..., Any]) -> JitFunction:
+def operator(named: str | Callable[..., Any]) -> JitFunction[..., Any]:
     """A function as an operator: the one that `jax.numpy` calls so, or the one given."""
     if not isinstance(named, str):
         return _Operator(named, None)

@@ -17,14 +17,16 @@ import math
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pw.client import current
+from pw.client import current, jaxtype, notebook
+from pw.client.jaxtype import outside_traces
 from pw.client.recent import Recent
+from pw.client.transformed import traces_for_hosts
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.sharding import Placement, Sharding
 
@@ -85,6 +87,9 @@ class Slice:
     def __repr__(self) -> str:
         return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r})"
 
+    def _repr_html_(self) -> str:
+        return notebook.slice_html(self)
+
     def __del__(self) -> None:
         session = getattr(self, "runtime", None)
         if session is not None and session.alive:
@@ -124,6 +129,9 @@ class VirtualDevice:
             f"platform={self.platform!r})"
         )
 
+    def _repr_html_(self) -> str:
+        return notebook.device_html(self)
+
 
 class VirtualDeviceSet:
     """The slices a client has asked for, in the paper's words."""
@@ -159,14 +167,16 @@ class VirtualDeviceSet:
             InsufficientDevices: no island can satisfy the request.
         """
         if (devices is None) == (tpu_devices is None):
-            raise TypeError("add_slice takes a number of devices: add_slice(devices=4)")
+            raise TypeError("add_slice takes one number of devices: add_slice(devices=4)")
         asked: Any = tpu_devices if devices is None else devices
         try:
             count = 0 if isinstance(asked, bool) else index(asked)
         except TypeError:
             count = 0
         if count < 1:
-            raise ValueError(f"a slice has at least one device; {asked!r} were asked for")
+            raise ValueError(
+                f"a slice has a whole number of devices, at least one; {asked!r} were asked for"
+            )
         shape = None if topology is None else tuple(map(index, topology))
         handle = self._runtime.allocate_slice(count, kind, island, shape)
         added = Slice(self._runtime, handle)
@@ -175,6 +185,9 @@ class VirtualDeviceSet:
 
     def __repr__(self) -> str:
         return f"VirtualDeviceSet({self._slices!r})"
+
+    def _repr_html_(self) -> str:
+        return notebook.slices_html(self._slices)
 
 
 def make_virtual_device_set() -> VirtualDeviceSet:
@@ -251,9 +264,31 @@ class Mesh:
         return self.slice.runtime
 
     @property
-    def abstract(self) -> jax.sharding.AbstractMesh:
+    def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """The mesh as functions see it while they are traced."""
+        if jaxtype.is_shard_map():
+            raise ShardingError(
+                "jax.shard_map takes its mesh from the pw.jit function that it is called in: leave out "
+                "mesh=, or give it mesh.abstract_mesh"
+            )
         return jax.sharding.AbstractMesh(self._extent, self.axis_names)
+
+    def __enter__(self) -> NoReturn:
+        raise ShardingError(
+            "a pw.Mesh is no context; name it where it is used: pw.jit(f, mesh=mesh), or "
+            "pw.put(x, sharding=pw.NamedSharding(mesh, P()))"
+        )
+
+    def __exit__(self, *exc: object) -> None:
+        """Never reached; without it, Python would not call `__enter__`."""
+
+    @property
+    def _internal_device_list(self) -> NoReturn:
+        """What `jax.sharding.NamedSharding` asks for."""
+        raise ShardingError(
+            "jax.sharding.NamedSharding is over devices of this process; over a pw.Mesh it is "
+            "pw.NamedSharding(mesh, spec)"
+        )
 
     def check_alive(self) -> None:
         """Raise Disconnected, or what ended it, if the session that lent the devices is over."""
@@ -282,9 +317,15 @@ class Mesh:
         axes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
         return f"Mesh({axes}, island={self.slice.island!r}, platform={self.slice.platform!r})"
 
+    def _repr_html_(self) -> str:
+        return notebook.mesh_html(self)
 
-class NamedSharding:
+
+class NamedSharding(jax.sharding.Sharding):
     """How an array is split over a mesh: the axes that split each of its dimensions.
+
+    JAX takes it for one of its own where a function is traced for the hosts, as in
+    `jax.lax.with_sharding_constraint`; until it is lowered, when `abstract` stands for it.
 
     Args:
         mesh: the virtual devices.
@@ -297,6 +338,7 @@ class NamedSharding:
     def __init__(self, mesh: Mesh, spec: PartitionSpec) -> None:
         if not isinstance(mesh, Mesh):
             raise ShardingError(f"a sharding needs a pw.Mesh of virtual devices, not {mesh!r}")
+        super().__init__()
         self.mesh = mesh
         self.core = Sharding(mesh.axis_names, mesh._extent, _axes_of(spec))
         self.core.check((math.prod(mesh._extent),) * len(self.core.spec))
@@ -320,14 +362,52 @@ class NamedSharding:
         """The devices at the positions of the mesh."""
         return self.mesh.placement
 
+    # --- what JAX asks of a sharding ------------------------------------------------------------------
+
+    memory_kind = None
+
     @property
     def _is_concrete(self) -> bool:
-        """JAX asks before it makes an array like another (`jnp.zeros_like`): one of its own, here."""
+        """Asked before an array is made like another, as by `jnp.zeros_like`."""
+        if outside_traces():
+            raise jaxtype.not_here(f"an array on {self.mesh!r}")
         return False
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether each device has a full copy."""
+        return not any(self.core.spec)
+
+    @property
+    def _device_assignment(self) -> NoReturn:
+        raise ShardingError(
+            f"{self} is over virtual devices, to which jax cannot send or compute anything from this process: "
+            "pw.put(x, sharding=sharding) puts values there, and pw.jit(f, mesh=mesh) computes there"
+        )
+
+    _internal_device_list = device_set = is_fully_addressable = _device_assignment
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return self.mesh.size
+
+    def check_compatible_aval(self, aval_shape: tuple[int, ...]) -> None:
+        """Raise ShardingError unless an array of this shape can lie so, in what is now traced."""
+        self.core.check(aval_shape)
+        traced_for = traces_for_hosts()
+        if traced_for is not None and traced_for != self.mesh:
+            raise ShardingError(
+                f"a sharding over {self.mesh!r} was given to a computation on {traced_for!r}; all "
+                "shardings of one computation are over its own mesh"
+            )
+
+    def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
+        return self.abstract()._to_xla_hlo_sharding(num_dimensions)
 
     def abstract(self) -> jax.sharding.NamedSharding:
         """The same for tracing: over the abstract mesh."""
-        return jax.sharding.NamedSharding(self.mesh.abstract, self.spec)
+        return jax.sharding.NamedSharding(self.mesh.abstract_mesh, self.spec)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NamedSharding):
@@ -339,6 +419,9 @@ class NamedSharding:
 
     def __repr__(self) -> str:
         return f"NamedSharding({self.mesh!r}, {self.spec})"
+
+    def _repr_html_(self) -> str:
+        return notebook.sharding_html(self)
 
 
 def _axes_of(spec: Any) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import Error
-from pw.core.messages import AllocateSlice
+from pw.core.messages import AllocateSlice, Line
 from pw.core.sharding import ArraySpec, Box
 
 Part = tuple[Box, np.ndarray[Any, Any]]
@@ -57,6 +57,8 @@ class Open:
     attached: Settle
     reconnect_s: float = 0.0
     """How long to look for a controller that was there and has gone."""
+    output: Callable[[str, tuple[Line, ...]], None] | None = None
+    """Takes what this client's programs write on a host; None if nothing is to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,13 @@ class Tell:
     """Send this to the controller."""
 
     message: object
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Functions that may write something will run on these slices."""
+
+    slices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Python's operators, for arrays and for the tracers of programs.
 
-Each operator is a compiled function of one node, placed on the mesh of its first array operand.
-Elementwise operators leave the result split as that operand is. Those that have not been used for long are
-forgotten, each with the kinds of operands that it was compiled for.
+Each operator is a compiled function of one node, placed on the mesh of its first array operand; the result
+lies as the compiler leaves it. Those that have not been used for long are forgotten, each with the kinds of
+operands that it was compiled for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw.client.recent import Recent
+from pw.core.errors import ArgumentError
 
 POWERS = 64
 """Exponents up to this one, either way, are computations of their own,"""
@@ -49,6 +50,52 @@ def apply_built(key: Any, build: Callable[[], Callable[..., Any]] | None, *opera
 
         function = table.add(kinds, operator(key if build is None else build()))
     return function(*operands)
+
+
+def apply_to(
+    handle: Any,
+    name: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run or record `function(x, *args, **kwargs)` on the array `x` behind `handle`.
+
+    What is an array among the arguments, at whatever depth, is an operand. Everything else is part of the
+    function, which is known by it and by `name`: equal calls share one compilation.
+
+    Raises:
+        ArgumentError: an argument is neither an array nor can be hashed.
+    """
+    leaves, tree = jax.tree_util.tree_flatten((args, kwargs or {}))
+    are_operands = [isinstance(leaf, (Operators, jax.Array, np.ndarray)) for leaf in leaves]
+    fixed = tuple(
+        None if is_operand else leaf for leaf, is_operand in zip(leaves, are_operands, strict=True)
+    )
+    # Types as well: 3 and 3.0 are equal, but make results of different dtypes.
+    key = (name, tree, fixed, tuple(map(type, fixed)))
+    try:
+        hash(key)
+    except TypeError:
+        raise ArgumentError(
+            f"an argument of {name}() is neither an array nor can be hashed"
+        ) from None
+
+    def build() -> Callable[..., Any]:
+        def applied(x: Any, *operands: Any) -> Any:
+            rest = iter(operands)
+            whole = [
+                next(rest) if is_operand else leaf
+                for leaf, is_operand in zip(fixed, are_operands, strict=True)
+            ]
+            given, named = jax.tree_util.tree_unflatten(tree, whole)
+            return function(x, *given, **named)
+
+        applied.__name__ = name
+        return applied
+
+    operands = [leaf for leaf, is_op in zip(leaves, are_operands, strict=True) if is_op]
+    return apply_built(key, build, handle, *operands)
 
 
 def _kind(operand: Any) -> Any:
@@ -107,17 +154,6 @@ def _to_the_power_of(exponent: int) -> Callable[[Any], Any]:
     return power
 
 
-def no_attribute(handle: Any, name: str) -> str:
-    """Why `handle` has no attribute `name`, and what to do if an array has one."""
-    said = f"{type(handle).__name__!r} object has no attribute {name!r}"
-    if name.startswith("_") or not hasattr(jax.Array, name):
-        return said
-    return (
-        f"{said}: only the common methods work outside of pw.jit. Compute where it lies, as in "
-        f"pw.jit(lambda x: x.{name})(x), or on the value, pw.get(x)"
-    )
-
-
 def _operand(other: Any) -> bool:
     return isinstance(other, (int, float, complex, Operators)) or hasattr(other, "__array__")
 
@@ -128,7 +164,7 @@ class Operators:
     __slots__ = ()
     sharding: Any
     __array_priority__ = 200  # numpy leaves its operators to us
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: Any = None
 
     __neg__ = _unary("negative")
     __pos__ = _unary("positive")
@@ -139,6 +175,7 @@ class Operators:
     __mul__, __rmul__ = _binary("multiply"), _reflected("multiply")
     __truediv__, __rtruediv__ = _binary("true_divide"), _reflected("true_divide")
     __floordiv__, __rfloordiv__ = _binary("floor_divide"), _reflected("floor_divide")
+    __divmod__, __rdivmod__ = _binary("divmod"), _reflected("divmod")
     __mod__, __rmod__ = _binary("mod"), _reflected("mod")
     __pow__, __rpow__ = _power, _reflected("power")
     __matmul__, __rmatmul__ = _binary("matmul"), _reflected("matmul")

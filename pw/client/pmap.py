@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pw.client.jit import JitFunction, parameters_of, spread, tree_flatten, tree_unflatten
+from pw.client.jit import JitFunction, P, R, parameters_of, spread, tree_flatten, tree_unflatten
 from pw.client.mesh import Mesh, NamedSharding, default_mesh, mesh_of
 from pw.client.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
 from pw.core.errors import ArgumentError
@@ -24,10 +24,10 @@ __all__ = ["pmap"]
 _DEFAULT_AXIS = "pmap_axis"
 
 
-class _PmapFunction(JitFunction):
+class _PmapFunction(JitFunction[P, R]):
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         axis_name: str,
         in_axes: Any,
         out_axes: Any,
@@ -121,7 +121,7 @@ class _PmapFunction(JitFunction):
 
         return jax.shard_map(
             one_device,
-            mesh=mesh.abstract,
+            mesh=mesh.abstract_mesh,
             in_specs=tuple(
                 self._split(axis, type_.aval.ndim) for axis, type_ in zip(axes, inputs, strict=True)
             ),
@@ -144,6 +144,36 @@ class _PmapFunction(JitFunction):
 
 def _is_none(entry: Any) -> bool:
     return entry is None
+
+
+@overload
+def pmap(
+    fun: Callable[P, R],
+    axis_name: str | None = None,
+    *,
+    devices: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    check_nans: bool | None = None,
+    timeout: float | None = None,
+) -> JitFunction[P, R]: ...
+
+
+@overload
+def pmap(
+    fun: None = None,
+    axis_name: str | None = None,
+    *,
+    devices: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+    check_nans: bool | None = None,
+    timeout: float | None = None,
+) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
 def pmap(

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, Self, cast, overload
 
 from pw.client import current
 from pw.client.array import Array
 from pw.client.graph import Launch, Launches, ProgramTracer, Recorder, Recording, recording
 from pw.client.jit import (
+    P,
+    Q,
+    R,
     parameters_of,
     timeout_s_of,
     tree_flatten,
@@ -23,6 +26,7 @@ from pw.client.jit import (
 )
 from pw.client.mesh import NamedSharding, default_mesh
 from pw.client.signature import ArrayType, Statics, signature_of, tracing_configuration
+from pw.client.tracebacks import leave_out_runtime
 from pw.core.errors import ArgumentError
 
 __all__ = ["ProgramFunction", "program"]
@@ -63,14 +67,12 @@ def _leaf_signature(leaf: Any) -> Any:
         return _StaticLeaf(leaf)
 
 
-class ProgramFunction:
+class ProgramFunction(Generic[P, R]):
     """A function that runs as one program; made by `pw.program`."""
 
-    def __init__(
-        self, fun: Callable[..., Any], statics: Statics, timeout: float | None = None
-    ) -> None:
+    def __init__(self, fun: Callable[P, R], statics: Statics, timeout: float | None = None) -> None:
         functools.update_wrapper(self, fun)
-        self.__wrapped__ = fun
+        self.__wrapped__: Callable[..., Any] = fun
         self._name: str = getattr(fun, "__name__", type(fun).__name__)
         self._statics = statics
         self._has_statics = bool(statics)
@@ -80,27 +82,42 @@ class ProgramFunction:
     def __repr__(self) -> str:
         return f"<pw.program {self._name}>"
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: ProgramFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if recording() is not None:
-            return self.__wrapped__(*args, **kwargs)
-        given, named, statics = args, kwargs, ()
-        if self._has_statics:
-            given, named, statics = self._statics.split(args, kwargs)
-        leaves, tree = tree_flatten((given, named))
-        if under_jax_trace(leaves):
-            return self.__wrapped__(*args, **kwargs)
-        signature = tuple([_leaf_signature(leaf) for leaf in leaves])
-        key = (tree, signature, statics, current.runtime(), tracing_configuration())
-        launch = self._launches.get(key)
-        if launch is None:
-            with self._launches.lock:
-                launch = self._launches.get(key)
-                if launch is None:
-                    launch = self._launches.add(key, self._trace(tree, signature, statics))
-        return tree_unflatten(launch.tree, launch(leaves))
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            if recording() is not None:
+                return cast(R, self.__wrapped__(*args, **kwargs))
+            given: Any = args
+            named: Any = kwargs
+            statics: tuple[Any, ...] = ()
+            if self._has_statics:
+                given, named, statics = self._statics.split(args, kwargs)
+            leaves, tree = tree_flatten((given, named))
+            if under_jax_trace(leaves):
+                return cast(R, self.__wrapped__(*args, **kwargs))
+            signature = tuple([_leaf_signature(leaf) for leaf in leaves])
+            key = (tree, signature, statics, current.runtime(), tracing_configuration())
+            launch = self._launches.get(key)
+            if launch is None:
+                with self._launches.lock:
+                    launch = self._launches.get(key)
+                    if launch is None:
+                        launch = self._launches.add(key, self._trace(tree, signature, statics))
+            results: R = tree_unflatten(launch.tree, launch(leaves))
+            return results
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
         recorder = Recorder(self._name, self._timeout_s)
@@ -130,6 +147,26 @@ class ProgramFunction:
         return ProgramTracer(
             recorder, tracer.aval, type_, recorder.place(tracer, type_, "return"), None
         )
+
+
+@overload
+def program(
+    fun: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> ProgramFunction[P, R]: ...
+
+
+@overload
+def program(
+    fun: None = None,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> Callable[[Callable[P, R]], ProgramFunction[P, R]]: ...
 
 
 def program(

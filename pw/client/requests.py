@@ -58,13 +58,6 @@ RETRY_S = 0.01
 _MAY_PASS = INFRASTRUCTURE | {ArrayDeleted.__name__, Disconnected.__name__}
 """Errors of hosts that do not say what becomes of an array."""
 
-_UNBOUND = ErrorReport.of(
-    HostLost(
-        "the array's slice has no island: a host was lost. It can be used again when the island has all "
-        "its hosts (see pw status)"
-    )
-)
-
 
 @dataclass(slots=True, eq=False)
 class _Open:
@@ -181,7 +174,7 @@ class Requests:
         located = [self._hosts.devices(spec) for spec in opened.specs]
         bound = [devices for devices in located if devices is not None]
         if len(bound) < len(located):
-            self._inquire(opened, _UNBOUND)
+            self._inquire(opened, _unbound(opened))
         else:
             opened.ask(opened, bound)
 
@@ -312,7 +305,7 @@ class Requests:
         for opened in list(self._open):
             asked = any(self._requests[number].node != CONTROLLER for number in opened.missing)
             if asked and any(spec.placement.slice == slice for spec in opened.specs):
-                self._inquire(opened, _UNBOUND)
+                self._inquire(opened, _unbound(opened))
 
     def arrays_failed(self, arrays: tuple[int, ...], error: ErrorReport) -> None:
         """These arrays never will be."""
@@ -389,3 +382,13 @@ def _cover(spec: ArraySpec, devices: Devices) -> dict[str, list[int]]:
     for _, positions in spec.distinct_boxes():
         chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
     return chosen
+
+
+def _unbound(opened: _Open) -> ErrorReport:
+    what = ", ".join(spec.short for spec in opened.specs[:4]) or "what was asked for"
+    return ErrorReport.of(
+        HostLost(
+            f"the devices of {what} are away: a host of their island was lost. It can be used again when the "
+            "island has all its hosts (see pw.status())"
+        )
+    )

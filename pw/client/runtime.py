@@ -13,17 +13,20 @@ import os
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from pw.client.fetching import Fetching
-from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Look, Open, Put, Tell
+from pw.client.live import About, patiently
+from pw.client.notes import Allocate, Ask, Await, Close, Forget, Get, Listen, Look, Open, Put, Tell
 from pw.client.uploads import KEEP_BYTES
 from pw.client.waiting import Waiting
+from pw.client.worker_output import WorkerOutput, is_wanted
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import client_id
@@ -55,6 +58,12 @@ from pw.core.program import Program
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport import codec
 
+T = TypeVar("T")
+
+CALLS_NAMED = 1024
+"""Runs whose names are remembered: more than may be in flight."""
+PARTS_COUNTED = 256
+"""A wait for more arrays than this does not count how many of them are ready."""
 CONNECT_S = 30.0
 CLOSE_S = 30.0
 """A session settles all that was asked of it before it ends: a busy machine may need a while for thousands."""
@@ -93,6 +102,8 @@ class SessionThread(Protocol):
     """The background thread in which a session's actors live."""
 
     address: str | None
+    endpoint: str | None
+    """Where other processes reach the controller; None if they cannot."""
     has_frames: bool
     """What is sent leaves this process, and no frame may be too large."""
 
@@ -109,6 +120,9 @@ class SessionThread(Protocol):
         """Say goodbye, end the thread, and release whatever was started for it."""
 
 
+CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
+
+
 class Runtime:
     """One session with a cluster, as the API's threads see it."""
 
@@ -120,7 +134,11 @@ class Runtime:
         connect_s: float = CONNECT_S,
         keep_bytes: int = KEEP_BYTES,
         reconnect_s: float = RECONNECT_S,
+        worker_output: bool | None = None,
     ) -> None:
+        self._output = WorkerOutput() if is_wanted(worker_output) else None
+        self._show_output = (lambda: None) if self._output is None else self._output.flush
+        """Has what was written before a result is read be seen before it."""
         self._lock = threading.RLock()
         self._serial = 0
         self._turn = threading.Condition(self._lock)
@@ -146,12 +164,17 @@ class Runtime:
         self._is_closed = False
         self._process = _process
         self._thread = start(self)
-        attached: Future[Attached] = Future()
+        self._names: dict[int, str] = {}
+        """What programs are called."""
+        self._calls: deque[tuple[int, int, str]] = deque(maxlen=CALLS_NAMED)
+        """The newest runs: number, results and program."""
+        attached: Future[Attached] = Waiting(about=self._about_controller)
         if self._thread.address is None:
             reconnect_s = 0.0  # the controller is in this process
         self._patience_s = CONNECT_S + reconnect_s
         name = f"pid {os.getpid()}"
-        self._thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s))
+        show = None if self._output is None else self._output.show
+        self._thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s, show))
         try:
             answer = attached.result(connect_s)
             self._thread.wait_for_hosts()
@@ -174,6 +197,11 @@ class Runtime:
     def address(self) -> str | None:
         """Address of the controller; None for an embedded cluster."""
         return self._thread.address
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where other processes reach the controller, also that of an embedded cluster; None if they cannot."""
+        return self._thread.endpoint
 
     @property
     def forked(self) -> bool:
@@ -210,19 +238,24 @@ class Runtime:
         if self.forked:
             return
         if error is None and self._closing is None:
-            wait_for_all(set(self._saving))
+            saving = set(self._saving)
+            if saving:
+                about = partial(About, "checkpoints to be written before the session ends")
+                patiently(lambda timeout_s: not wait_for_all(saving, timeout_s).not_done, about)
         closed: Future[None] = Future()
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             if self._closing is None:
-                self._closing = error or Disconnected("pw.disconnect() was called")
+                self._closing = error or Disconnected(CLOSED)
             self._turn.notify_all()
             self._thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
             closed.result(CLOSE_S)
         self._thread.close()
+        if self._output is not None:
+            self._output.close()
 
     def _post(self, note: object) -> None:
         """Hand a note to the session; what is posted before `close` is settled by it."""
@@ -273,7 +306,8 @@ class Runtime:
         topology: tuple[int, ...] | None = None,
     ) -> SliceHandle:
         """Bind virtual devices. Raises InsufficientDevices with what was asked and what exists."""
-        bound: Future[SliceBound] = Waiting(self.in_the_way)
+        what = f"{devices} devices{f' of island {island}' if island else ''}"
+        bound: Future[SliceBound] = Waiting(self.in_the_way, partial(self._about, what))
         request = AllocateSlice(self._id(), devices, kind, island, topology)
         self._post(Allocate(request, bound))
         return SliceHandle(bound.result(self._patience_s))
@@ -293,12 +327,16 @@ class Runtime:
         if self._thread.has_frames:
             _check_size(body, artifacts)
         number = self._id()
+        python = {each.placement.slice for each in program.computations if each.python}
         with self._lock:
             self.check_alive()
             new = [Artifact(d, blob) for d, blob in artifacts.items() if d not in self._sent]
             self._thread.post(Tell(RegisterProgram(number, body, tuple(new))))
+            if self._output is not None and python:
+                self._thread.post(Listen(tuple(python)))
             self._sent.update(artifacts.keys())
             self._needs[number] = tuple(artifacts)
+            self._names[number] = program.name
         return number
 
     def release_program(self, program: int) -> None:
@@ -312,6 +350,7 @@ class Runtime:
         with self._lock:
             while self._unused:
                 program = self._unused.popleft()
+                self._names.pop(program, None)
                 for digest in self._needs.pop(program, ()):
                     self._sent[digest] -= 1
                     if not self._sent[digest]:
@@ -328,15 +367,25 @@ class Runtime:
         if len(args) > MANY_ARGUMENTS and self._thread.has_frames:
             _check_arguments(args)
         self._make_room()
-        with self._lock:
-            self.check_alive()
-            while self._runs - self._runs_over >= self._credits:
-                self._turn.wait()
+        while True:
+            with self._lock:
                 self.check_alive()
-            *made, run = self._ids(results + 1)
-            self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
-            self._runs += 1
-        return made
+                if self._has_credit():
+                    *made, run = self._ids(results + 1)
+                    self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
+                    self._runs += 1
+                    self._calls.append((run, results, self._names.get(program, "")))
+                    return made
+            what = f"one of {self._credits} calls in flight to end"
+            patiently(partial(self._comes, self._has_credit), partial(self._about, what))
+
+    def _has_credit(self) -> bool:
+        return self._runs - self._runs_over < self._credits or self._closing is not None
+
+    def _comes(self, what: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait, without holding the lock meanwhile, until something is so; runs that end may make it so."""
+        with self._lock:
+            return self._turn.wait_for(what, timeout_s)
 
     # --- arrays --------------------------------------------------------------------------------------
 
@@ -368,27 +417,35 @@ class Runtime:
 
         Which runs have ended is not known, only how many: those that were sent first, it is assumed.
         """
-        with self._lock:
-            while True:
+        while True:
+            with self._lock:
                 self.check_alive()
-                while self._inputs and self._inputs[0][0] <= self._runs_over:
-                    self._inputs_bytes -= self._inputs.popleft()[1]
-                if self._inputs_bytes < AHEAD_BYTES or self._runs <= self._runs_over:
-                    break
-                self._turn.wait()
-            self._inputs.append((self._runs + 1, size_bytes))
-            self._inputs_bytes += size_bytes
+                if self._has_room():
+                    self._inputs.append((self._runs + 1, size_bytes))
+                    self._inputs_bytes += size_bytes
+                    return
+            what = f"calls in flight to take the {self._inputs_bytes >> 20} MiB that were sent for them"
+            patiently(partial(self._comes, self._has_room), partial(self._about, what))
+
+    def _has_room(self) -> bool:
+        while self._inputs and self._inputs[0][0] <= self._runs_over:
+            self._inputs_bytes -= self._inputs.popleft()[1]
+        is_over = self._runs <= self._runs_over or self._closing is not None
+        return self._inputs_bytes < AHEAD_BYTES or is_over
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
         """The whole value, straight from the hosts that hold it."""
-        future = Fetching(spec, self.in_the_way)
+        about = partial(self._about_arrays, ((array, spec),))
+        future = Fetching(spec, self.in_the_way, about, self._show_output)
         self._post(Get(array, spec, future))
         return future
 
     def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
         """A future of the moment when all arrays are ready; it fails with the first one's error."""
-        future: Future[None] = Waiting(self.in_the_way)
-        self._post(Await(tuple(arrays), future))
+        wanted = tuple(arrays)
+        about = partial(self._about_arrays, wanted)
+        future: Future[None] = Waiting(self.in_the_way, about, self._show_output)
+        self._post(Await(wanted, future))
         return future
 
     def release(self, array: int, size_bytes: int) -> None:
@@ -437,7 +494,8 @@ class Runtime:
 
     def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
         """Have arrays copied to host memory, in order with the runs that make and donate them."""
-        future: Future[None] = Waiting(self.in_the_way)
+        what = f"a checkpoint of {_counted(len(arrays))}"
+        future: Future[None] = Waiting(self.in_the_way, partial(self._about, what))
         numbers = tuple(dict.fromkeys(arrays))
         self._post(Ask(lambda request: Checkpoint(request, numbers), future, numbers))
         return future
@@ -446,7 +504,8 @@ class Runtime:
         self, path: str, overwrite: bool, arrays: Mapping[str, int], tree: bytes
     ) -> Future[None]:
         """Have arrays written to disk by their hosts, in order with the runs that make and donate them."""
-        future: Future[None] = Waiting(self.in_the_way)
+        what = f"a checkpoint of {_counted(len(arrays))} at {path}"
+        future: Future[None] = Waiting(self.in_the_way, partial(self._about, what))
         names, numbers = tuple(arrays), tuple(arrays.values())
         checkpoint = secrets.token_hex(8)
         self._post(
@@ -464,7 +523,8 @@ class Runtime:
 
     def look(self, path: str, placement: Placement) -> Described:
         """What is on disk at a path, in the eyes of the hosts of this placement."""
-        answer: Future[Described] = Waiting(self.in_the_way)
+        about = partial(self._about, f"what is at {path}")
+        answer: Future[Described] = Waiting(self.in_the_way, about)
         spec = ArraySpec((), "bool", Sharding((), ()), placement)
         self._post(Look(path, spec, answer))
         return answer.result()
@@ -477,21 +537,23 @@ class Runtime:
 
     def drain(self, host: str) -> Future[None]:
         """Have a host left by all that runs and lies there; settled when it may be switched off."""
-        future: Future[None] = Waiting(self.in_the_way)
+        about = partial(self._about, f"host {host} to be left by all that runs and lies there")
+        future: Future[None] = Waiting(self.in_the_way, about)
         self._post(Ask(lambda request: DrainHost(request, host), future))
         return future
 
     # --- reports -------------------------------------------------------------------------------------
 
     def status(self, timeout_s: float = CONNECT_S) -> Status:
-        """The cluster as the controller sees it."""
-        answer: Future[Status] = Waiting(self.in_the_way)
+        """The cluster as the controller sees it. Raises ConnectionFailed if it does not answer in time."""
+        answer: Future[Status] = Future()
         self._post(Ask(GetStatus, answer))
-        return answer.result(timeout_s)
+        return self._answered(answer, timeout_s)
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of every process: the controller, each host, and this client."""
-        answer: Future[dict[str, dict[str, int]]] = Waiting(self.in_the_way)
+        about = partial(self._about, "the counters of all hosts")
+        answer: Future[dict[str, dict[str, int]]] = Waiting(self.in_the_way, about)
         self._post(Ask(GetStats, answer))
         collected = dict(answer.result(self._patience_s))
         collected["client"] = self._thread.counters()
@@ -499,13 +561,15 @@ class Runtime:
 
     def explain(self, timeout_s: float = EXPLAIN_S) -> Explanation:
         """Why it does not go on, in words and as data. Raises ConnectionFailed if nobody answers in time."""
-        answer: Future[Explanation] = Future()
-        self._post(Ask(Explain, answer))
+        return self._answered(self._ask_why(), timeout_s)
+
+    def _answered(self, answer: Future[T], timeout_s: float) -> T:
         try:
             return answer.result(timeout_s)
         except TimeoutError:
+            where = f"at {self.address}" if self.address else "in this process"
             raise ConnectionFailed(
-                f"the controller at {self._thread.address} has not answered within {timeout_s:g} s"
+                f"the controller {where} has not answered within {timeout_s:g} s; is it running?"
             ) from None
 
     def in_the_way(self) -> str:
@@ -514,6 +578,44 @@ class Runtime:
             return self.explain(HURRIED_S).text
         except Error as error:
             return str(error)
+
+    # --- waits ---------------------------------------------------------------------------------------
+
+    def about_hosts(self, progress: Callable[[], str]) -> About:
+        """Describe the wait of this process for the hosts of its cluster."""
+        return About("the hosts of the cluster", self._ask_why, progress=progress)
+
+    def _about_controller(self) -> About:
+        return About(f"an answer of the controller at {self.address}")
+
+    def _about(self, what: str) -> About:
+        return About(what, self._ask_why)
+
+    def _about_arrays(self, arrays: tuple[tuple[int, ArraySpec], ...]) -> About:
+        """Describe a wait for these arrays."""
+        parts: Sequence[Future[None]] = ()
+        if 1 < len(arrays) <= PARTS_COUNTED:
+            parts = [self.wait([one]) for one in arrays]
+        what = arrays[0][1].short if len(arrays) == 1 else _counted(len(arrays))
+        makers = self._makers({array for array, _ in arrays})
+        names = ", ".join(map(repr, makers[:3])) + (", ..." if len(makers) > 3 else "")
+        return About(f"{what} of {names}" if names else what, self._ask_why, parts)
+
+    def _makers(self, arrays: Set[int]) -> list[str]:
+        """The names of the programs that make these, as far as they are among the newest calls."""
+        with self._lock:
+            calls = list(self._calls)
+        found = (
+            name
+            for run, results, name in calls
+            if any(a in arrays for a in range(run - results, run))
+        )
+        return list(dict.fromkeys(filter(None, found)))
+
+    def _ask_why(self) -> Future[Explanation]:
+        answer: Future[Explanation] = Future()
+        self._post(Ask(Explain, answer))
+        return answer
 
     def _tell(self, message: object) -> None:
         with contextlib.suppress(Error):  # the session is over
@@ -556,6 +658,10 @@ def _check_arguments(args: Sequence[int | bytes]) -> None:
             f"together, more than the {limit_bytes} that travel with one call: place them with pw.put first, "
             "or stack them"
         )
+
+
+def _counted(arrays: int) -> str:
+    return f"{arrays} array{'' if arrays == 1 else 's'}"
 
 
 def _mutable(value: np.ndarray[Any, Any]) -> bool:

@@ -28,6 +28,7 @@ from pw.client.notes import (
     Close,
     Forget,
     Get,
+    Listen,
     Look,
     Open,
     Put,
@@ -54,9 +55,11 @@ from pw.core.messages import (
     Fetched,
     ForgetInputs,
     ForgetRuns,
+    Line,
     LinkLost,
     PeerLost,
     PeerRefused,
+    Printed,
     Ready,
     RegisterProgram,
     ReleaseProgram,
@@ -111,6 +114,7 @@ class ClientSession(Actor):
         self._attaching: Settle | None = None
         self._attached = False
         self._attach = Attach("", 1.0, 0)
+        self._output: Callable[[str, tuple[Line, ...]], None] | None = None
         self._reconnect_s = 0.0
         self._outages = 0
         self._is_calling = False
@@ -123,6 +127,11 @@ class ClientSession(Actor):
         self._uploads = Uploads(link, bulk, self._hosts)
         self._requests = Requests(link, bulk, self._hosts)
 
+    @property
+    def hosts_ready(self) -> int:
+        """Hosts of formed islands; to be read by any thread."""
+        return len(self._hosts.names)
+
     # --- the connection ------------------------------------------------------------------------------
 
     @handles(Open)
@@ -131,6 +140,7 @@ class ClientSession(Actor):
         self._uploads.keep_bytes = note.keep_bytes
         self._attach = Attach(note.name, note.share, note.priority)
         self._reconnect_s = note.reconnect_s
+        self._output = note.output
         self._link.keeps = note.reconnect_s > 0
         self._link.call(self._attach)
 
@@ -138,7 +148,7 @@ class ClientSession(Actor):
     def _on_attached(self, sender: Address, message: Attached) -> None:
         self._attached = True
         self._attach = msgspec.structs.replace(self._attach, resume=message.client)
-        self._hosts.attached(message)
+        self._hosts.attached(message, self._output is not None)
         if not self._link.is_open:
             self.env.log("info", "attached to the controller again")
             self._hosts.forget_slices(self._link.journal.slices)
@@ -179,23 +189,23 @@ class ClientSession(Actor):
     @handles(PeerLost)
     def _on_peer_lost(self, sender: Address, message: PeerLost) -> None:
         if message.node == CONTROLLER:
-            self._controller_lost(message.reason)
+            self._controller_lost(message)
         else:
-            error = HostLost(f"host {message.node} was lost: {message.reason}")
+            error = HostLost(f"host {message.node} was lost: {message.words}")
             self._host_lost(message.node, ErrorReport.of(error))
 
-    def _controller_lost(self, reason: str) -> None:
-        words = f"the controller was lost: {reason}"
+    def _controller_lost(self, message: PeerLost) -> None:
+        words = f"the controller was lost: {message.words}"
         if self.closed is not None:
             return
         if not self._attached:
-            words = f"no controller answers: {reason}; is pw-controller running there?"
+            words = f"no controller answers: {message.words}; is pw-controller running there?"
         if not self._attached or not self._link.keeps:
             self._die(ConnectionFailed(words))
         elif self._link.is_open:
             self._outages += 1
             self._link.lost(self._requests)
-            self.env.log("warning", "controller lost", reason=reason)
+            self.env.log("warning", "controller lost", reason=message.reason)
             self.env.call_later(self._reconnect_s, _GiveUp(self._outages, words))
             self._call()
         else:
@@ -331,6 +341,18 @@ class ClientSession(Actor):
         self._uploads.forget(message.results)
         self._requests.arrays_failed(message.results, message.error)
         self._requests.forget([a for a in message.results if not self._link.may_have(a)])
+
+    # --- what programs write -------------------------------------------------------------------------
+
+    @handles(Listen)
+    def _on_listen(self, sender: Address, note: Listen) -> None:
+        for slice in note.slices:
+            self._hosts.listen(slice)
+
+    @handles(Printed)
+    def _on_printed(self, sender: Address, message: Printed) -> None:
+        if self._output is not None and self._hosts.knows(sender.node):
+            self._output(sender.node, message.lines)
 
     # --- uploads -------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import config as jax_config  # jax has no public name for its tracing configuration
-from jax._src import core as jax_core
 
 from pw.client.mesh import NamedSharding
+from pw.client.operators import Operators
 from pw.core.errors import ArgumentError
 from pw.core.sharding import ArraySpec, dtype_of
 
@@ -36,9 +36,6 @@ def checks_nans() -> bool:
     """Whether JAX's configuration asks for results without NaNs (`jax_debug_nans`)."""
     return bool(_debug_nans.value)
 
-
-outside_traces: Callable[[], bool] = jax_core.trace_state_clean
-"""Whether no JAX transformation is under way in this thread."""
 
 _SCALARS = (bool, int, float, complex)
 
@@ -206,6 +203,11 @@ class Statics:
         ]
         taken += [(name, value) for name, value in sorted(kwargs.items()) if name in self.names]
         for where, value in taken:
+            if any(isinstance(leaf, Operators) for leaf in jax.tree_util.tree_leaves(value)):
+                raise ArgumentError(
+                    f"static argument {where!r} has an array in it; static arguments are part of what "
+                    "is compiled, so pass a number, int(x), or do not make the argument static"
+                )
             try:
                 hash(value)
             except TypeError:

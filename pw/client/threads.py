@@ -9,13 +9,14 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import uvloop
 
-from pw.client.children import Child
+from pw.client.live import patiently
 from pw.client.notes import AwaitHosts, Close
 from pw.client.session import ClientSession
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
@@ -23,6 +24,8 @@ from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import address_towards
 from pw.transport.node import Node
+from pw.transport.private import beside
+from pw.transport.secret import of_cluster
 from pw.transport.stream_network import StreamNetwork
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ turn with whatever else runs, some four times: with Python's default of 5 ms it 
 that computes, with this 3 ms, and that thread is 10 % slower while calls are waited for one by one. Calls
 that are not waited for get 17 % faster, since hosts hear of them sooner."""
 HOSTS_S = 90.0
+CHILDREN_S = 0.2
+"""How often to see whether those who are waited for have ended instead."""
 
 
 class LoopThread:
@@ -87,6 +92,15 @@ class LoopThread:
             LoopThread._usual_interval_s = 0.0
 
 
+class Daemon(Protocol):
+    """A process that a cluster needs."""
+
+    module: str
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+
+
 class SessionOnNode:
     """A session's actors on a node, whatever the network below (see `SessionThread`)."""
 
@@ -101,6 +115,7 @@ class SessionOnNode:
         has_frames: bool = True,
     ) -> None:
         self.address = address
+        self.endpoint = address
         self.has_frames = has_frames
         self._thread = thread
         self._node = node
@@ -108,14 +123,14 @@ class SessionOnNode:
         self._runtime = runtime
         self._teardown = teardown
         self._closed = False
-        self._expected: tuple[int, list[Child]] = (0, [])
+        self._expected: tuple[int, Sequence[Daemon]] = (0, [])
         self._on_crash, node.on_crash = node.on_crash, self._crashed
-        node.add(
+        self._session = node.add(
             "session", lambda env: ClientSession(env, bulk, runtime.grant, runtime.session_ended)
         )
         self._tick()
 
-    def expect_hosts(self, count: int, children: list[Child]) -> None:
+    def expect_hosts(self, count: int, children: Sequence[Daemon]) -> None:
         """The session is ready when `count` hosts are, unless one of `children` ends first."""
         self._expected = (count, children)
 
@@ -126,23 +141,25 @@ class SessionOnNode:
             return
         ready: Future[None] = Future()
         self.post(AwaitHosts(count, ready))
-        deadline_s = time.monotonic() + HOSTS_S
-        while True:
-            try:
-                ready.result(0.2)
-                return
-            except TimeoutError:
-                ended = [child for child in children if child.exit_code() is not None]
-                if ended:
-                    raise ConnectionFailed(
-                        f"{ended[0].module} ended with exit code {ended[0].exit_code()} before its "
-                        "island was ready; its error is above"
-                    ) from None
-                if time.monotonic() > deadline_s:
-                    raise ConnectionFailed(
-                        f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s. "
-                        + self._runtime.in_the_way()
-                    ) from None
+
+        def settles(timeout_s: float | None) -> bool:
+            deadline_s = time.monotonic() + (HOSTS_S if timeout_s is None else timeout_s)
+            while True:
+                rest_s = deadline_s - time.monotonic()
+                if wait([ready], max(0.0, min(rest_s, CHILDREN_S))).done or rest_s <= 0:
+                    return ready.done()
+                _check_running(children)
+
+        def progress() -> str:
+            return f"{self._session.hosts_ready} of {count} are ready"
+
+        patiently(settles, partial(self._runtime.about_hosts, progress), HOSTS_S)
+        if not ready.done():
+            raise ConnectionFailed(
+                f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s. "
+                + self._runtime.in_the_way()
+            )
+        ready.result()
 
     def _tick(self) -> None:
         if not self._closed:
@@ -192,6 +209,15 @@ class SessionOnNode:
         self._bulk.close()
 
 
+def _check_running(children: Sequence[Daemon]) -> None:
+    for child in children:
+        if child.exit_code() is not None:
+            raise ConnectionFailed(
+                f"{child.module} ended with exit code {child.exit_code()} before its island was ready; its "
+                "error is above"
+            )
+
+
 def incarnation() -> int:
     """A number that grows with every start on this machine."""
     return time.time_ns()
@@ -202,6 +228,7 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
 
     Raises (when called with a runtime):
         ConnectionFailed: the address is not one, such as `tcp://127.0.0.1:7777`.
+        Error: the cluster's secret cannot be read.
     """
 
     def start(runtime: Runtime) -> SessionOnNode:
@@ -210,14 +237,15 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
                 f"{address!r} is not the address of a controller; it looks like tcp://host:port"
             )
         own_address = address_towards(address)  # hosts dial it, to send what is fetched
+        folder, secret = beside(address), of_cluster(address)
         thread = LoopThread("pw-session")
 
         def make() -> SessionOnNode:
             name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
-            network = StreamNetwork(thread.loop, name, incarnation())
+            network = StreamNetwork(thread.loop, name, incarnation(), secret=secret)
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)
-            bulk = BulkPlane(thread.loop, bind_host=own_address)
+            bulk = BulkPlane(thread.loop, bind_host=own_address, folder=folder, secret=secret)
             return SessionOnNode(thread, node, bulk, runtime, address, thread.stop)
 
         try:

@@ -14,6 +14,7 @@ import jax
 from pw.client.array import Array, wait_for
 from pw.client.graph import ProgramTracer, Recorder, recording
 from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.live import Together
 from pw.client.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
 from pw.client.signature import ArrayType, aval_of, host_value, signature_of
 from pw.core.errors import ShardingError, TracerError
@@ -77,7 +78,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
     recorder = recording()
     if target is None:
         if isinstance(leaf, Array):
-            leaf.check_usable()
+            leaf._check_usable()
         if isinstance(leaf, (Array, ProgramTracer)):
             return leaf
         target = NamedSharding.replicated(default_mesh())
@@ -86,7 +87,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
     target.mesh.check_alive()
     session = target.mesh.runtime
     if isinstance(leaf, Array):
-        leaf.check_owner(session)
+        leaf._check_owner(session)
         source: Any = leaf._type
         type_ = source.with_sharding(target)
         if type_ is source:
@@ -104,7 +105,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
         with moves.lock:
             launch = moves.get(key)
             if launch is None:
-                move = Recorder("put")
+                move = Recorder("pw.put")
                 launch = moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
     return launch([leaf])[0]
 
@@ -118,14 +119,16 @@ def get(tree: Any) -> Any:
         Error: what an array failed with.
     """
     leaves, structure = tree_flatten(tree)
+    fetching = []
     for leaf in leaves:
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.get()")
         if isinstance(leaf, Array):
-            leaf.start_fetch()
-    return tree_unflatten(
-        structure, [leaf.local() if isinstance(leaf, Array) else leaf for leaf in leaves]
-    )
+            fetching.append(leaf.start_fetch())
+    with Together(fetching):
+        return tree_unflatten(
+            structure, [leaf.local() if isinstance(leaf, Array) else leaf for leaf in leaves]
+        )
 
 
 async def ready(tree: Any) -> Any:
@@ -153,7 +156,7 @@ def block_until_ready(tree: Any) -> Any:
         if isinstance(leaf, ProgramTracer):
             leaf._needed("pw.block_until_ready()")
         if isinstance(leaf, Array):
-            leaf.check_usable()
+            leaf._check_usable()
             session = leaf._runtime
             arrays = waiting.setdefault(id(session), (session, []))[1]
             arrays.append((leaf._id, leaf._type.spec))

@@ -20,6 +20,10 @@ class ConnectionFailed(Error):
     """The controller, or a host, could not be reached or stopped answering."""
 
 
+class AccessRefused(ConnectionFailed):
+    """Two processes do not have the same cluster secret."""
+
+
 class Disconnected(Error):
     """The session was closed, so what it named no longer exists."""
 
@@ -29,7 +33,7 @@ class VersionMismatch(Error):
 
 
 class ProtocolError(Error):
-    """A peer said something that the protocol does not allow."""
+    """A process said something that no process of pw should say; please report it."""
 
 
 class InsufficientDevices(Error):
@@ -101,7 +105,7 @@ class OutOfHostMemory(Error, MemoryError):
 
 
 class CheckpointFailed(Error, OSError):
-    """A checkpoint could not be written to disk, or read from there."""
+    """A checkpoint could not be written where it is safe, or read from there."""
 
 
 class CheckpointNotFound(CheckpointFailed, FileNotFoundError):
@@ -123,6 +127,11 @@ class IslandFull(Error):
 class InternalError(Error):
     """pw broke one of its own rules; please report it."""
 
+
+_FAULTS = frozenset(kind.__name__ for kind in (InternalError, ProtocolError))
+_FAULT = (
+    ". This is a fault of pw, not of your program: please report it, with all that is said here"
+)
 
 INFRASTRUCTURE = frozenset(kind.__name__ for kind in (HostLost, TransferFailed, ConnectionFailed))
 """Kinds that say nothing about a program: one host of a gang may have met them, and running again helps."""
@@ -158,7 +167,8 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
     def exception(self) -> Error:
         """The exception to raise on the side of the user."""
         where = f" [on {self.where}]" if self.where else ""
-        error = _kinds(Error).get(self.kind, Error)(f"{self.message}{where}")
+        fault = _FAULT if self.kind in _FAULTS and not self.message.endswith(_FAULT) else ""
+        error = _kinds(Error).get(self.kind, Error)(f"{self.message}{where}{fault}")
         if self.traceback:
             error.add_note(f"Traceback on {self.where or 'the remote side'}:\n{self.traceback}")
         return error

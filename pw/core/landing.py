@@ -28,9 +28,9 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
     machine: str
     """Machine, network namespace and user of the receiver."""
     socket: str
-    """The receiver's abstract unix socket, without the leading NUL; empty if it has none."""
+    """The receiver's unix socket: a path, or an abstract name without its leading NUL; empty if it has none."""
     endpoint: str
-    """The receiver's `tcp://ip:port`; empty if it has none."""
+    """Where the receiver takes chunks, `tcp://ip:port` or `ipc://path`; empty if nowhere."""
 
 
 class Bulk(Protocol):

@@ -78,19 +78,18 @@ class Physical:
     def _located(self, placement: Placement) -> tuple[DeviceAddress, ...]:
         binding = self.bindings[placement.slice]
         if not placement.devices:
-            raise PlacementError(f"no device of slice {placement.slice} was named")
+            raise PlacementError("it names no devices to run on")
         for index in placement.devices:
             if not 0 <= index < len(binding.devices):
                 raise PlacementError(
-                    f"virtual device {index} was named, but slice {placement.slice} has "
-                    f"{len(binding.devices)} devices"
+                    f"it names device {index} of a slice that has {len(binding.devices)} devices"
                 )
         devices = binding.located(placement)
         if len(set(devices)) < len(devices):
             twice = next(device for device in devices if devices.count(device) > 1)
             raise PlacementError(
-                f"two positions of the mesh on slice {placement.slice} are the same physical "
-                f"device, number {twice.ordinal} of host {twice.host}; they must be distinct"
+                f"two positions of its mesh are the same physical device, number {twice.ordinal} of host "
+                f"{twice.host}; make the mesh of different devices"
             )
         return devices
 
@@ -111,19 +110,19 @@ class Physical:
         try:
             own = set(self.devices(placement))
         except PlacementError as error:
-            raise PlacementError(f"computation {computation.name!r}: {error}") from error
+            raise PlacementError(f"{computation.name!r} cannot run: {error}") from error
         for kind, specs in (("input", computation.inputs), ("output", computation.outputs)):
             for number, spec in enumerate(specs):
                 self._check_spec(spec)
                 if self.island(spec.placement) != self.island(placement):
                     raise PlacementError(
-                        f"computation {computation.name!r} runs on island "
-                        f"{self.island(placement)}, but its {kind} {number} is declared on island "
-                        f"{self.island(spec.placement)}; a computation cannot span islands"
+                        f"{computation.name!r} runs on island {self.island(placement)}, but its {kind} "
+                        f"{number}, {spec.short}, lies on island {self.island(spec.placement)}; a computation "
+                        "runs on one island. Move it first, with pw.put(x, sharding=...)"
                     )
                 if set(self.devices(spec.placement)) != own:
                     raise PlacementError(
-                        f"computation {computation.name!r} runs on {len(own)} devices of slice "
-                        f"{placement.slice}, but its {kind} {number} is declared on other devices; "
-                        "all inputs and outputs must lie on exactly the devices that run it"
+                        f"{computation.name!r} runs on {len(own)} devices, but its {kind} {number}, "
+                        f"{spec.short}, lies on other ones; all inputs and outputs lie on exactly the devices "
+                        "that run it. Move it first, with pw.put(x, sharding=...)"
                     )

@@ -102,15 +102,15 @@ class Schedule:
         computation = self._program.computations[node.computation]
         if len(node.args) != len(computation.inputs):
             raise ArgumentError(
-                f"node {number} gives {len(node.args)} arguments to computation "
-                f"{computation.name!r}, which takes {len(computation.inputs)}"
+                f"{computation.name!r} takes {len(computation.inputs)} arguments, and call {number} of "
+                f"{self._program.name!r} gives it {len(node.args)}"
             )
         arriving: list[Edge] = []
         slots = []
         for value, spec in zip(node.args, computation.inputs, strict=True):
             if value.node >= number:
                 raise ArgumentError(
-                    f"node {number} reads a result of node {value.node}, a later one"
+                    f"call {number} of {self._program.name!r} reads a result of call {value.node}, a later one"
                 )
             slots.append(self._slot(value, spec, arriving))
         segment = self._receive(self.physical.island(computation.placement), arriving)

@@ -152,6 +152,11 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, w
     placement: Placement
 
     @property
+    def short(self) -> str:
+        """What messages call such an array, as in `float32[8,128]`."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
     def size_bytes(self) -> int:
         """Size of one full copy in bytes."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize

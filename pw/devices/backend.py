@@ -2,7 +2,10 @@
 
 A backend runs *ops* one after the other, in the order of `submit`, without telling anyone: an op
 fills the `Value`s that it makes, and later ops read them. Control runs ahead of data, so an actor
-names a value as the result of one op and as the argument of the next in the same breath. Only what
+names a value as the result of one op and as the argument of the next in the same breath. Ops that
+compute nothing stand in no queue: an array is built from host bytes at once (`Build`), and questions
+about values (`Watch`, `Read`) are answered as soon as these are ready, whatever computations, of
+whichever client, were submitted before or are under way. Only what
 concerns the world outside the devices has a `done`: it is called on the loop thread, some time
 later, exactly once (unless the backend is closed first). A value that cannot be made carries the
 error instead, and whatever needs it gets that same error.
@@ -50,11 +53,14 @@ class Value:
     __slots__ = (
         "__weakref__",
         "alone",
+        "asked",
         "building",
         "error",
+        "given",
         "heir",
         "joint",
         "maker",
+        "order",
         "payload",
         "reads_begun",
         "reads_ended",
@@ -75,6 +81,12 @@ class Value:
         """Those whose views are there and are copies; when all are, the buffers may be donated again."""
         self.building: Any = None
         """Tells the execute thread when a build that was deferred has ended."""
+        self.order = 0
+        """When it was enqueued, among all that a host's devices compute."""
+        self.asked: Any = None
+        """Questions to be looked at when it has been made."""
+        self.given = False
+        """Its buffers are donated, or about to be: the execute thread may be in that call."""
         self.heir: Value | None = None
         """A result of the computation that this value's buffers were donated to."""
         self.joint = False
@@ -84,7 +96,7 @@ class Value:
 
     def fail(self, error: ErrorReport) -> None:
         """Put an error in the place of what was made, while no other op knows the value."""
-        self.payload, self.error = None, error
+        self.error, self.payload = error, None
 
 
 @dataclass(slots=True)
@@ -134,9 +146,9 @@ class Build:
 
     A part that covers a whole shard is aliased where the backend can (64-byte aligned memory on
     CPU), so its bytes must never change afterwards; the array is kept alive as long as it is
-    needed. `done` is called when `result` is made. Ops submitted after this one may use `result`
-    at once, but one that does so before `done` may hold up the execute thread while a large array
-    is assembled.
+    needed. `done` is called when `result` is made. It waits for no op submitted before. Ops submitted
+    after this one may use `result` at once, but one that does so before `done` may hold up the execute
+    thread while a large array is assembled.
     """
 
     result: Value
@@ -155,7 +167,8 @@ class Build:
 class Watch:
     """Tell when all of `values` are ready, or one has failed.
 
-    A value that has been donated counts as ready when the computation that took it has run.
+    It waits for the ops that make them, and for no others; one without values, for all submitted before. A
+    value that has been donated counts as ready when the computation that took it has run.
     """
 
     values: tuple[Value, ...]
@@ -168,6 +181,7 @@ class Watch:
 class Read:
     """Give host views of boxes of shards on this host, in the order asked for, once they are ready.
 
+    It waits for the op that makes the value, and for no other; no op submitted later takes its buffers.
     Each box is a position and a box relative to the shard there. The views are read-only, cost no
     copy where devices share the host's memory, and stay valid whatever happens to the value later.
     """
@@ -209,7 +223,7 @@ class Backend(Protocol):
         """Drop an installed computation, after everything submitted so far has been enqueued."""
 
     def submit(self, ops: Sequence[Op]) -> None:
-        """Run `ops` after all those submitted before; one wake-up for all of them."""
+        """Run `ops` after all those submitted before, but for what stands in no queue; one wake-up for all."""
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]

@@ -478,8 +478,8 @@ class ShardCoordinator(Actor):
             self.env.count("edges_dropped")
             self.env.log("error", "too many early edges", run=key[0], edge=key[1], sender=key[2])
             error = TransferFailed(
-                f"more than {PARKED_BYTES} bytes of edges came to host {self._host} before the launches "
-                "that receive them"
+                f"more than {PARKED_BYTES} bytes came to host {self._host} from other hosts before it was told "
+                "what they are for"
             )
             message = EdgeFailed(key[0], key[1], ErrorReport.of(error, self._host))
             size_bytes = 0
@@ -544,7 +544,7 @@ class ShardCoordinator(Actor):
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
-        self._lose(message.node, message.reason)
+        self._lose(message.node, message.words)
 
     def hosts_are(self, nodes: frozenset[str]) -> None:
         """The controller says which hosts exist; one that has gone sends nothing more.

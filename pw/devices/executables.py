@@ -5,8 +5,9 @@ which versions and on what kind of processor. A worker's next incarnation finds 
 spare those of the host whose rank it takes, if they see the same folder, and tomorrow's cluster those of today.
 
 To load an executable is to run code that somebody has written down. So a folder is used only if it belongs to
-this user and nobody else may write to it. A file that is written half, or by another version, is no harm: its
-digest does not fit, and what it was for is compiled again.
+this user and no other user may write to it, or put another one in its place; a file in it only if the same is
+true of the file. Otherwise everything is compiled, and a warning says so. A file that is written half, or by
+another version, is no harm: its digest does not fit, and what it was for is compiled again.
 
 JAX's own persistent cache is not used: on CPU it keeps nothing that was compiled by a rank other than 0, and
 finds under no other rank what it keeps.
@@ -16,17 +17,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import pickle
+import secrets
 import stat
-import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+
+logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 2 << 30
 """A folder with more than this loses what was used longest ago."""
@@ -49,21 +54,39 @@ class Executables:
     """
 
     def __init__(self, folder: Path | None, limit_bytes: int = LIMIT_BYTES) -> None:
-        self._folder = folder if folder is not None and _is_ours(folder) else None
+        self._folder: Path | None = None
         self._limit_bytes = limit_bytes
         self.loaded = 0
-        self.failed = 0 if folder is None or self._folder is not None else 1
+        self.failed = 0
         """Executables that could not be kept, or loaded, here: they are compiled instead."""
+        if folder is not None:
+            try:
+                self._folder = _prepared(folder)
+            except (OSError, _Untrusted) as error:
+                self._distrust(f"{folder}: {error}")
+
+    def _distrust(self, reason: str) -> None:
+        """Say once why the folder is not used, or a file in it."""
+        self.failed += 1
+        if self.failed == 1:
+            logger.warning(
+                "compiled executables are not kept, or not taken from where they are why=%r next=%r",
+                reason,
+                "give the folder to this user alone (chown, chmod -R go-w), or name another one with "
+                "--compile-cache or XDG_CACHE_HOME",
+            )
 
     def load(self, key: bytes) -> Any:
         """The executable that was saved under `key` (32 bytes) on a machine like this; None if none was."""
         if self._folder is None:
             return None
-        file = self._file(key)
         try:
-            content = file.read_bytes()
-            os.utime(file)
+            with self._opened() as inside:
+                content = _read(self._name(key), inside)
         except FileNotFoundError:
+            return None
+        except _Untrusted as error:
+            self._distrust(str(error))
             return None
         except OSError:
             self.failed += 1
@@ -95,51 +118,107 @@ class Executables:
         except Exception:  # noqa: BLE001 - not every platform can, and none has to
             self.failed += 1
             return
+        written = f"writing-{secrets.token_hex(8)}"
         try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            with self._opened() as inside:
                 try:
-                    file.write(hashlib.sha256(data).digest() + data)
-                    file.flush()
-                    os.replace(file.name, self._file(key))
+                    made = os.open(
+                        written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=inside
+                    )
+                    with os.fdopen(made, "wb") as file:
+                        file.write(hashlib.sha256(data).digest() + data)
+                    os.replace(written, self._name(key), src_dir_fd=inside, dst_dir_fd=inside)
                 except BaseException:
-                    os.unlink(file.name)
+                    with suppress(OSError):
+                        os.unlink(written, dir_fd=inside)
                     raise
-            self._make_room()
+                self._make_room(inside)
+        except _Untrusted as error:
+            self._distrust(str(error))
         except OSError:  # the disk is full, or somebody has taken the folder away
             self.failed += 1
 
-    def _file(self, key: bytes) -> Path:
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the folder, which is still this user's alone. Raises OSError or _Untrusted."""
         assert self._folder is not None
-        return self._folder / hashlib.sha256(key + _machine()).hexdigest()
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _check(os.fstat(descriptor), str(self._folder))
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
-    def _make_room(self) -> None:
-        assert self._folder is not None
+    def _name(self, key: bytes) -> str:
+        return hashlib.sha256(key + _machine()).hexdigest()
+
+    def _make_room(self, inside: int) -> None:
         files = []
         # Every compilation comes here, and there may be thousands.
-        with os.scandir(self._folder) as entries:
+        with os.scandir(inside) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another worker makes room as well
-                    found = entry.stat()
-                    files.append((found.st_mtime, found.st_size, entry.path))
+                    found = entry.stat(follow_symlinks=False)
+                    files.append((found.st_mtime, found.st_size, entry.name))
         total = sum(size for _, size, _ in files)
         if total <= self._limit_bytes:
             return
-        for _, size, path in sorted(files):
-            Path(path).unlink(missing_ok=True)
+        for _, size, name in sorted(files):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=inside)
             total -= size
             if total <= self._limit_bytes:
                 return
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can put code there."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError:
-        return False
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return found.st_uid == os.geteuid() and not found.st_mode & others
+class _Untrusted(Exception):
+    """Another user can write there, or has; says where."""
+
+
+def _check(found: os.stat_result, what: str) -> None:
+    """Raise _Untrusted unless a file or folder belongs to this user and no other user may write to it."""
+    if found.st_uid != os.geteuid():
+        raise _Untrusted(f"{what} belongs to user {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _Untrusted(f"other users may write to {what}")
+
+
+def _prepared(folder: Path) -> Path:
+    """Make a folder if it is not there; where it really is. Raises OSError or _Untrusted."""
+    folder = folder.absolute()
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    for each in reversed(missing):
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+    real = folder.resolve()
+    for each in dict.fromkeys((*folder.parents, folder, *real.parents)):
+        _check_parent(each)
+    _check(os.lstat(real), str(real))
+    return real
+
+
+def _check_parent(folder: Path) -> None:
+    """Raise _Untrusted if another user can put something else in the place of what is in a folder."""
+    found = os.lstat(folder)
+    if found.st_uid not in (0, os.geteuid()):
+        raise _Untrusted(f"{folder} belongs to user {found.st_uid}")
+    if stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
+        return
+    own_group = found.st_gid == found.st_uid == os.geteuid()  # as most systems give each user one
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group):
+        raise _Untrusted(f"other users may write to {folder}")
+
+
+def _read(name: str, inside: int) -> bytes:
+    """What is in a file of a folder. Raises OSError, or _Untrusted if it is not this user's alone."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _Untrusted(f"{name} is no file")
+        _check(found, name)
+        os.utime(descriptor)
+        return file.read()
 
 
 @functools.cache

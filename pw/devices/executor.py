@@ -115,6 +115,8 @@ class _Launched:
     """It reads a value that was lost on its way here."""
     began_s: float | None = None
     """When the first computation was handed over whose results are held; None if there is none."""
+    busy_s: float = 0.0
+    """The time of its devices that it has been charged with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +194,10 @@ class HostExecutor(HostMember):
         """Launches under way of which the scheduler wants to hear the end."""
         self._telling = False
         self._late = Ticker(env, PROGRESS_S, _SendProgress(late=True))
+        self._under_way: dict[int, dict[int, _Launched]] = {}
+        """Launches on each device, by their numbers, in the order in which they were handed over."""
         self._busy_until_s: dict[int, float] = {}
-        """When what was reported last on each device had ended."""
+        """Until when the time of each device has been charged."""
         self._verdicts = Verdicts(self._host, env.send)
         self._unsettled: dict[Value, str] = {}
         """Values that nobody may use before there is a verdict, and the computations that make them."""
@@ -241,7 +245,9 @@ class HostExecutor(HostMember):
                 continue
             blob = blobs.get(computation.artifact)
             if blob is None:
-                missing = CompileError(f"the artifact of {computation.name!r} did not come")
+                missing = CompileError(
+                    f"the code of {computation.name!r} has not reached this host; make the pw.jit function anew"
+                )
                 compiled(key, ErrorReport.of(missing, self._host))
                 continue
             devices = program.at(computation.placement)
@@ -304,7 +310,10 @@ class HostExecutor(HostMember):
                 continue
             value = self._store.value(arg)
             if value is None:
-                lost = ArrayLost(f"argument {index} of {body.name!r} is not on this host any more")
+                lost = ArrayLost(
+                    f"argument {index} of {body.name!r}, {body.inputs[index].short}, is not on this host "
+                    "any more"
+                )
                 value = Value(ErrorReport.of(lost, self._host))
                 value.alone = True
             run.slots[index] = value
@@ -513,10 +522,12 @@ class HostExecutor(HostMember):
         self._broken = True
         name = run.program.body.name
         broken = GangBroken(
-            self._epoch, f"{name!r} has lost an input on {self._host}: {error.message}"
+            self._epoch, f"an input of {name!r} was lost on host {self._host}: {error.message}"
         )
         if error.kind not in INFRASTRUCTURE:
-            reason = f"{name!r} has failed on {self._host}, and perhaps only there: {error.message}"
+            reason = (
+                f"{name!r} failed on host {self._host}, and perhaps only there: {error.message}"
+            )
             broken = GangBroken(self._epoch, reason, run.run, error, run.results)
         self.env.log("error", "gang broken", reason=broken.reason)
         if self._scheduler is not None:
@@ -634,6 +645,8 @@ class HostExecutor(HostMember):
         if not is_all:  # if nothing is watched yet: what was handed over has to be done
             self._watch(head, come, False)
         self._reported += 1
+        for device in head.segment.devices:
+            self._under_way.setdefault(device, {})[head.launch.sequence] = head
         if is_all:
             self._ended(head)
 
@@ -655,13 +668,26 @@ class HostExecutor(HostMember):
         if head.awaited:
             return
         now_s = self.env.now_s()
+        for device in head.segment.devices:
+            under_way = self._under_way[device]
+            first = next(iter(under_way.values()))
+            if first is not head:
+                # A device computes in order, but its news does not come in order: the time was the first one's.
+                self._charge(first, now_s)
+            del under_way[head.launch.sequence]
+            if not under_way:
+                del self._under_way[device]
+        self._charge(head, now_s)
+        self._report(Finished(head.launch.sequence, int(head.busy_s * 1e6), head.lost))
+
+    def _charge(self, head: _Launched, now_s: float) -> None:
+        """Charge a launch with the time of its devices until now that no other has been charged with."""
         started_s = head.handed_s if head.began_s is None else head.began_s
         busy = self._busy_until_s
         for device in head.segment.devices:
             started_s = max(started_s, busy.get(device, 0.0))
             busy[device] = now_s
-        busy_s = now_s - started_s
-        self._report(Finished(head.launch.sequence, int(busy_s * 1e6), head.lost))
+        head.busy_s += now_s - started_s
 
     def _flush(self) -> None:
         if self._lanes:
@@ -705,8 +731,12 @@ class HostExecutor(HostMember):
         """Call `act` when all that was launched has ended; false while not all of it is handed over."""
         if self._lanes:
             return False
-        values = self._store.values_under_way()
-        self._backend.submit([ops.Watch(values, lambda error: act())])
+
+        def enqueued(_: ErrorReport | None) -> None:
+            values = self._store.values_under_way()
+            self._backend.submit([ops.Watch(values, lambda error: act())])
+
+        self._backend.submit([ops.Watch((), enqueued)])
         return True
 
     # --- why it does not go on -----------------------------------------------------------------------
@@ -735,7 +765,7 @@ class HostExecutor(HostMember):
         launches += [LaunchReport(*one, "", (), "missing") for one in sorted(work - found)]
         state = "" if self._epoch else "it waits to be told of its island"
         if self._broken:
-            state = "it has given up this epoch of its island, and waits for the next"
+            state = "it has left its island, and waits until that is formed again"
         return HostReport(
             request,
             self._host,

@@ -81,7 +81,7 @@ class Files(Actor):
             done(result)
 
         if self._aside is None:
-            ended(CheckpointFailed("this host neither writes nor reads files"))
+            ended(CheckpointFailed("this host neither writes nor reads files; leave out path="))
         else:
             self._aside.call(work, ended)
 
@@ -124,7 +124,11 @@ class Files(Actor):
         if None in values:
             fail(
                 ErrorReport.of(
-                    ArrayLost("an array to be written is not there any more"), self._host
+                    ArrayLost(
+                        f"an array of the checkpoint {job.path!r} is not on this host any more; it has "
+                        f"{', '.join(job.names[:8])}"
+                    ),
+                    self._host,
                 )
             )
             return []

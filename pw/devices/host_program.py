@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pw.core.ids import client_of
 from pw.core.plan import Execute, Free, HostPlan, Instruction, Receive, Send
 from pw.core.program import Computation, Program
 from pw.core.sharding import (
@@ -129,6 +130,16 @@ class Result(NamedTuple):
     devices: tuple[DeviceAddress, ...]
 
 
+def _key(program: int, install: int, index: int) -> bytes:
+    return f"{program}/{install}/{index}".encode()
+
+
+def owner_of(key: bytes) -> int:
+    """The client of whose program a computation is, by the backend's name of it; 0 for other names."""
+    program = key.partition(b"/")[0]
+    return client_of(int(program)) if program.isdigit() else 0
+
+
 @dataclass(slots=True)
 class HostProgram:
     """An installed program."""
@@ -164,7 +175,7 @@ class HostProgram:
             body,
             plan,
             tuple(
-                f"{number}/{install}/{index}".encode() if index in used else None
+                _key(number, install, index) if index in used else None
                 for index in range(len(body.computations))
             ),
             {},

@@ -1,16 +1,12 @@
 """The devices of one host, driven with JAX.
 
-One thread enqueues: it takes ops in the order of `submit`, so that hosts which submit alike enqueue
-alike, and collectives pair up. JAX runs asynchronously behind it (on CPU up to 32 computations, then
-the call blocks, which holds up this thread and nobody else). While it has nothing to do, the loop
-thread runs in its place what takes a few microseconds: small arrays, and computations that have
-proven quick (`pw.devices.quick`). A second thread compiles. A third assembles large arrays from host bytes.
-
-Each device has a watcher, a thread that waits for arrays in the order in which that was asked, so that a
-device that computes for long holds up nobody who asks for what is on another; an array on several is waited
-for by the watcher of one of them. Who watches what is no array yet goes to a common watcher. They all put
-aside who asks for what a Python function is still to make. Where everything is ready already, and the
-watcher of its device has nothing to do, the execute thread answers at once.
+One thread enqueues: it takes what computes in the order of `submit`, so that hosts which submit alike enqueue
+alike, and collectives pair up. JAX runs asynchronously behind it, but not always: on CPU it holds the caller of
+a collective until the peers have come, and of a 33rd computation until one has ended, and runs what has few
+operations in the thread that calls. All that holds up this thread, and so nothing else stands behind it:
+questions about values are answered by whichever thread finds them ready (`pw.devices.jax_answers`), small
+arrays are built on the loop and large ones on a thread that copies. While the execute thread has nothing to do,
+the loop also runs computations that have proven quick (`pw.devices.quick`). A third thread compiles.
 
 Donation. A donated buffer is deleted while earlier ops may still want it. Who aliases it has marked the
 value `shared`, who is going to read it is counted, and a copy is donated instead. A host view that
@@ -24,7 +20,6 @@ and the worker's log is no place to tell it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -33,7 +28,6 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -44,7 +38,6 @@ import msgspec
 import numpy as np
 
 from pw.core.errors import (
-    ArrayDeleted,
     ComputationFailed,
     Error,
     ErrorReport,
@@ -54,7 +47,7 @@ from pw.core.errors import (
 )
 from pw.core.messages import ThreadReport
 from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, box_slices, host_boxes
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_shape, host_boxes
 from pw.devices import python_functions
 from pw.devices.backend import (
     Build,
@@ -68,6 +61,8 @@ from pw.devices.backend import (
     Watch,
 )
 from pw.devices.executables import Executables
+from pw.devices.host_program import owner_of
+from pw.devices.jax_answers import Answers, in_host_memory, is_donated, is_ready, may_give
 from pw.devices.jax_compile import SUB_BYTE, Compiler, Executable
 from pw.devices.jax_layouts import (
     Layouts,
@@ -79,7 +74,7 @@ from pw.devices.jax_layouts import (
     whole,
 )
 from pw.devices.jax_threads import Completions, QueueThread, join_all
-from pw.devices.jax_watcher import Aside, Watcher
+from pw.devices.output import Output
 from pw.devices.python_functions import PythonFunction
 from pw.devices.quick import Quick
 
@@ -89,15 +84,10 @@ _INLINE_BYTES = 64 * 1024
 _FEW_OPS = 8
 """The loop runs no more of them in one go."""
 
-_FEW_VALUES = 64
-"""The loop looks at no more of them in one go."""
-
 _CLOSE_TIMEOUT_S = 5.0
 
 _GUARD_NAP_S = 0.001
 """How much later it may be known that a computation has failed whose results nobody watches."""
-
-_device_id = attrgetter("id")
 
 _COLLECTIVES = ("Gloo", "NCCL")
 """Who speaks in the error of a computation whose peers have died under it, if other processes take part: what
@@ -113,6 +103,7 @@ class JaxBackend:
         device: the JAX device at an address, for the whole island; called from several threads.
         allow_python: run clients' Python functions (`pw.devices.python_functions`).
         compile_cache: a folder that outlives this process, for what it compiles; None for none.
+        output: takes what the threads write that run clients' Python functions, or compile.
     """
 
     def __init__(
@@ -123,16 +114,15 @@ class JaxBackend:
         *,
         allow_python: bool = False,
         compile_cache: Path | None = None,
+        output: Output | None = None,
     ) -> None:
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         self._host = host
         self._device = device
-        self._deleted = ErrorReport(
-            ArrayDeleted.__name__, "the array was donated to a computation before this use", host
-        )
         self._layouts = Layouts(host, device)
         self._completions = Completions(loop)
         self._allow_python = allow_python
+        self._output = output or Output()
         self._python_keys: set[bytes] = set()
         self._executables: dict[bytes, Executable] = {}
         self._handing = threading.Lock()
@@ -150,26 +140,22 @@ class JaxBackend:
         self._copied = 0
         self._gang_broken: ErrorReport | None = None
         """Why nothing is enqueued any more that other hosts take part in."""
-        self._busy: set[Watcher] = set()
-        """Those who had something to do when they were last looked at; changed as on the execute thread."""
         self._closed = False
         self._doing: Op | None = None
         self._awaiting = False  # it waits for the host bytes of an argument
         self._calling_name = ""  # written by the thread of Python functions only
+        self._answers = Answers(host, self._layouts, self._completions, self._report)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Execute: self._execute,
             Move: self._move,
-            Build: self._build,
-            Watch: self._watch,
-            Read: self._read,
+            Build: self._finish_build,
+            Watch: self._answers.look,
             Call: lambda op: op.function(),
         }
         fail = self._completions.fail
         kept = self._executables_kept = Executables(compile_cache)
         self._compiler = Compiler(host, self._layouts, self._completions, self._publish, kept)
         self._copying: QueueThread[Build] = QueueThread("pw-copy", self._finish_build, fail)
-        self._watchers: dict[Any, Watcher] = {None: Watcher("pw-watch", self._wait, fail)}
-        """By device, each made when it is first needed; None for the common one."""
         self._calling: QueueThread[tuple[PythonFunction, Execute]] = QueueThread(
             "pw-python", self._call_python, fail
         )
@@ -190,13 +176,9 @@ class JaxBackend:
         done: DoneInstalling,
     ) -> None:
         """Compile `artifact` on the compile thread; equal computations share one executable."""
-        if computation.python:
-            self._compiling.put(
-                partial(self._load_python, key, computation, artifact, devices, done)
-            )
-            return
+        install = self._load_python if computation.python else self._compiler.install
         self._compiling.put(
-            partial(self._compiler.install, key, computation, artifact, devices, done)
+            partial(self._install, install, key, computation, artifact, devices, done)
         )
 
     def forget(self, key: bytes) -> None:
@@ -205,14 +187,34 @@ class JaxBackend:
         self._compiling.put(partial(self._forget_python, key))
 
     def submit(self, ops: Sequence[Op]) -> None:
-        """Run `ops` here if that takes no time and nothing is before them, or on the execute thread."""
-        rest = deque(ops)
+        """Run what computes on the execute thread, or here if that takes no time; the rest has no queue."""
+        computing: deque[Op] = deque()
+        asking: list[Watch | Read] = []
+        for op in ops:
+            if isinstance(op, Execute):
+                computing.append(op)
+            elif isinstance(op, Build) and self._goes_ahead(op):
+                self._build(op)
+            elif isinstance(op, Read):
+                op.value.reads_begun += 1  # before any of these is run that might give it away
+                asking.append(op)
+            elif isinstance(op, Watch) and op.values and not _is_in_passing(op, computing):
+                asking.append(op)
+            else:
+                computing.append(op)
+        nothing_comes = not computing and self._handed == self._ended
+        for question in asking:
+            self._answers.look(question, nothing_comes=nothing_comes)
+        if computing:
+            self._submit(computing)
+
+    def _submit(self, ops: deque[Op]) -> None:
         with self._handing:
-            if self._handed == self._ended and not self._closed and self._pays_here(rest):
-                self._run_here(rest)
-            if rest:
+            if self._handed == self._ended and not self._closed and self._pays_here(ops):
+                self._run_here(ops)
+            if ops:
                 self._handed += 1
-                self._executing.put(rest)
+                self._executing.put(ops)
 
     def _hand_over(self, op: Op) -> None:
         """Let an op follow all that was submitted before; from other threads than the loop."""
@@ -226,9 +228,9 @@ class JaxBackend:
         The execute thread stays awake, and works at the same time, if much comes at once or one thing after
         the other.
         """
-        if not 0 < len(ops) <= _FEW_OPS or not self._takes_no_time(ops[0]):
+        if len(ops) > _FEW_OPS or not self._takes_no_time(ops[0]):
             return False
-        return isinstance(ops[0], Read | Watch) or self._quick.comes_alone(time.monotonic())
+        return isinstance(ops[0], Watch) or self._quick.comes_alone(time.monotonic())
 
     def _run_here(self, ops: deque[Op]) -> None:
         """Run `ops` on the loop thread as far as they take no time, and take those out.
@@ -236,7 +238,7 @@ class JaxBackend:
         The execute thread has nothing to do and is given nothing meanwhile, so whatever holds on that thread
         holds here. Nothing that runs here submits anything.
         """
-        with jax.enable_x64(True), self._completions.on_loop():
+        with jax.enable_x64(True):
             while ops and self._takes_no_time(ops[0]):
                 op = ops.popleft()
                 began_s = time.monotonic()
@@ -245,21 +247,17 @@ class JaxBackend:
                     self._quick.took(op.key, time.monotonic() - began_s)
 
     def _takes_no_time(self, op: Op) -> bool:
+        if not isinstance(op, Execute):
+            return isinstance(op, Watch)
         try:
-            if isinstance(op, Execute):
-                return (
-                    op.key in self._quick.proven
-                    and op.failed is None
-                    and self._has_room(self._executables[op.key].device)
-                    and all(_is_ready(value) for value in op.args)
-                )
-            if isinstance(op, Build):
-                return self._shares_memory and op.size_bytes <= _INLINE_BYTES
+            return (
+                op.key in self._quick.proven
+                and op.failed is None
+                and self._has_room(self._executables[op.key].device)
+                and all(is_ready(value) for value in op.args)
+            )
         except Exception:  # noqa: BLE001 - something has failed: the execute thread will find out
             return False
-        if isinstance(op, Watch):
-            return len(op.values) <= _FEW_VALUES
-        return isinstance(op, Read)  # whatever takes time is the watcher's
 
     def _has_room(self, device: int | None) -> bool:
         """Whether JAX takes one more computation at once: it has so many places, and the newest had one."""
@@ -268,7 +266,7 @@ class JaxBackend:
             if newest is None:
                 continue
             value = newest()
-            if value is None or not _is_ready(value):
+            if value is None or not is_ready(value):
                 return False
             self._newest[where] = None
         return True
@@ -284,7 +282,7 @@ class JaxBackend:
     ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
         """Views of what is ready; the execute thread may take the value away under our hands."""
         array = value.payload
-        if array is None or value.error is not None:
+        if array is None or value.error is not None or value.given:
             return None
         try:
             if array.is_deleted() or not array.is_ready():
@@ -295,7 +293,7 @@ class JaxBackend:
                 (box, shards[local[positions[0]]])
                 for box, positions in host_boxes(spec, devices, self._host)
             ]
-            if not _in_host_memory(array):
+            if not in_host_memory(array):
                 for _, shard in boxes:
                     shard.copy_to_host_async()
             return [(box, np.asarray(shard)) for box, shard in boxes]
@@ -311,7 +309,7 @@ class JaxBackend:
             "executables_failed": self._executables_kept.failed,
             "installed": len(self._compiler),
             "donations_copied": self._copied,
-            "waiting": sum(each.begun - each.ended for each in list(self._watchers.values())),
+            "waiting": self._answers.waiting,
             "live_bytes": _live_bytes(),
         }
 
@@ -345,7 +343,7 @@ class JaxBackend:
 
     def _described(self, op: Op | None) -> str:
         if not isinstance(op, Execute):
-            return "nothing" if op is None else f"an op of kind {type(op).__name__}"
+            return "nothing" if op is None else f"the {type(op).__name__.lower()} of an array"
         found = self._executables.get(op.key)
         name = op.key.decode() if found is None else found.name
         return f"the arguments of {name!r}" if self._awaiting else f"the computation {name!r}"
@@ -358,7 +356,7 @@ class JaxBackend:
             [
                 self._executing,
                 self._compiling,
-                *self._watchers.values(),
+                *self._answers.close(),
                 self._guarding,
                 self._copying,
                 self._calling,
@@ -368,6 +366,10 @@ class JaxBackend:
         self._executables.clear()
 
     # On the compile thread.
+
+    def _install(self, install: Callable[..., None], key: bytes, *what: Any) -> None:
+        with self._output.on_behalf_of(owner_of(key)):
+            install(key, *what)
 
     def _load_python(
         self,
@@ -422,11 +424,17 @@ class JaxBackend:
         self._doing = None
 
     def _execute(self, op: Execute) -> None:
+        self._enqueue(op)
+        for value in op.results:
+            if value.asked:
+                self._answers.tell(value)
+
+    def _enqueue(self, op: Execute) -> None:
         """The hot path: every line here is paid once for each computation on each host."""
         try:
             call, donated, name, device, _ = self._executables[op.key]
             if type(call) is PythonFunction:
-                python_functions.expect(op)
+                self._expect(op)
                 return self._calling.put((call, op))
             arrays = []
             for value in op.args:
@@ -436,7 +444,7 @@ class JaxBackend:
                     array = self._awaited(value)
                     self._awaiting = False
                     if array is None:
-                        report = value.error or self._unmade()
+                        report = value.error or self._answers.unmade
                         if value.alone and op.failed is not None:
                             self._break_gang(op.failed, report)
                         return _fail(op.results, report)
@@ -455,8 +463,9 @@ class JaxBackend:
                 self._break_gang(op.failed, report)
             return _fail(op.results, report)
         joint = op.failed is not None
+        order = self._executed
         for value, array in zip(op.results, outputs, strict=True):
-            value.payload, value.maker, value.joint = array, name, joint
+            value.maker, value.joint, value.order, value.payload = name, joint, order, array
         if self._quick.proven and op.results:
             newest: Any = outputs[-1]
             self._newest[device] = None if newest.is_ready() else ref(op.results[-1])
@@ -464,7 +473,7 @@ class JaxBackend:
             self._guarding.put((op.results[-1], op.failed))
         for position in donated:
             value = op.args[position]
-            value.payload, value.error = None, self._deleted
+            value.error, value.payload = self._answers.deleted, None
         self._executed += 1
         return None
 
@@ -482,7 +491,9 @@ class JaxBackend:
     def _break_gang(self, failed: Callable[[ErrorReport], None], report: ErrorReport) -> None:
         """The other hosts of a gang may wait for this one from now on, so they must not meet it elsewhere."""
         if self._gang_broken is None:
-            words = f"{self._host} could not go on with its gang: {report.message}"
+            words = (
+                f"host {self._host} stopped, as others may go on where it failed: {report.message}"
+            )
             self._gang_broken = ErrorReport.of(HostLost(words), self._host)
             self._completions.post(failed, report)
 
@@ -497,13 +508,11 @@ class JaxBackend:
         heir = op.results[0] if op.results else None
         for position in donated:
             value = args[position]
-            if position in copied or value.shared or value.reads_begun != value.reads_ended:
+            if position not in copied and may_give(value, heir):
+                given.append(position)
+            else:
                 arrays[position] = _copy(arrays[position])
                 self._copied += 1
-            else:
-                # Before the call: a watcher may find the array deleted while the call still runs.
-                value.heir = heir
-                given.append(position)
         return tuple(given)
 
     def _awaited(self, value: Value) -> Any:
@@ -517,13 +526,15 @@ class JaxBackend:
         array = self._awaited(op.source)
         if array is None:
             op.result.alone = op.source.alone
-            return _fail((op.result,), op.source.error or self._unmade())
-        try:
-            op.result.payload = self._moved(op, array)
-        except Exception as error:  # noqa: BLE001 - the failure belongs to the result
-            op.result.alone = True
-            _fail((op.result,), self._report(error))
-        return None
+            _fail((op.result,), op.source.error or self._answers.unmade)
+        else:
+            try:
+                op.result.order = self._executed
+                op.result.payload = self._moved(op, array)
+            except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+                op.result.alone = True
+                _fail((op.result,), self._report(error))
+        self._answers.tell(op.result)
 
     def _moved(self, op: Move, array: jax.Array) -> jax.Array:
         source = self._layouts(op.source_spec.sharding, op.source_devices)
@@ -556,20 +567,33 @@ class JaxBackend:
                 made.setdefault(position, jax.device_put(empty, device))
         return assemble(op.spec, layout, made)
 
+    # On the loop, or the thread that copies.
+
     def _build(self, op: Build) -> None:
-        try:
-            large = op.size_bytes > _INLINE_BYTES
-            large = large and bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
-        except Exception:  # noqa: BLE001 - parts that fit nowhere: assembling them reports it
-            large = False
-        if large:
+        if self._takes_a_while(op):
             op.result.building = threading.Event()
             self._copying.put(op)
         else:
-            self._finish_build(op)
+            with jax.enable_x64(True):
+                self._finish_build(op)
+
+    def _goes_ahead(self, op: Build) -> bool:
+        """Whether it is not for the execute thread, which copies a small argument to a device in passing."""
+        return self._shares_memory or op.done is not None or op.size_bytes > _INLINE_BYTES
+
+    def _takes_a_while(self, op: Build) -> bool:
+        """Whether to build an array takes longer than a change of threads."""
+        if not self._shares_memory:
+            return True
+        if op.size_bytes <= _INLINE_BYTES:
+            return False
+        try:
+            return op.spec.dtype in SUB_BYTE or bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
+        except Exception:  # noqa: BLE001 - parts that fit nowhere: assembling them reports it
+            return False
 
     def _finish_build(self, op: Build) -> None:
-        """On the copy thread when large."""
+        """Make the array; also on the execute thread (see `_goes_ahead`)."""
         result = op.result
         try:
             layout = self._layouts(op.spec.sharding, op.devices)
@@ -580,79 +604,39 @@ class JaxBackend:
             result.error = self._report(error)
         if result.building is not None:
             result.building.set()
+        self._answers.tell(result)
         if op.done is not None:
             self._completions.post(op.done, result.error)
 
-    def _watch(self, op: Watch) -> None:
-        if all(_is_ready(value) for value in op.values):
-            if not self._busy or not op.values or self._is_free(op.values[0]):
-                self._answer_watch(op)
-                return
-            device = _home(op.values[0].payload)
-        else:
-            late = (value.payload for value in op.values if not _is_ready(value))
-            device = next((_home(array) for array in late if array is not None), None)
-        self._wait_on(device, op)
-
-    def _read(self, op: Read) -> None:
-        value = op.value
-        array = value.payload  # a watcher may find that it has failed, and take it away
-        if (
-            _is_ready(value)
-            and array is not None
-            and _in_host_memory(array)
-            and op.spec.dtype not in SUB_BYTE  # numpy would unpack it
-            and (not self._busy or self._is_free(value))
-        ):
-            self._answer_read(op)
-            return
-        value.reads_begun += 1  # until the views exist, nobody may be given the buffers
-        self._wait_on(self._home_of_read(op), op)
-
-    def _is_free(self, value: Value) -> bool:
-        """Whether nobody who has asked before waits for the device of this ready value."""
-        self._busy -= {each for each in self._busy if each.begun == each.ended}
-        return not self._busy or self._watchers.get(_home(value.payload)) not in self._busy
-
-    def _wait_on(self, device: Any, op: Watch | Read) -> None:
-        watcher = self._watchers.get(device)
-        if watcher is None:
-            watcher = Watcher(f"pw-watch-{device.id}", self._wait, self._completions.fail)
-            self._watchers[device] = watcher
-            if self._closed:  # `close` may not have seen it
-                watcher.stop()
-        watcher.begun += 1
-        self._busy.add(watcher)
-        watcher.put(op)
-
-    def _home_of_read(self, op: Read) -> Any:
-        """The same device for all reads of a value, so that one thread counts those that have ended."""
-        array = op.value.payload
-        if array is not None:
-            return _home(array)
-        try:
-            here = [self._device(each) for each in op.devices if each.host == self._host]
-        except Exception:  # noqa: BLE001 - the read itself finds out, and tells
-            return None
-        return min(here, key=_device_id, default=None)
-
     # On the thread of Python functions.
+
+    def _expect(self, op: Execute) -> None:
+        """On the execute thread: the results of a call are under way, and its arguments in use."""
+        called = threading.Event()
+        for value in op.args:
+            value.shared = True
+        for value in op.results:
+            value.building = called
 
     def _call_python(self, item: tuple[PythonFunction, Execute]) -> None:
         function, op = item
         self._calling_name = function.name
         try:
-            errors = [error for value in op.args if (error := self._settled(value)) is not None]
+            for value in op.args:
+                self._awaited(value)
+            errors = [e for value in op.args if (e := self._answers.settled(value)) is not None]
             if errors:
                 _fail(op.results, errors[0])
             else:
                 arguments = [value.payload for value in op.args]
-                python_functions.call(function, arguments, op.results, self._layouts)
+                with self._output.on_behalf_of(owner_of(op.key)):
+                    python_functions.call(function, arguments, op.results, self._layouts)
         except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
             _fail(op.results, self._report(error, function.name))
         finally:
             for value in op.results:
                 value.building.set()
+                self._answers.tell(value)
 
     # On the guard.
 
@@ -665,88 +649,8 @@ class JaxBackend:
         try:
             array.block_until_ready()
         except Exception as error:  # noqa: BLE001 - a computation may fail with anything
-            if not array.is_deleted():
+            if not is_donated(array, error):
                 self._completions.post(failed, self._report(error, value.maker))
-
-    # On a watcher (or the execute thread, when nothing is to be waited for).
-
-    def _wait(self, op: Watch | Read) -> Aside | None:
-        return self._answer_watch(op) if isinstance(op, Watch) else self._answer_read(op)
-
-    def _answer_watch(self, op: Watch) -> Aside | None:
-        """Answer, or say what is to be put aside; what is ready already never is."""
-        heirs: dict[Value, None] = {}
-        rest: tuple[Value, ...] = ()
-        for at, value in enumerate(op.values):
-            ending = python_functions.under_way(value)
-            if ending is not None:
-                rest = op.values[at:]
-                if not heirs:
-                    return Watch(rest, op.done, op.hurried), ending
-                break
-            error = self._settled(value)
-            if error is self._deleted:
-                if value.heir is not None:
-                    heirs[value.heir] = None
-            elif error is not None:
-                self._completions.post(op.done, error)
-                return None
-        if heirs:
-            # They may be about to be made: the execute thread knows when they have been.
-            self._hand_over(Watch((*heirs, *rest), op.done, op.hurried))
-        elif op.hurried:
-            self._completions.post(op.done, None)
-        else:
-            self._completions.post_unhurried(op.done, None)
-        return None
-
-    def _answer_read(self, op: Read) -> Aside | None:
-        """The same for a read."""
-        ending = python_functions.under_way(op.value)
-        if ending is not None:
-            return op, ending
-        answer: list[np.ndarray[Any, Any]] | ErrorReport | None = self._settled(op.value)
-        if answer is None:
-            try:
-                answer = self._views(op)
-                if not _in_host_memory(op.value.payload):
-                    op.value.reads_ended += 1
-            except Exception as error:  # noqa: BLE001 - the asker is to know
-                answer = self._report(error)
-        self._completions.post(op.done, answer)
-        return None
-
-    def _settled(self, value: Value) -> ErrorReport | None:
-        """Wait for `value`, and return what went wrong with it."""
-        self._awaited(value)
-        array = value.payload
-        if array is None:
-            return value.error or self._unmade()
-        try:
-            array.block_until_ready()
-        except Exception as error:  # noqa: BLE001 - a computation may fail with anything
-            if array.is_deleted():
-                return self._deleted
-            value.alone = value.joint
-            value.error, value.payload = self._report(error, value.maker), None
-            return value.error
-        return None
-
-    def _views(self, op: Read) -> list[np.ndarray[Any, Any]]:
-        layout = self._layouts(op.spec.sharding, op.devices)
-        shards = local_shards(op.value.payload)
-        shape = op.spec.sharding.shard_shape(op.spec.shape)
-        if not _in_host_memory(op.value.payload):
-            for position in {position for position, _ in op.boxes}:
-                shards[layout.local[position]].copy_to_host_async()
-        seen: dict[int, np.ndarray[Any, Any]] = {}
-        views = []
-        for position, box in op.boxes:
-            if position not in seen:
-                seen[position] = np.asarray(shards[layout.local[position]])
-            # An array without dimensions, indexed, would be a scalar.
-            views.append(seen[position] if whole(box, shape) else seen[position][box_slices(box)])
-        return views
 
     # Errors.
 
@@ -770,33 +674,16 @@ class JaxBackend:
             error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
         return self._report(error, "" if found is None else found.name)
 
-    def _unmade(self) -> ErrorReport:
-        return ErrorReport(
-            InternalError.__name__, "a value was used before the op that makes it", self._host
-        )
+
+def _is_in_passing(watch: Watch, before: deque[Op]) -> bool:
+    """Whether it asks about what is made right before it, and so is best looked at there."""
+    maker = before[-1] if before else None
+    return isinstance(maker, Execute) and watch.values == maker.results[-1:]
 
 
 def _fail(results: Sequence[Value], report: ErrorReport) -> None:
     for value in results:
         value.error = report
-
-
-def _is_ready(value: Value) -> bool:
-    array = value.payload
-    return array is not None and not array.is_deleted() and array.is_ready()
-
-
-def _home(array: jax.Array | None) -> Any:
-    """The device whose watcher waits for an array: the first of those on this host."""
-    if array is None:  # another watcher has found that it failed
-        return None
-    here: Any = array.sharding.addressable_devices
-    return min(here, key=_device_id, default=None)
-
-
-def _in_host_memory(array: jax.Array) -> bool:
-    devices: Any = array.sharding.device_set
-    return all(device.platform == "cpu" for device in itertools.islice(devices, 1))
 
 
 def _copy(array: jax.Array) -> jax.Array:

@@ -75,7 +75,8 @@ def vet(exported: jax.export.Exported, computation: Computation) -> bool:
     """
     if exported.ordered_effects or exported.unordered_effects:
         raise CompileError(
-            "the computation has side effects; callbacks and prints cannot run on a worker"
+            "the function has side effects; callbacks and prints cannot run on a worker. Return what is to be "
+            "seen, and print it in this process"
         )
     for what, avals, specs in (
         ("arguments", exported.in_avals, computation.inputs),
@@ -84,19 +85,24 @@ def vet(exported: jax.export.Exported, computation: Computation) -> bool:
         found = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
         wanted = [(spec.shape, spec.dtype) for spec in specs]
         if found != wanted:
-            raise CompileError(f"the artifact's {what} are {found}, not {wanted} as declared")
+            raise CompileError(
+                f"the {what} of the compiled function are {found}, not {wanted} as its call says; "
+                "make the pw.jit function anew"
+            )
     if beyond := [at for at in computation.donated if not 0 <= at < len(computation.inputs)]:
-        raise CompileError(f"the donated positions {beyond} are not among the arguments")
+        raise CompileError(f"the arguments {beyond} are donated, and there are none of that number")
     text = str(exported.mlir_module())
     for match in _CUSTOM_CALL.finditer(text):
         target = match[1] or match[2] or "(unreadable)"
         if not _ALLOWED_TARGETS.fullmatch(target):
             raise CompileError(
-                f"the computation calls the native function {target!r}, which workers do not allow"
+                f"the function calls the native function {target!r}, which workers do not allow; write it with "
+                "jax.numpy or jax.lax instead"
             )
     if channel := _HOST_CHANNEL.search(text):
         raise CompileError(
-            f"the computation talks to its host ({channel[0]}), which is not allowed"
+            f"the function talks to its host ({channel[0]}), which is not allowed; return such values, or "
+            "use a pw.host_function"
         )
     return not _CHOICE.search(text) and not _CUSTOM_CALL.search(text)
 
@@ -204,7 +210,9 @@ class Compiler:
         wish = (computation.artifact, devices, inputs, outputs, computation.donated)
         if wish not in self._made:
             if hashlib.sha256(artifact).digest() != computation.artifact:
-                raise CompileError("the artifact's bytes do not have the SHA-256 that it goes by")
+                raise CompileError(
+                    "the code of the function was damaged on its way; make the pw.jit function anew"
+                )
             exported = jax.export.deserialize(bytearray(artifact))
             is_straight = vet(exported, computation)
             for spec in (*computation.inputs, *computation.outputs):

@@ -15,8 +15,7 @@ import time
 import traceback
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +43,8 @@ class Completions:
         self._unhurried = False
         self._dozing = False
         """The loop looks by itself before long."""
+        self._loop_ident = 0
+        """Of the loop's thread, which need not be woken by itself; known when it has looked once."""
         self._closed = False
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
@@ -74,23 +75,14 @@ class Completions:
         if not self._woken:
             self._woken = True
             try:
-                self._loop.call_soon_threadsafe(self._drain)
+                if threading.get_ident() == self._loop_ident:
+                    self._loop.call_soon(self._drain)
+                else:
+                    self._loop.call_soon_threadsafe(self._drain)
             except RuntimeError:
                 if not self._loop.is_closed():
                     raise
                 self._closed = True
-
-    @contextmanager
-    def on_loop(self) -> Iterator[None]:
-        """Inside the block, which is run on the loop, what is posted needs no wake: it is called soon after."""
-        was_woken, self._woken = self._woken, True
-        try:
-            yield
-        finally:
-            self._woken = was_woken
-            if self._calls and not was_woken:
-                self._woken = True
-                self._loop.call_soon(self._drain)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` on the loop, whose exception handler reports it."""
@@ -112,6 +104,7 @@ class Completions:
 
     def _drain(self) -> None:
         self._woken = False
+        self._loop_ident = threading.get_ident()
         if self._unhurried and not self._dozing:
             self._unhurried, self._dozing = False, True
             self._loop.call_later(DOZE_S, self._look_again)

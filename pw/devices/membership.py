@@ -13,7 +13,7 @@ hosts, what was launched may end first, for a moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +35,7 @@ from pw.core.messages import (
     RegisterHost,
 )
 from pw.devices.coordinator import ShardCoordinator
-from pw.devices.replicas import Saved
+from pw.devices.held import Saved
 from pw.devices.store import ObjectStore
 
 RECONNECT_S = 60.0
@@ -78,8 +78,16 @@ class HostProcess(Protocol):
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation; with an error, for good."""
 
+    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+        """Keep these for the next incarnation, however this one ends, in place of what was kept before.
+
+        Returns at once. `kept` is called on the loop thread, perhaps before this returns: with None when
+        the next incarnation will find them, with the reason when it will not, and what was kept before
+        is kept. Until then this is not called again.
+        """
+
     def hand_over(self, replicas: Iterable[Saved]) -> None:
-        """Keep these, taken one by one, for the next incarnation, in place of what was handed over before."""
+        """At the end of this incarnation: keep these, taken one by one, in place of what was kept before."""
 
     def finish(self, reason: str) -> None:
         """End for good, because all is well: no incarnation follows."""
@@ -120,7 +128,7 @@ class HostMember(Actor):
         """Say what the last incarnation handed over, and ask for a place in the island."""
         place, registration = self._place, self._registration
         if place is None:
-            self._store.replicas.announce()
+            self._store.replicas.held.announce()
         else:
             registration = msgspec.structs.replace(
                 registration,
@@ -148,7 +156,7 @@ class HostMember(Actor):
     @handles(FormIsland)
     def _form(self, sender: Address, message: FormIsland) -> None:
         if self._epoch:
-            self._begin_again(f"asked to join epoch {message.epoch} of {message.island}")
+            self._begin_again(f"asked to join {message.island} once more")
             return
         self._epoch = message.epoch
         self._place = message

@@ -1,13 +1,11 @@
 """Clients' Python functions on a host: off unless the host's owner allows them.
 
 A function gets numpy arrays and gives numpy arrays. It runs on a thread of its own, so that neither the
-loop nor the execute thread waits for it; values it will make are `building` until it has returned. That
-may take long, so who only asks whether they are there, or what they are, comes back at its `Ending`.
+loop nor the execute thread waits for it; values it will make are `building` until it has returned.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 from pw.core.errors import CompileError, ComputationFailed
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
-from pw.devices.backend import Execute, Value
+from pw.devices.backend import Value
 from pw.devices.jax_layouts import Layouts, host_shards, local_shards, put
 
 
@@ -31,39 +29,6 @@ class PythonFunction:
     flat: Callable[..., list[Any]]
     outputs: tuple[ArraySpec, ...]
     devices: tuple[DeviceAddress, ...]
-
-
-class Ending(threading.Event):
-    """Is set when a call has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._telling = threading.Lock()
-        self._acts: list[Callable[[], None]] = []
-
-    def then(self, act: Callable[[], None]) -> None:
-        """Call `act` when this is set, on the thread that sets it; at once, if it is set."""
-        with self._telling:
-            if not self.is_set():
-                self._acts.append(act)
-                return
-        act()
-
-    def set(self) -> None:
-        """Let go of those who wait, and call what was to be called then, in the order of asking."""
-        with self._telling:
-            super().set()
-            acts, self._acts = self._acts, []
-        for act in acts:
-            act()
-
-
-def under_way(value: Value) -> Ending | None:
-    """The end of the call that makes `value`, unless that has come or no call makes it."""
-    ending = value.building
-    if value.payload is None and isinstance(ending, Ending) and not ending.is_set():
-        return ending
-    return None
 
 
 def load(
@@ -86,15 +51,6 @@ def load(
             f"{type(error).__name__}: {error}. What it imports must be installed on the host"
         ) from error
     return PythonFunction(computation.name, flat, computation.outputs, devices)
-
-
-def expect(op: Execute) -> None:
-    """Mark the results of a call as under way, and its arguments as in use."""
-    ending = Ending()
-    for value in op.args:
-        value.shared = True
-    for value in op.results:
-        value.building = ending
 
 
 def call(

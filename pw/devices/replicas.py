@@ -3,7 +3,7 @@
 A *replica* is the bytes of one box of an array. Replicas come from the last incarnation of this host
 (what was on its devices when the epoch ended, see `ObjectStore.save`), from a checkpoint that copied
 this host's own shards, and from other hosts' checkpoints, which offer theirs so that one lost host
-loses nothing. They are there until the controller says otherwise, or their client leaves.
+loses nothing. They are there until the controller says otherwise, or their client leaves (`pw.devices.held`).
 
 Boxes are *gathered* to restore an array, or to keep what was offered: those that are here at once,
 the others from hosts that are said to have them. A host that refuses, or is lost, is replaced by the
@@ -25,15 +25,13 @@ import numpy as np
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
-from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
+from pw.core.ids import CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
     INLINE_BYTES,
     Copy,
     DropReplicas,
     FetchReplica,
-    Holding,
-    Holdings,
     OfferReplica,
     PeerLost,
     ReplicaData,
@@ -41,30 +39,13 @@ from pw.core.messages import (
 )
 from pw.core.packing import pack
 from pw.core.sharding import Box, box_bytes, packed_offsets
-from pw.core.ticker import Ticker
 from pw.devices.backend import Read, Value, relative
-
-Saved = tuple[int, Box, np.ndarray[Any, Any]]
-"""An array, one of its boxes, and the bytes there (of any dtype and shape): what is handed over."""
+from pw.devices.held import Held, Keep, Keeping, Overdue, Saved, flat_bytes
 
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
 
-KEEP_S = 0.05
-"""How long after a copy has arrived all are put where a crash of this process does not reach them."""
-
-KEPT_BYTES = 256 << 20
-"""More than that is not: it would keep the event loop from its work. Then only other hosts have copies."""
-
-TOLD_AT_ONCE = 1000
-"""Arrays of which the controller is told in one message that they are here."""
-
 STRANGERS_KEPT = 1000
 """Messages kept from nodes that are not known to be hosts; those beyond are refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Note to the store: copies have arrived that a crash of this process would take away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,16 +89,11 @@ class Replicas(Actor):
         env: Env,
         bulk: Bulk,
         handed_over: Iterable[Saved],
-        keep: Callable[[list[Saved]], None] | None = None,
+        keep: Keeping | None = None,
     ) -> None:
         super().__init__(env)
-        self._keep = keep
-        self._keeps = Ticker(env, KEEP_S, Keep())
-        self._untold: list[Holding] = []
-        """What is here, but would be lost with this process: nobody is to rely on it."""
         self._bulk = bulk
         self._host = env.address.node
-        self._held: dict[int, dict[Box, Bytes]] = {}
         self._offers: list[Gathering] = []
         """What is gathered in order to be held."""
         self._fetches: dict[int, _Fetch] = {}
@@ -125,79 +101,39 @@ class Replicas(Actor):
         self._hosts: frozenset[str] = frozenset()
         self._strangers: list[tuple[Address, FetchReplica | OfferReplica]] = []
         self._gone_clients: set[int] = set()
-        for array, box, data in handed_over:
-            self._held.setdefault(array, {})[box] = flat_bytes(data)
+        self.held = Held(env, handed_over, keep, lambda: bool(self._hosts - {self._host}))
 
     # --- what is held --------------------------------------------------------------------------------
-
-    def announce(self) -> None:
-        """Tell the controller all that is held."""
-        self._tell([Holding(array, tuple(boxes)) for array, boxes in self._held.items()])
-
-    def _tell(self, holdings: Sequence[Holding]) -> None:
-        """So many at a time that a message holds them, whatever the number of their boxes."""
-        for start in range(0, len(holdings), TOLD_AT_ONCE):
-            self.env.send(CONTROL, Holdings(tuple(holdings[start : start + TOLD_AT_ONCE])))
-
-    def leave(self) -> list[Saved]:
-        """All that is held, for the next incarnation; from now on nothing is kept for it any more."""
-        self._keep = None
-        return self.saved()
-
-    def saved(self) -> list[Saved]:
-        """All that is held."""
-        return [
-            (array, box, data) for array, boxes in self._held.items() for box, data in boxes.items()
-        ]
 
     def copy(self, copy: Copy, value: Value | None) -> Read | None:
         """The op that copies shards of an array here, to be submitted in its turn."""
         if value is None:
-            gone = ArrayLost("an array to be copied is not there any more")
-            self._skip(copy.array, ErrorReport.of(gone, self._host))
+            gone = ArrayLost(f"the array {copy.spec.short}, to be copied, is not there any more")
+            self.held.skip(copy.array, ErrorReport.of(gone, self._host))
             return None
         boxes = [copy.spec.box(position) for position in copy.positions]
         wanted = [(at, relative(box)) for at, box in zip(copy.positions, boxes, strict=True)]
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self._skip(copy.array, views)
+                self.held.skip(copy.array, views)
                 return
             if client_of(copy.array) in self._gone_clients:
                 return
-            self._hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
+            self.held.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
             offer = OfferReplica(copy.array, copy.spec.dtype, tuple(boxes), self._host)
             for target in copy.targets:
                 self.env.send(store_of(target), offer)
 
         return Read(value, wanted, copy.spec, copy.devices, read)
 
-    def _skip(self, array: int, error: ErrorReport) -> None:
-        """There will be no copy of an array here: nobody is to wait for it."""
-        self.env.count("copies_skipped")
-        self.env.send(CONTROL, Holdings((Holding(array, (), error),)))
-
-    def _hold(self, array: int, boxes: dict[Box, Bytes]) -> None:
-        self._held.setdefault(array, {}).update(boxes)
-        holding = Holding(array, tuple(boxes))
-        if self._keep is None:
-            self.env.send(CONTROL, Holdings((holding,)))
-        else:
-            self._untold.append(holding)
-            self._keep_soon()
-
-    def _keep_soon(self) -> None:
-        if self._keep is not None:
-            self._keeps.start()
-
     @handles(Keep)
-    def _keep_all(self, sender: Address, note: Keep) -> None:
-        self._keeps.ticked(more=False)
-        saved = self.saved()
-        if self._keep is not None and sum(data.nbytes for _, _, data in saved) <= KEPT_BYTES:
-            self._keep(saved)
-        untold, self._untold = self._untold, []
-        self._tell([holding for holding in untold if holding.array in self._held])
+    def _keep(self, sender: Address, note: Keep) -> None:
+        self.held.keep_all()
+
+    @handles(Overdue)
+    def _overdue(self, sender: Address, note: Overdue) -> None:
+        self.held.look_for_overdue()
 
     @handles(DropReplicas)
     def _drop(self, sender: Address, message: DropReplicas) -> None:
@@ -212,11 +148,7 @@ class Replicas(Actor):
         self._forget(lambda array: client_of(array) == client)
 
     def _forget(self, meant: Callable[[int], bool]) -> None:
-        held = len(self._held)
-        for array in [array for array in self._held if meant(array)]:
-            del self._held[array]
-        if held and not self._held:
-            self._keep_soon()  # nothing
+        self.held.forget(meant)
         for gathering in self._offers:
             if meant(gathering.array):
                 self.cancel(gathering)
@@ -224,10 +156,9 @@ class Replicas(Actor):
 
     def census(self) -> dict[str, int]:
         """Replicas held here, and boxes asked for elsewhere."""
-        sizes = [data.nbytes for boxes in self._held.values() for data in boxes.values()]
         return {
-            "replica_arrays": len(self._held),
-            "replica_bytes": sum(sizes),
+            "replica_arrays": len(self.held),
+            "replica_bytes": self.held.size_bytes,
             "replicas_fetched": len(self._fetches),
         }
 
@@ -245,7 +176,7 @@ class Replicas(Actor):
             gathered: called with all the boxes, or with the error that keeps one away.
         """
         gathering = Gathering(array, dtype, gathered)
-        held = self._held.get(array, {})
+        held = self.held.of(array)
         for box, hosts in sources.items():
             here = held.get(box)
             if here is not None and here.nbytes == box_bytes(box, dtype):
@@ -279,7 +210,9 @@ class Replicas(Actor):
             while hosts and hosts[-1] not in self._hosts:
                 gathering.why = f"host {hosts.pop()} has gone"
             if not hosts:
-                lost = ArrayLost(f"no host has a copy of {box} of the array: {gathering.why}")
+                part = ", ".join(f"{start}:{stop}" for start, stop in box)
+                words = f"no host has a copy of its part [{part}] any more: {gathering.why}"
+                lost = ArrayLost(words)
                 self._end(gathering, ErrorReport.of(lost, self._host))
                 return
             asked.setdefault(hosts.pop(), []).append(box)
@@ -345,12 +278,12 @@ class Replicas(Actor):
     def _serve(self, sender: Address, message: FetchReplica) -> None:
         if not self._is_host(sender, message):
             return
-        held = self._held.get(message.array, {})
+        held = self.held.of(message.array)
         sizes = [box_bytes(box, message.dtype) for box in message.boxes]
         data = [held[box] for box in message.boxes if box in held]
         offsets, total = packed_offsets(sizes)
         if [part.nbytes for part in data] != sizes:
-            lost = ArrayLost("it has no copy of that")
+            lost = ArrayLost("this host has not got the copy that it was asked for")
             self._refuse(sender, message, ErrorReport.of(lost, self._host))
         elif message.landing is None and total <= INLINE_BYTES:
             self.env.send(sender, ReplicaData(message.request, pack(data)))
@@ -383,9 +316,9 @@ class Replicas(Actor):
                 if found.kind == ArrayLost.__name__:
                     # Only the copy is: the array may be where it was.
                     found = msgspec.structs.replace(found, kind=HostLost.__name__)
-                self._skip(message.array, found)
+                self.held.skip(message.array, found)
             else:
-                self._hold(message.array, found)
+                self.held.hold(message.array, found)
 
         sources = dict.fromkeys(message.boxes, (message.host,))
         gathering = self.gather(message.array, message.dtype, sources, gathered)
@@ -418,15 +351,10 @@ class Replicas(Actor):
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
         # Its next incarnation may have been announced already, so it is asked as before.
-        self._lose(message.node, message.reason)
+        self._lose(message.node, message.words)
 
     def _lose(self, node: str, reason: str) -> None:
         self._strangers = [parked for parked in self._strangers if parked[0].node != node]
         for request in [n for n, fetch in self._fetches.items() if fetch.host == node]:
             if request in self._fetches:  # one that failed may have ended others
                 self._next(request, reason)
-
-
-def flat_bytes(data: np.ndarray[Any, Any]) -> Bytes:
-    """The bytes of an array, without a copy where they lie one after the other."""
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)

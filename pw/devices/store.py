@@ -76,8 +76,11 @@ from pw.core.sharding import (
 )
 from pw.devices.backend import Backend, Build, Part, Read, Value, Watch, relative
 from pw.devices.files import Aside, Files
-from pw.devices.replicas import Gathering, Keep, Replicas, Saved
+from pw.devices.held import Keep, Keeping, Overdue, Saved
+from pw.devices.printing import Lines, Printing, SendWritten, Written
+from pw.devices.replicas import Gathering, Replicas
 
+_STRANGER = "this host does not know this session (any more); connect again with pw.connect()"
 PARKED_REQUESTS = 100_000
 """Requests for arrays not known yet that one host keeps; beyond that it refuses."""
 
@@ -118,7 +121,8 @@ class ObjectStore(Actor):
         counters: Callable[[], dict[str, int]],
         replicas: Sequence[Saved] = (),
         aside: Aside | None = None,
-        keep: Callable[[list[Saved]], None] | None = None,
+        keep: Keeping | None = None,
+        output: Lines | None = None,
     ) -> None:
         super().__init__(env)
         self._backend = backend
@@ -136,7 +140,9 @@ class ObjectStore(Actor):
         self._restoring: dict[int, Gathering] = {}
         self.replicas = Replicas(env, bulk, replicas, keep)
         self.files = Files(env, aside)
-        self._dropped: OrderedDict[int, str] = OrderedDict()
+        self._printing = Printing(env, output, self._gone_clients.__contains__)
+        self._dropped: OrderedDict[int, tuple[str, ArraySpec | None]] = OrderedDict()
+        """What became of arrays that were here, and what they were."""
 
     # --- what the executor of this host does with it ---------------------------------------------------
 
@@ -188,18 +194,20 @@ class ObjectStore(Actor):
 
     def drop(self, array: int, why: str = "deleted") -> None:
         """Forget an array; whoever still waits for it, or asks too late, is told."""
-        self._entries.pop(array, None)
-        self._dropped[array] = why
+        entry = self._entries.pop(array, None)
+        self._dropped[array] = gone = (why, None if entry is None else entry.spec)
         if len(self._dropped) > DROPPED_KEPT:
             self._dropped.popitem(last=False)
         if self._landings or self._restoring:
             self._abandon(array)
         if self._parked:
             for request in self._parked.pop(array, ()):
-                self._fail(request, self._deleted(why))
+                self._fail(request, self._deleted(*gone))
 
-    def _deleted(self, why: str) -> ErrorReport:
-        return ErrorReport.of(ArrayDeleted(f"the array was {why}"), self.env.address.node)
+    def _deleted(self, why: str, spec: ArraySpec | None) -> ErrorReport:
+        what = "the array" if spec is None else f"the array {spec.short}"
+        words = f"{what} was {why} before its value was asked for; keep a copy, copy.copy(x)"
+        return ErrorReport.of(ArrayDeleted(words), self.env.address.node)
 
     def drop_client(self, client: int) -> None:
         """Forget all that a client held; whatever still comes from it is dropped."""
@@ -211,6 +219,7 @@ class ObjectStore(Actor):
         for array in [array for array in self._parked if client_of(array) == client]:
             self.drop(array)
         self.replicas.drop_client(client)
+        self._printing.gone(client)
 
     def census(self) -> dict[str, int]:
         """Arrays and bytes that clients hold on this host."""
@@ -232,7 +241,7 @@ class ObjectStore(Actor):
 
         It takes a while to copy them from accelerators, so whoever takes them gets one after the other.
         """
-        saved = self.replicas.leave()
+        saved = self.replicas.held.leave()
         return chain(saved, self._snapshots({(array, box) for array, box, _ in saved}))
 
     def _snapshots(self, held: set[tuple[int, Box]]) -> Iterator[Saved]:
@@ -248,7 +257,7 @@ class ObjectStore(Actor):
     def _boxes(self, entry: _Entry) -> list[tuple[Box, tuple[int, ...]]]:
         return host_boxes(entry.spec, entry.devices, self.env.address.node)
 
-    @handles(FetchReplica, ReplicaData, ReplicaRefused, OfferReplica, DropReplicas, Keep)
+    @handles(FetchReplica, ReplicaData, ReplicaRefused, OfferReplica, DropReplicas, Keep, Overdue)
     def _of_replicas(self, sender: Address, message: object) -> None:
         self.replicas.receive(sender, message)
 
@@ -295,7 +304,7 @@ class ObjectStore(Actor):
         if sender.node in self._clients:
             self.files.receive(sender, message)
         else:
-            error = Disconnected("this host does not know the client")
+            error = Disconnected(_STRANGER)
             self.env.send(sender, RequestFailed(message.request, ErrorReport.of(error)))
 
     @handles(ReadArray)
@@ -346,6 +355,7 @@ class ObjectStore(Actor):
         ).digest()
         if message.ticket == wanted and message.client not in self._gone_clients:
             self._clients[sender.node] = message.client
+            self._printing.met(message.client, sender, message.output)
         else:
             self.env.count("tickets_refused")
             self.env.log("warning", "ticket refused", node=sender.node, client=message.client)
@@ -357,7 +367,9 @@ class ObjectStore(Actor):
         What it was uploading may have been lost with the link, and is asked for again.
         """
         client = self._clients.get(message.node)
-        words = f"the link to {message.node} was lost during an upload: {message.reason}"
+        words = (
+            f"the connection to the client was lost while an array came from there: {message.words}"
+        )
         for array in [array for array in self._landings if client_of(array) == client]:
             self._abandon(array)
             report = ErrorReport.of(TransferFailed(words), self.env.address.node)
@@ -366,7 +378,9 @@ class ObjectStore(Actor):
         self.replicas.receive(sender, message)
 
     def _forget_node(self, node: str) -> None:
-        self._clients.pop(node, None)
+        client = self._clients.pop(node, None)
+        if client is not None:
+            self._printing.lost(client)
         for key in [key for key in self._requests if key[0] == node]:
             self._withdraw(self._requests.pop(key))
 
@@ -433,7 +447,9 @@ class ObjectStore(Actor):
             self._landings[array] = landing.transfer
             self.env.send(sender, UploadLanding(array, landing, message.attempt))
         elif len(message.data) != total:
-            error = ArgumentError(f"an upload of {total} bytes came with {len(message.data)}")
+            error = ProtocolError(
+                f"{len(message.data)} bytes came for the array {message.spec.short}, of which {total} lie here"
+            )
             self._fail_array(array, value, ErrorReport.of(error, self.env.address.node))
         else:
             deliver(message.data)
@@ -489,15 +505,19 @@ class ObjectStore(Actor):
 
     def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
         if sender.node not in self._clients:
-            stranger = Disconnected("this host does not know the client (any more)")
+            stranger = Disconnected(_STRANGER)
             self._fail(request, ErrorReport.of(stranger, self.env.address.node))
             return
         if not all(self._allowed(sender, array) for array in arrays):
-            error = NotOwner("the request names an array of another client")
+            error = NotOwner(
+                "an array of another client was asked for; have that client pass its value"
+            )
             self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
         if len(self._requests) >= PARKED_REQUESTS:
-            error_full = ProtocolError(f"more than {PARKED_REQUESTS} requests wait on this host")
+            error_full = ProtocolError(
+                f"more than {PARKED_REQUESTS} arrays are waited for on this host; wait for fewer at a time"
+            )
             self._fail(request, ErrorReport.of(error_full, self.env.address.node))
             return
         self._requests[(sender.node, request.number)] = request
@@ -506,7 +526,7 @@ class ObjectStore(Actor):
         for array in arrays:
             entry = self._entries.get(array)
             if entry is None and array in self._dropped:
-                self._fail(request, self._deleted(self._dropped[array]))
+                self._fail(request, self._deleted(*self._dropped[array]))
                 return
             elif entry is None or not entry.submitted:
                 self._parked.setdefault(array, []).append(request)
@@ -554,12 +574,14 @@ class ObjectStore(Actor):
     def _ready(self, request: _Request) -> None:
         if not request.cancelled:
             self._requests.pop((request.client.node, request.number), None)
+            self._printing.flush()
             self.env.send(request.client, Ready(request.number))
 
     def _fail(self, request: _Request, error: ErrorReport) -> None:
         if not request.cancelled:
             request.cancelled = True
             self._requests.pop((request.client.node, request.number), None)
+            self._printing.flush()
             self.env.send(request.client, RequestFailed(request.number, error))
 
     def _read(self, entry: _Entry, request: _Request, fetch: Fetch) -> None:
@@ -569,7 +591,9 @@ class ObjectStore(Actor):
             not 0 <= position < len(fetch.devices) or fetch.devices[position].host != here
             for position in fetch.positions
         ):
-            error = ArgumentError("the fetch asks for shards that are not on this host")
+            error = ArgumentError(
+                f"the array {spec.short} does not lie on this host as it was asked for; make it again"
+            )
             self._fail(request, ErrorReport.of(error, here))
             return
 
@@ -583,13 +607,16 @@ class ObjectStore(Actor):
         self._backend.submit([Read(entry.value, boxes, spec, fetch.devices, read)])
 
     def _deliver(self, request: _Request, fetch: Fetch, views: list[np.ndarray[Any, Any]]) -> None:
+        self._printing.flush()
         if fetch.landing is None:
             self._requests.pop((request.client.node, request.number), None)
             self.env.send(request.client, Fetched(request.number, pack(views)))
             return
         offsets, total = packed_offsets([view.nbytes for view in views])
         if total > fetch.landing.size_bytes:
-            error = ArgumentError("the fetch's landing is too small for its shards")
+            error = ProtocolError(
+                f"there is no room for {total} bytes of the array {fetch.spec.short} where they are to go"
+            )
             self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
 
@@ -601,12 +628,22 @@ class ObjectStore(Actor):
 
         self._bulk.push(fetch.landing, list(zip(offsets, views, strict=True)), pushed)
 
+    # --- what clients' programs write ----------------------------------------------------------------
+
+    @handles(Written)
+    def _written(self, sender: Address, note: Written) -> None:
+        self._printing.written()
+
+    @handles(SendWritten)
+    def _send_written(self, sender: Address, note: SendWritten) -> None:
+        self._printing.send_written()
+
     # --- counters ------------------------------------------------------------------------------------
 
     @handles(GetStats)
     def _stats(self, sender: Address, message: GetStats) -> None:
         if sender.node not in self._clients:
-            error = Disconnected("this host does not know the client")
+            error = Disconnected(_STRANGER)
             self.env.send(sender, RequestFailed(message.request, ErrorReport.of(error)))
             return
         counters = self._backend.counters() | self.census() | self._counters()

@@ -78,13 +78,13 @@ def told(report: HostReport) -> Iterator[str]:
         return
     names = ", ".join(map(repr, head.computations)) or "no computation"
     yield (
-        f"run {head.run}, segment {head.segment} of {head.program!r} ({names}) waits since "
+        f"{head.program!r} ({names}) waits since "
         f"{report.quiet_s:.0f} s; {report.queued} launches have not been handed over"
     )
     for edge in report.edges:
         if edge.incoming and (edge.run, edge.edge) in head.waits_for:
             yield (
-                f"edge {edge.edge} from {edge.peer}, shards {edge.shards}: {edge.state}, "
+                f"transfer {edge.edge} from {edge.peer}, shards {edge.shards}: {edge.state}, "
                 f"{edge.received_bytes} of {edge.size_bytes} bytes after {edge.open_s:.0f} s"
             )
     for thread in report.threads:

@@ -190,8 +190,8 @@ class RunEnder:
         program = state.record.program
         where = ", ".join(f"{island} ({', '.join(h)})" for island, h in program.hosts.items())
         words = (
-            f"a run of {program.body.name!r} had not ended {program.body.timeout_s:g} s after its "
-            f"launch on {where}"
+            f"a call of {program.body.name!r} had not ended {program.body.timeout_s:g} s after it began on "
+            f"{where}"
         )
         self._env.log("warning", "run timed out", run=run_name(run), program=program.body.name)
         error = ErrorReport.of(ComputationTimeout(". ".join(filter(None, (words, explanation)))))
@@ -238,11 +238,13 @@ class RunEnder:
             for message in waiting
             if message.program in client.programs
         )
-        words = (
-            f"cancelled by {by}: {', '.join(map(repr, sorted(names)))} of client {client.number}"
-        )
-        error = ErrorReport.of(Cancelled(words))
         lost = self._lost(client, wanted)
+        origins = (client.lineage.origins.get(array) for array in lost)
+        names.update(o.maker.program.body.name for o in origins if o is not None and o.maker)
+        what = ", ".join(map(repr, sorted(names))) or "nothing"
+        words = f"{what} of client {client.number} ({client.name}) was cancelled with {by}"
+        again = "call it again if its results are needed after all"
+        error = ErrorReport.of(Cancelled(f"{words}; {again}"))
         for array in lost:
             del client.lost[array]
         self._spoil(client, lost, error)

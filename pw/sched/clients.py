@@ -231,7 +231,7 @@ class Client:
         taken = [(number, self.take(number)) for number in arrays]
         return [(n, array) for n, array in taken if array is not None and not array.uploading]
 
-    def status(self) -> ClientStatus:
+    def status(self, share: float, priority: int) -> ClientStatus:
         """What it has, in numbers."""
         return ClientStatus(
             self.number,
@@ -240,24 +240,28 @@ class Client:
             len(self.programs),
             len(self.slices),
             self.in_flight,
+            share,
+            priority,
         )
 
     def program_of(self, message: Run) -> RegisteredProgram:
         """The program of a run. Raises if it is not known, failed, or takes and makes other arrays."""
         program = self.programs.get(message.program)
         if program is None:
-            raise NotOwner("the run names a program that this client has not registered")
+            raise NotOwner(
+                "a function was called that the controller does not know; make it anew with pw.jit"
+            )
         if program.error is not None:
             raise Poisoned(program.error)
         if len(message.args) != len(program.body.inputs):
             raise ArgumentError(
-                f"program {program.body.name!r} takes {len(program.body.inputs)} arrays, the run has "
+                f"{program.body.name!r} takes {len(program.body.inputs)} arrays and was given "
                 f"{len(message.args)}"
             )
         if len(message.results) != len(program.body.outputs):
             raise ArgumentError(
-                f"program {program.body.name!r} makes {len(program.body.outputs)} arrays, the run "
-                f"names {len(message.results)}"
+                f"{program.body.name!r} makes {len(program.body.outputs)} arrays, and "
+                f"{len(message.results)} were expected of it"
             )
         return program
 
@@ -270,26 +274,25 @@ class Client:
             if isinstance(arg, bytes):
                 if len(arg) != spec.size_bytes:
                     raise ArgumentError(
-                        f"argument {position} of program {program.body.name!r} has {len(arg)} bytes, "
-                        f"{spec.dtype}{list(spec.shape)} takes {spec.size_bytes}"
+                        f"{_argument(program, position)} takes {spec.size_bytes} bytes and has {len(arg)}"
                     )
                 continue
             if client_of(arg) != self.number:
                 raise NotOwner(
-                    f"argument {position} of program {program.body.name!r} belongs to another client"
+                    f"{_argument(program, position)} belongs to another client; pass its value, pw.get(x)"
                 )
             array = self.arrays.get(arg)
             if array is None:
                 raise ArrayDeleted(
-                    f"argument {position} of program {program.body.name!r} was deleted or donated "
-                    "before this run"
+                    f"{_argument(program, position)} was deleted or donated before this call; pass a copy "
+                    "where it was, copy.copy(x), or do not donate it"
                 )
             if array.error is not None:
                 raise Poisoned(array.error)
             if array.spec is not spec and array.spec != spec:
                 raise ArgumentError(
-                    f"argument {position} of program {program.body.name!r} lies differently from what "
-                    f"the program was traced for: {array.spec} instead of {spec}"
+                    f"{_argument(program, position)} is {_lies(array.spec)}, where the function was traced for "
+                    f"{_lies(spec)}"
                 )
             if array.uploading:
                 awaits.append(arg)
@@ -310,7 +313,24 @@ class Client:
         held = program.result_homes(bindings)
         if held is None:
             raise HostLost(
-                f"a slice of {program.body.name!r} has no island at the moment: a host was lost. Call "
-                "again when the island has all its hosts (see pw status)"
+                f"{program.body.name!r} has no devices at the moment: a host of their island was lost. Call it "
+                "again when the island has all its hosts (see pw.status())"
             )
         return held
+
+
+def _argument(program: RegisteredProgram, position: int) -> str:
+    spec = program.body.inputs[position]
+    return f"argument {position} of {program.body.name!r}, {spec.short},"
+
+
+def _lies(spec: ArraySpec) -> str:
+    """How an array lies, as far as that can be said in a user's words."""
+    split = [", ".join(axes) or "-" for axes in spec.sharding.spec]
+    how = (
+        f"split over the mesh axes ({'; '.join(split)})"
+        if any(spec.sharding.spec)
+        else "replicated"
+    )
+    devices = ", ".join(map(str, spec.placement.devices[:8]))
+    return f"{spec.short}, {how}, on the devices [{devices}] of its slice"

@@ -52,6 +52,7 @@ from pw.core.messages import (
     GetStats,
     GetStatus,
     Holdings,
+    HoldsNoMore,
     HostEmptied,
     HostReport,
     InputGone,
@@ -379,7 +380,12 @@ class Controller(Actor):
         """Nothing is lost any more, so all arrays are where they should be, if they are."""
         error = None
         if any(number not in client.arrays for number in message.arrays):
-            error = ErrorReport.of(ArrayDeleted("the array was deleted or donated"))
+            error = ErrorReport.of(
+                ArrayDeleted(
+                    "the array was deleted, or donated to a computation, before its value was asked for; keep "
+                    "a copy, copy.copy(x), or do not donate it"
+                )
+            )
         self.env.send(client.address, Answered(message.request, error))
 
     # --- runs ----------------------------------------------------------------------------------------
@@ -459,6 +465,13 @@ class Controller(Actor):
             self._copies.holds(sender.node, message)
             if self._copies.unclaimed:
                 self._disclaimer.start()
+
+    @handles(HoldsNoMore)
+    def _holds_no_more(self, sender: Address, message: HoldsNoMore) -> None:
+        if sender.node in self._sessions:
+            self.env.count("messages_refused")
+        else:
+            self._copies.is_back(sender.node)
 
     @handles(_Disclaim)
     def _disclaim(self, sender: Address, note: _Disclaim) -> None:
@@ -560,7 +573,7 @@ class Controller(Actor):
                 self._versions.jax,
                 self._policy,
                 self._island_status(),
-                tuple(client.status() for client in self._clients.values()),
+                self._sessions.status(),
                 self._ender.status(),
                 self._waiting_hosts(),
             ),

@@ -106,8 +106,8 @@ class Copies:
         self._paused: dict[tuple[int, str], float] = {}
         """When those that could not are asked again."""
         self._hosts: tuple[str, ...] = ()
-        self._expected_until_s = 0.0
-        """Until then a host may be back that had copies."""
+        self._expected: dict[str, float] = {}
+        """Hosts that had copies and may be back with them, and until when."""
         self.draining: set[str] = set()
         """Hosts that shall not keep anything."""
         self._unclaimed: dict[int, list[tuple[str, Holding]]] = {}
@@ -125,7 +125,9 @@ class Copies:
     @property
     def may_come_back(self) -> bool:
         """Whether a host that had copies is still expected."""
-        return self._env.now_s() < self._expected_until_s
+        now_s = self._env.now_s()
+        self._expected = {host: end_s for host, end_s in self._expected.items() if now_s < end_s}
+        return bool(self._expected)
 
     # --- checkpoints -----------------------------------------------------------------------------------
 
@@ -236,9 +238,14 @@ class Copies:
 
     def _expect(self, gone: Iterable[str]) -> None:
         """Copies outlive the process of a host: it is waited for as an island is."""
-        nodes = set(gone)
-        if any(not nodes.isdisjoint(copies) for copies in self._copies.values()):
-            self._expected_until_s = self._env.now_s() + self._recovery_s
+        until_s = self._env.now_s() + self._recovery_s
+        for node in gone:
+            if any(node in copies for copies in self._copies.values()):
+                self._expected[node] = until_s
+
+    def is_back(self, host: str) -> None:
+        """A new incarnation has told what it has: what else its host had is gone for good."""
+        self._expected.pop(host, None)
 
     def _copy_without(self, copying: _Copying, gone: Iterable[str]) -> None:
         """A checkpoint is not to wait for what these hosts were to give or to keep."""
@@ -392,6 +399,8 @@ class Copies:
         self._checkpoints = [c for c in self._checkpoints if c.client is not client]
         self._disclaim(client.number)
         self._drop_copies([n for n in self._copies if client_of(n) == client.number])
+        if self._ledger.clients.keys() <= {client.number}:
+            self._expected.clear()  # nothing waits for copies any more
 
     def _drop_copies(self, arrays: Iterable[int]) -> None:
         by_host: dict[str, list[int]] = {}
@@ -432,9 +441,11 @@ class Copies:
 def objection(client: Client, number: int, array: Array | None) -> ErrorReport | None:
     """Why an array cannot be checkpointed."""
     if client_of(number) != client.number:
-        return ErrorReport.of(NotOwner("a checkpoint names an array of another client"))
+        return ErrorReport.of(NotOwner("pw.checkpoint was given an array of another client"))
     if array is None:
         return ErrorReport.of(
-            ArrayDeleted("a checkpoint names an array that was deleted or donated")
+            ArrayDeleted(
+                "pw.checkpoint was given an array that was deleted, or donated to a computation, before"
+            )
         )
     return array.error

@@ -15,6 +15,10 @@ CLAIM_US = 100_000
 """Device time that a client may have in advance of others because it could not be served before."""
 
 
+AGE_S = 1.0
+"""After so long a wait, a client goes next once, whatever its priority."""
+
+
 @dataclass(slots=True)
 class Account:
     """How the time of some devices has been shared, as far as a policy has to know."""
@@ -61,6 +65,10 @@ class Contender(Protocol):
     def accounts(self) -> Sequence[Account]:
         """Of all devices that its oldest queued work runs on."""
 
+    @property
+    def waits_since_s(self) -> float:
+        """When it was served last, or came to the queue after that."""
+
 
 C = TypeVar("C", bound=Contender)
 
@@ -71,8 +79,10 @@ class Policy(Protocol):
     name: str
     keeps_accounts: bool
     """Whether it has to hear what is used, and of clients that come and go."""
+    keeps_places: bool
+    """Whether a device is kept for a client whose turn it is and who is about to come back."""
 
-    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+    def order(self, contenders: Sequence[C], now_s: float) -> Sequence[C]:
         """Whoever goes next comes first, then who goes if that one cannot; nothing is launched yet."""
 
     def launched(self, contender: Contender, time_us: float) -> None:
@@ -120,8 +130,9 @@ class Fifo(_Unaccounted):
     """The oldest work first, whoever it belongs to."""
 
     name = "fifo"
+    keeps_places = False
 
-    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+    def order(self, contenders: Sequence[C], now_s: float) -> Sequence[C]:
         """In the order in which heads arrived."""
         if len(contenders) < 2:
             return contenders
@@ -141,8 +152,9 @@ class ProportionalShare:
 
     name = "share"
     keeps_accounts = True
+    keeps_places = True
 
-    def order(self, contenders: Sequence[C]) -> Sequence[C]:
+    def order(self, contenders: Sequence[C], now_s: float) -> Sequence[C]:
         """The lowest pass first; on several devices that counts where it is furthest from the lowest."""
         if len(contenders) < 2:
             return contenders
@@ -198,15 +210,27 @@ def _claimed(account: Account, client: int, share: float) -> float:
 
 
 class Priority(_Unaccounted):
-    """The highest priority first; equals in order of arrival."""
+    """The highest priority first; equals in order of arrival.
+
+    A client that has waited for `AGE_S` goes before all others, once: every client gets at least one launch
+    in that time.
+    """
 
     name = "priority"
+    keeps_places = True
 
-    def order(self, contenders: Sequence[C]) -> Sequence[C]:
-        """The most important first, the older one of equals."""
+    def order(self, contenders: Sequence[C], now_s: float) -> Sequence[C]:
+        """What has waited too long, then the most important, the older one of equals."""
         if len(contenders) < 2:
             return contenders
-        return sorted(contenders, key=lambda wants: (-wants.priority, wants.head_arrival))
+        aged_s = now_s - AGE_S
+
+        def rank(wants: C) -> tuple[bool, float, int]:
+            if wants.waits_since_s <= aged_s:
+                return False, wants.waits_since_s, wants.head_arrival
+            return True, -wants.priority, wants.head_arrival
+
+        return sorted(contenders, key=rank)
 
 
 POLICIES: dict[str, type[Fifo] | type[ProportionalShare] | type[Priority]] = {

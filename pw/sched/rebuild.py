@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from pw.core.actor import Env
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import RESOURCES, arrays_in, client_of, scheduler_of, store_of
@@ -42,9 +44,9 @@ from pw.core.ticker import Ticker
 from pw.sched.clients import Array, Client, RunState
 from pw.sched.copies import Copies
 from pw.sched.ledger import Ledger, drop
-from pw.sched.lineage import Record
+from pw.sched.lineage import Origin, Record
 from pw.sched.programs import RegisteredProgram, holders
-from pw.sched.recovery import ANEW_S, RecoveryPlan, is_in_vain, plan_recovery
+from pw.sched.recovery import ANEW_S, RecoveryPlan, is_in_vain, named, plan_recovery
 from pw.sched.resume import RESTARTED
 
 PATIENCE_S = 5.0
@@ -60,7 +62,7 @@ DOUBLINGS = 7
 
 _NOT_BORROWED = ErrorReport.of(
     HostLost(
-        "no island had room for a slice that was given back, and on which it would be made again"
+        "devices that were given back are needed once more, to make again what was lost with a host"
     )
 )
 
@@ -205,7 +207,9 @@ class Rebuilder:
             self._env.send(client.address, RunFailed(0, (number,), array.error))
         if array is None or array.error is not None or array.uploading or number in client.lost:
             return
-        error = ErrorReport.of(HostLost("a host was lost while it sent what the array is made of"))
+        what = named(array.spec, client.lineage.origins.get(number))
+        words = f"a host was lost while it sent what {what} is made of"
+        error = ErrorReport.of(HostLost(words))
         making = [state for state in self._ledger.runs.values() if number in state.results]
         for state in making:
             state.lost = error  # it is seen to when the run has ended
@@ -465,7 +469,13 @@ class Rebuilder:
                 self._env.log(
                     "warning", "island given up", island=note.island, client=client.number
                 )
-                self._abandon(client, gone, note.error)
+                words = (
+                    f"{note.error.message}; there were no devices to go on with for {self._recovery_s:g} s. "
+                    "Start its hosts again (pw.status() shows what is there), or ask for other devices with "
+                    "pw.make_virtual_device_set() and compute there again"
+                )
+                error = msgspec.structs.replace(note.error, message=words)
+                self._abandon(client, gone, error)
 
     def _abandon(self, client: Client, gone: set[int], error: ErrorReport) -> None:
         """These slices will not be bound: what lay there fails, and what needs it."""
@@ -473,9 +483,10 @@ class Rebuilder:
             client.unbound.pop(number, None)
         for program in client.programs.values():
             if not gone.isdisjoint(program.slices):
-                program.error = error
+                program.error = _said_of(f"{program.body.name!r} cannot run", error)
+        origins = client.lineage.origins
         failed = {
-            number: error
+            number: _said_of(_lost(array, origins.get(number)), error)
             for number in client.lost
             if (array := client.arrays.get(number)) is None or array.spec.placement.slice in gone
         }
@@ -522,6 +533,16 @@ class Rebuilder:
     def slice_refused(self, client: Client, number: int, error: ErrorReport) -> None:
         """A slice that was bound, or is said to have been, cannot be had."""
         self._abandon(client, {number}, error)
+
+
+def _lost(array: Array | None, origin: Origin | None) -> str:
+    spec = array.spec if array is not None else None if origin is None else origin.spec
+    return "an array is lost" if spec is None else f"{named(spec, origin)} is lost"
+
+
+def _said_of(what: str, error: ErrorReport) -> ErrorReport:
+    """The same error, about one of the user's objects."""
+    return msgspec.structs.replace(error, message=f"{what}: {error.message}")
 
 
 def _count(tried: Record | Array, now_s: float) -> None:

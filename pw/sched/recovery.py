@@ -15,7 +15,7 @@ from pw.core.ids import arrays_in
 from pw.core.messages import Source
 from pw.core.sharding import ArraySpec, Box
 from pw.sched.clients import Array
-from pw.sched.lineage import Lineage, Record
+from pw.sched.lineage import Lineage, Origin, Record
 
 ATTEMPTS = 16
 """How often one run is run again, or one array brought again, before its arrays are given up."""
@@ -85,21 +85,19 @@ def plan_recovery(
         origin = lineage.origins.get(array)
         sources = sources_of(origin.spec, copies.get(array, {})) if origin else None
         if origin is not None and not bound(origin.spec.placement.slice):
-            plan.lost[array] = _lost(why.get(array), _NOWHERE)
+            plan.lost[array] = _lost(origin, why.get(array), _NOWHERE)
         elif sources is not None:
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
-            plan.lost[array] = failed(array) or _lost(why.get(array), _NO_ORIGIN)
+            plan.lost[array] = failed(array) or _lost(origin, why.get(array), _NO_ORIGIN)
         elif origin.maker is None:
             plan.uploads.append(array)
         elif any(c.python for c in origin.maker.program.body.computations):
-            plan.lost[array] = _lost(why.get(array), _IMPURE)
+            plan.lost[array] = _lost(origin, why.get(array), _IMPURE)
         elif is_in_vain(origin.maker, now_s):
-            plan.lost[array] = _lost(
-                why.get(array), f"it was made again {ATTEMPTS} times, and lost again each time"
-            )
+            plan.lost[array] = _lost(origin, why.get(array), _IN_VAIN)
         elif not all(map(bound, origin.maker.program.slices)):
-            plan.lost[array] = _lost(why.get(array), _NOWHERE)
+            plan.lost[array] = _lost(origin, why.get(array), _NOWHERE)
         else:
             records[origin.maker.order] = origin.maker
             stack += arrays_in(origin.maker.args)
@@ -124,13 +122,32 @@ _NO_ORIGIN = (
     "there are no copies of it, and how it was made is not known any more. Call pw.checkpoint on what "
     "a program cannot do without"
 )
-_NOWHERE = "the slice on which it lay, or something that it is made of, did not come back, or was given back"
-_IMPURE = "a Python function had a part in making it, which may have run already and is not run again by itself"
+_NOWHERE = (
+    "the devices on which it lay, or something that it is made of, did not come back, or were given back. Put "
+    "it on other ones: pw.make_virtual_device_set().add_slice(...)"
+)
+_IMPURE = (
+    "a Python function had a part in making it, which may have run already and is not run again by itself. "
+    "Call it once more, or pw.checkpoint what it returns"
+)
+_IN_VAIN = (
+    f"it was made again {ATTEMPTS} times, and lost again each time. The logs of the hosts "
+    "say why they end"
+)
 
 
-def _lost(cause: ErrorReport | None, reason: str) -> ErrorReport:
+def named(spec: ArraySpec, origin: Origin | None) -> str:
+    """What a message calls an array of a client: what it is, and where the client has it from."""
+    if origin is not None and origin.maker is not None:
+        return f"the array {spec.short} that {origin.maker.program.body.name!r} made"
+    if origin is not None and origin.source is not None:
+        return f"the array {spec.short} that was restored from {origin.source.path!r}"
+    return f"the array {spec.short}"
+
+
+def _lost(origin: Origin | None, cause: ErrorReport | None, reason: str) -> ErrorReport:
+    what = "an array" if origin is None else named(origin.spec, origin)
     if cause is None:
-        return ErrorReport.of(ArrayLost(f"the array cannot be rebuilt: {reason}"))
-    return ErrorReport.of(
-        ArrayLost(f"the array cannot be rebuilt after {cause.message}: {reason}"), cause.where
-    )
+        return ErrorReport.of(ArrayLost(f"{what} is lost and cannot be made again: {reason}"))
+    words = f"{what} is lost ({cause.message}) and cannot be made again: {reason}"
+    return ErrorReport.of(ArrayLost(words), cause.where)

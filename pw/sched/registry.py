@@ -59,14 +59,18 @@ class ProgramRegistry:
             foreign = program.slices - client.slices - client.borrowed
             if foreign:
                 raise NotOwner(
-                    f"program {program.body.name!r} names slices that this client has not allocated, or has "
-                    "given back"
+                    f"the devices that {program.body.name!r} is to run on have been given back; use the ones "
+                    "of another pw.make_virtual_device_set()"
                 )
             unbound = program.slices - bindings.keys()
             if unbound and unbound <= client.unbound.keys():
                 return  # it is lowered when they are bound
             if unbound:
-                raise ArrayLost(f"the slices of program {program.body.name!r} are not bound")
+                raise ArrayLost(
+                    f"the devices that {program.body.name!r} is to run on were lost with their island, and "
+                    "have not come back. Ask for others with pw.make_virtual_device_set(); pw.status() shows "
+                    "what is there"
+                )
             check_program(program.body)
             installs = program.lower(bindings, self._ledger.limited)
         except Error as error:

@@ -337,7 +337,7 @@ class ResourceManager(Actor):
         self._drains.host_lost(node)
         for island in self._islands.values():
             if node in island.hosts:
-                words = f"host {node} was lost: {message.reason}"
+                words = f"host {node} was lost: {message.words}"
                 self._end_epoch(island, words, node, message.may_return)
             elif node in island.awaited and message.reason != "closed":
                 # It did not leave, it died, which another host has noticed first.
@@ -364,7 +364,7 @@ class ResourceManager(Actor):
         if island.expected_hosts > 1:
             self.env.send(SERVICES, StopCoordination(island.name, island.epoch))
         if was_ready:
-            error = HostLost(f"island {island.name} left epoch {island.epoch}: {reason}")
+            error = HostLost(f"island {island.name!r} stopped: {reason}")
             report = ErrorReport.of(error)
             self.env.send(CONTROL, IslandLost(island.name, island.epoch, report, lost))
         self._announce()

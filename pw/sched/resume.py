@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport, HostLost, ProtocolError
 from pw.core.messages import CreateArray, Resumed, Run
+from pw.core.messages.links import in_words
 from pw.sched.clients import NOWHERE, Array, Client
 from pw.sched.programs import RegisteredProgram
 
@@ -78,12 +79,12 @@ class ClientNumbers:
         """Why a client that comes back cannot have this number any more."""
         reason = self._given.get(number)
         if not reason:
-            return "its number is not its own"
+            return "it does not know this session, nor did the one before it; its arrays are gone"
         if reason.startswith("silent"):
-            return f"it was {reason}, and was given up"
+            return f"{in_words(reason)}, and was given up"
         return (
-            f"its link to the controller ended ({reason}), and so it was given up. If the network between them "
-            "was not cut, the controller was paused for longer than its clients wait for it"
+            f"the connection between them was lost ({in_words(reason)}), and so it was given up. If the "
+            "network was not cut, the controller was paused for longer than its clients wait for it"
         )
 
     def is_known(self, number: int) -> bool:

@@ -16,11 +16,14 @@ The cost of a launch does not depend on the number of shards: one send per host 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+
+import msgspec
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.compact import Compact
@@ -71,21 +74,26 @@ from pw.core.messages import (
 )
 from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.sched.admission import Admission, Request
+from pw.sched.names import Names
 from pw.sched.policy import Policy
 from pw.sched.suspects import Suspects
 from pw.sched.tasks import ClientQueue, CopyTask, DiscardTask, Drops, RunHere, SegmentTask, Task
-from pw.sched.why import WORK_TOLD, Names, waited_for
+from pw.sched.why import WORK_TOLD, waited_for
 from pw.sched.window import Footprint, Part, Window, places_of
 
 UNKNOWN_US = 100.0
 """Device time of a segment that has never run."""
-UNKNOWN_AT_ONCE = 4
+UNKNOWN_AT_ONCE = 2
 """Launches of such a segment that have not ended: enough to keep devices busy if it is short."""
 
 NEVER = -1
 """A producer that will not be launched: what waits for it stays where it is until it is cancelled."""
 HEAD_S = 1.0
 """How often to look whether a run that is to end has come to its turn on the devices."""
+TIMER_S = 0.5e-3
+"""Timers may come so much too early."""
+AROUND_S = 1.0
+"""A client that submitted something so recently is one of several that want the island."""
 
 
 Alike = dict[tuple[int, bool, bool, bool], Launch]
@@ -101,6 +109,11 @@ class _Overdue:
     reason: str
     had_turn: bool
     """It was next on its devices already when this note was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LookAgain:
+    """Note to oneself: a place has been kept for long enough."""
 
 
 @dataclass(slots=True)
@@ -147,6 +160,8 @@ class IslandScheduler(Actor):
         self._drops: defaultdict[tuple[str, ...], Drops] = defaultdict(Drops)
         """By gang: what all its hosts are to drop when the turn has ended."""
         self._arrivals = 0
+        self._look_again_s = math.inf
+        """When a note will come that a place has been kept for long enough."""
         self._admission = Admission(env, island)
         self._suspects = Suspects()
 
@@ -195,6 +210,7 @@ class IslandScheduler(Actor):
                     self._suspects.uninstall(task.program)
             queue.tasks.clear()
             queue.launched = 0
+            queue.habit.forget_place()
 
     def _at_work(self, host: str) -> list[int]:
         """Programs that it may have been working at: on each device one, what had its turn last first."""
@@ -258,6 +274,8 @@ class IslandScheduler(Actor):
         ) as error:  # no message holds it: its runs are to say so, and nothing waits for it
             program.compiling.clear()
             report = ErrorReport.of(error)
+            words = f"{message.body.name!r} cannot be sent to its hosts: {report.message}"
+            report = msgspec.structs.replace(report, message=words)
             refused = ProgramInstalled(self.island, message.program, report, message.install)
             self.env.send(CONTROL, refused)
 
@@ -305,14 +323,15 @@ class IslandScheduler(Actor):
         if queue is None or not all(map(self._members.issuperset, message.hosts)):
             self.env.count("messages_stale")
             return
+        program = self._programs.get(message.program, _UNKNOWN)
         here = RunHere(
             message.run,
             message.program,
             Arguments(message.args, message.results),
             self._admission.request(message),
             message.is_timed,
+            names=program.names,
         )
-        footprints = self._programs.get(message.program, _UNKNOWN).footprints
         tasks = []
         for index, segment in enumerate(message.segments):
             depends = {producer for _, producer in message.depends[index]}
@@ -321,7 +340,7 @@ class IslandScheduler(Actor):
                     here,
                     segment,
                     message.hosts[index],
-                    footprints.get(segment) or self._window.footprint(message.hosts[index]),
+                    program.footprints.get(segment) or self._window.footprint(message.hosts[index]),
                     message.notify[index],
                     depends,
                     set(depends),
@@ -339,21 +358,25 @@ class IslandScheduler(Actor):
             self.env.send(CONTROL, RunRefused(message.run, refusal))
         if not self._runs and not self._in_flight:
             self._watchdog.went_on()
+        now_s = self.env.now_s()
         if self.policy.keeps_accounts:
-            self._settle_accounts(queue, tasks)
+            self._settle_accounts(queue, tasks, now_s)
         self._runs[message.run] = list(tasks)
-        queue.tasks.extend(tasks)
+        queue.submitted(tasks, now_s)
 
-    def _settle_accounts(self, queue: ClientQueue, tasks: Sequence[SegmentTask]) -> None:
+    def _settle_accounts(
+        self, queue: ClientQueue, tasks: Sequence[SegmentTask], now_s: float
+    ) -> None:
         """Before these are queued: whoever was alone or idle where they run, the past does not count."""
         parts = {part: None for task in tasks for part in task.footprint.parts}
-        quiet = [part for part in parts if not part.launched]
+        kept = queue.wants(now_s)
+        quiet = [part for part in parts if not part.launched and part not in kept]
         if quiet:
-            heads = [other.tasks[0] for other in self._clients.values() if other.tasks]
-            wanted = {p for t in heads if isinstance(t, SegmentTask) for p in t.footprint.parts}
+            others = (other.wants(now_s) for other in self._clients.values() if other is not queue)
+            wanted = {part for place in others for part in place}
             self.policy.idle([part.account for part in quiet if part not in wanted])
-        if not queue.tasks:
-            self.policy.rejoin(queue.client, [part.account for part in parts])
+        if queue.oldest is None:
+            self.policy.rejoin(queue.client, [part.account for part in parts if part not in kept])
 
     @handles(ArrayPlaced)
     def _placed(self, sender: Address, message: ArrayPlaced) -> None:
@@ -478,8 +501,10 @@ class IslandScheduler(Actor):
 
     def _next(self) -> SegmentTask | None:
         """Take the task that goes next, if one may go now."""
+        now_s = self.env.now_s()
         ready: list[ClientQueue] = []
         eligible: list[ClientQueue] = []
+        absent: list[ClientQueue] = []
         footprints: list[Footprint] = []
         wanting = 0
         if self._admission.memory is not None:  # what is dropped may make room for any of them
@@ -489,19 +514,17 @@ class IslandScheduler(Actor):
             tasks = queue.tasks
             if tasks and not isinstance(tasks[0], SegmentTask):
                 self._order(tasks)
-            wanting += bool(tasks or queue.launched)
-            if not tasks:
-                continue
-            head = tasks[0]
-            assert isinstance(head, SegmentTask)
-            if head.awaits:
-                continue
-            request = head.here.request
+            wanting += bool(tasks or queue.launched or now_s < queue.came_s + AROUND_S)
+            head = tasks[0] if tasks else None
+            assert head is None or isinstance(head, SegmentTask)
+            request = None if head is None or head.awaits else head.here.request
             if request is not None and not self._admission.may_be_chosen(request):
                 continue
-            if not head.unlaunched:
-                (eligible if head.unfinished else ready).append(queue)
-                footprints.append(head.footprint)
+            if head is None or head.awaits or head.unlaunched:
+                absent.append(queue)
+                continue
+            (eligible if head.unfinished else ready).append(queue)
+            footprints.append(head.footprint)
         if not ready and not eligible:
             if self._admission.memory is not None:
                 self._admission.refuse_if_stuck()
@@ -509,9 +532,16 @@ class IslandScheduler(Actor):
         may_go = partial(self._window.is_open, contended=wanting > 1)
         if len(footprints) > 1 and not any(map(may_go, footprints)):
             return None
+        expected = self._expected(absent, now_s) if self.policy.keeps_places else absent[:0]
         taken: set[Part] = set()
-        for contenders in (ready, eligible):
-            for queue in self.policy.order(contenders):
+        kept_until_s = math.inf
+        for contenders in (ready + expected if expected else ready, eligible):
+            for queue in self.policy.order(contenders, now_s):
+                if expected and queue in expected:
+                    # What it is about to bring goes before what comes after it here.
+                    taken.update(queue.place.parts if queue.place is not None else ())
+                    kept_until_s = min(kept_until_s, queue.expected_until_s)
+                    continue
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
                 where = task.footprint
@@ -529,9 +559,30 @@ class IslandScheduler(Actor):
                     self.policy.launched(queue, task.estimate_us)
                     queue.tasks.popleft()
                     queue.launched += 1
+                    queue.waits_since_s = math.inf if queue.oldest is None else now_s
+                    queue.habit.launched(where)
                     return task
-        self._admission.refuse_if_stuck()
+        if kept_until_s == math.inf:
+            self._admission.refuse_if_stuck()
+        elif kept_until_s < self._look_again_s:
+            self._look_again_s = kept_until_s
+            self.env.call_later(kept_until_s - now_s + TIMER_S, _LookAgain())
         return None
+
+    def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:
+        """Those of these clients that are about to come back."""
+        expected = []
+        for queue in absent:
+            if now_s < queue.expected_until_s:
+                expected.append(queue)
+            else:
+                queue.habit.stayed_away()
+        return expected
+
+    @handles(_LookAgain)
+    def _kept_long_enough(self, sender: Address, note: _LookAgain) -> None:
+        """The end of this turn sees to what goes there instead."""
+        self._look_again_s = math.inf
 
     def _order(self, tasks: deque[Task]) -> None:
         """See to what is no gang, and has come to the head of its queue."""
@@ -724,7 +775,7 @@ class IslandScheduler(Actor):
 
     def _work(self, task: SegmentTask) -> WorkReport:
         """A segment that is launched, or next of its client."""
-        names = self._programs.get(task.here.program, _UNKNOWN).names
+        names = task.here.names
         shards = names.shards.get(task.segment, {})
         is_launched = task.launched_s >= 0
         return WorkReport(
@@ -772,6 +823,7 @@ class IslandScheduler(Actor):
         queue = self._clients.get(client_of(task.here.run))
         if queue is not None:
             queue.launched -= 1
+            queue.habit.ended(device_time_us, self._watchdog.progress_s)
             if self.policy.keeps_accounts:
                 more_us = device_time_us - task.estimate_us
                 self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
@@ -817,7 +869,7 @@ class IslandScheduler(Actor):
         """A host missed a launch: the order of its gang can no longer be kept, the epoch must end."""
         self.env.count("launch_gaps")
         if message.epoch == self.epoch:
-            reason = f"host {sender.node} expected launch {message.expected} and got {message.got}"
+            reason = f"host {sender.node} has not got all the work that it was sent"
             self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))
 
     @handles(GangBroken)
@@ -828,5 +880,5 @@ class IslandScheduler(Actor):
             if message.error is not None:
                 refused = RunRefused(message.run, message.error, message.results)
                 self.env.send(CONTROL, refused)
-            reason = f"host {sender.node} cannot go on with its gang: {message.reason}"
+            reason = f"host {sender.node} cannot go on with the others: {message.reason}"
             self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))

@@ -11,7 +11,15 @@ from collections.abc import Container
 
 from pw.core.actor import Env
 from pw.core.ids import Address, scheduler_of
-from pw.core.messages import AddClient, Attach, Attached, Directory, Evicted, RemoveClient
+from pw.core.messages import (
+    AddClient,
+    Attach,
+    Attached,
+    ClientStatus,
+    Directory,
+    Evicted,
+    RemoveClient,
+)
 from pw.sched.clients import Client
 from pw.sched.ledger import Ledger
 from pw.sched.resume import ClientNumbers
@@ -93,6 +101,11 @@ class Sessions:
 
     def _added(self, number: int) -> AddClient:
         return AddClient(number, *self._shares[number])
+
+    def status(self) -> tuple[ClientStatus, ...]:
+        """All clients, in numbers."""
+        clients = self._ledger.clients.values()
+        return tuple(client.status(*self._shares[client.number]) for client in clients)
 
     def leave(self, client: Client, reason: str) -> None:
         """A client is not here any more."""

@@ -96,7 +96,7 @@ class _Story:
                 continue
             if found[0].weight > BROKEN and work.launched_s < BUSY_S:
                 return (
-                    f"Work goes on: the oldest launched segment is {self._named(work)}, launched "
+                    f"Work goes on: the oldest is {self._named(work)}, launched "
                     f"{_seconds(work.launched_s)} ago"
                 )
             return (
@@ -188,7 +188,7 @@ class _Story:
         if state == "no credit" and edge.state == "credit sent":
             words = (
                 f"{peer} has not delivered {what} to {host}: it was not told where to put it, though {host} "
-                f"has sent the credit {_seconds(edge.open_s)} ago. The handshake was lost on its way"
+                f"has told it {_seconds(edge.open_s)} ago. That was lost on its way"
             )
             return Finding(BROKEN, peer, words)
         if state == "sending":
@@ -213,7 +213,7 @@ class _Story:
         for report in self._facts.work:
             if report.oldest:
                 yield (
-                    f"launched on {report.island}: {_counted(report.launched, 'segment')}; nothing was "
+                    f"launched on {report.island}: {_counted(report.launched, 'piece')} of work; nothing was "
                     f"launched or ended for {_seconds(report.quiet_s)}"
                 )
             for work in report.oldest:
@@ -221,7 +221,7 @@ class _Story:
                 for host in work.hosts:
                     yield f"    {_holder(work, host)}: {self._state(work, host)}"
             if report.heads:
-                yield f"queued on {report.island}: {_counted(report.queued, 'segment')}"
+                yield f"queued on {report.island}: {_counted(report.queued, 'piece')} of work"
             for work in report.heads:
                 yield f"  {self._named(work)} waits for {' and '.join(work.waits_for)}"
             for install in report.installing:
@@ -238,7 +238,7 @@ class _Story:
         if launch is None or launch.state == "missing":
             return "has not got the launch"
         if launch.state == "waiting":
-            waits = [f"{_edge(e)} from {e.peer} ({e.state})" for e in _awaited(report, launch)]
+            waits = [f"{_edge(e)} from {e.peer} ({_state(e)})" for e in _awaited(report, launch)]
             waits += [f"the end of {name!r}" for name in launch.unsettled]
             if not waits and launch.waits_for:
                 waits = ["bytes that are being assembled"]
@@ -258,7 +258,7 @@ class _Story:
         for edge in report.edges:
             way = "from" if edge.incoming else "to"
             yield (
-                f"  {_edge(edge)} of run {self._run_name(edge.run)} {way} {edge.peer}: {edge.state}"
+                f"  {_edge(edge)} of run {self._run_name(edge.run)} {way} {edge.peer}: {_state(edge)}"
                 + (f", {edge.received_bytes} bytes are here" if edge.incoming else "")
                 + f", open for {_seconds(edge.open_s)}"
             )
@@ -269,12 +269,12 @@ class _Story:
     def _named(self, work: WorkReport) -> str:
         return (
             f"{_computed(work)} (run {self._run_name(work.run)} of {self._client(work.run)}, program "
-            f"{work.program!r}, segment {work.segment})"
+            f"{work.program!r})"
         )
 
     def _launched(self, launch: LaunchReport) -> str:
         names = ", ".join(map(repr, launch.computations)) or launch.program
-        return f"{names} (run {self._run_name(launch.run)}, segment {launch.segment})"
+        return f"{names} (run {self._run_name(launch.run)})"
 
     def _client(self, identifier: int) -> str:
         number = client_of(identifier)
@@ -339,7 +339,22 @@ def _holder(work: WorkReport, host: str) -> str:
 def _edge(edge: EdgeReport) -> str:
     size = f"{edge.size_bytes} bytes" if edge.size_bytes else ""
     details = ", ".join(filter(None, (_shards(edge.shards), size)))
-    return f"edge {edge.edge} ({details})" if details else f"edge {edge.edge}"
+    return f"transfer {edge.edge} ({details})" if details else f"transfer {edge.edge}"
+
+
+_STATES = {
+    "awaited": "it has not come",
+    "credit sent": "it was asked for",
+    "assembled": "its parts are put together",
+    "no value": "it is not made yet",
+    "no credit": "nobody has said where to put it",
+    "sending": "it is being sent",
+    "credit early": "it was asked for before it was launched here",
+}
+
+
+def _state(edge: EdgeReport) -> str:
+    return _STATES.get(edge.state, edge.state)
 
 
 def _shards(shards: tuple[int, ...]) -> str:

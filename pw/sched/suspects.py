@@ -98,4 +98,8 @@ class Suspects:
 
 
 def _words(did: str, name: str) -> str:
-    return f"hosts were lost {STRIKES} times in a row while they {did} {name!r}"
+    return (
+        f"hosts were lost {STRIKES} times in a row while they {did} {name!r}, so it is not tried again. The "
+        "logs of the hosts say how they ended; change the function, or divide it to find out which "
+        "part does that"
+    )

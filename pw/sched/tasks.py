@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import Arguments, Copy, CopyFile
 from pw.sched.admission import Request
+from pw.sched.habits import Habit
+from pw.sched.names import Names
 from pw.sched.policy import Account
-from pw.sched.window import Footprint
+from pw.sched.window import Footprint, Part
 
 
 @dataclass(slots=True)
@@ -25,6 +28,8 @@ class RunHere:
     """Its place in the order of admission; None where memory does not matter to it."""
     is_timed: bool = False
     """The controller is to hear of its first launch."""
+    names: Names = field(default_factory=Names)
+    """What its parts are called, also when its program is let go before it has ended."""
     introduced: set[str] = field(default_factory=set)
     last_segment: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +93,11 @@ class CopyTask:
 Task = SegmentTask | DiscardTask | CopyTask
 
 
-@dataclass(slots=True)
+LAST = 1 << 62
+"""Arrival of what has not come yet."""
+
+
+@dataclass(slots=True, eq=False)
 class ClientQueue:
     """A client's tasks in order, and its claim on the island."""
 
@@ -98,17 +107,57 @@ class ClientQueue:
     tasks: deque[Task] = field(default_factory=deque)
     launched: int = 0
     """Segments that have been launched and have not ended."""
+    came_s: float = -math.inf
+    """When it submitted something last."""
+    waits_since_s: float = math.inf
+    """When something of it was launched last, or came when nothing was queued; inf if nothing is."""
+    habit: Habit = field(default_factory=Habit)
 
     @property
     def head_arrival(self) -> int:
         """Serial number of the oldest task."""
-        return self.tasks[0].arrival
+        return self.tasks[0].arrival if self.tasks else LAST
+
+    @property
+    def oldest(self) -> SegmentTask | None:
+        """The oldest segment."""
+        for task in self.tasks:
+            if isinstance(task, SegmentTask):
+                return task
+        return None
+
+    @property
+    def place(self) -> Footprint | None:
+        """Where the oldest segment runs; if there is none, where the client is expected again."""
+        return self.habit.where if (oldest := self.oldest) is None else oldest.footprint
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """Of all devices that the oldest task, a segment, runs on."""
-        head = self.tasks[0]
-        return head.footprint.accounts if isinstance(head, SegmentTask) else ()
+        """Of all devices there."""
+        return () if (place := self.place) is None else place.accounts
+
+    @property
+    def expected_until_s(self) -> float:
+        """Until when a place may be kept for it while nothing of it can be launched there."""
+        return self.habit.expected_until_s(self.place)
+
+    def wants(self, now_s: float) -> Sequence[Part]:
+        """Where its oldest segment runs; if there is none, where it is expected back just now."""
+        if (oldest := self.oldest) is not None:
+            return oldest.footprint.parts
+        where = self.habit.where
+        if where is None or now_s >= self.habit.expected_until_s(where):
+            return ()
+        return where.parts
+
+    def submitted(self, tasks: Sequence[SegmentTask], now_s: float) -> None:
+        """The client wants a run."""
+        is_new = self.oldest is None
+        self.habit.came(now_s, is_new and bool(self.launched))
+        if is_new:
+            self.waits_since_s = now_s
+        self.came_s = now_s
+        self.tasks.extend(tasks)
 
     def insert(self, discard: DiscardTask) -> None:
         """Queue it behind the last task that may use its arrays; what is behind may need their memory."""

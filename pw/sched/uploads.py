@@ -29,6 +29,7 @@ from pw.sched.copies import Copies
 from pw.sched.ledger import Ledger, drop
 from pw.sched.programs import holders
 from pw.sched.rebuild import Rebuilder
+from pw.sched.recovery import named
 
 
 class Uploads:
@@ -97,10 +98,16 @@ class Uploads:
         self, client: Client, message: CreateArray, early: dict[str, ErrorReport | None]
     ) -> None:
         self._env.count("messages_refused")
-        error: Error = NotOwner("an upload names a slice or array that is not this client's")
+        error: Error = NotOwner(
+            f"the array {message.spec.short} cannot be put where it was to go: these devices have been given "
+            "back; put it on the ones of another pw.make_virtual_device_set()"
+        )
         placed = holders(message.spec, self._ledger.bindings) is not None
         if not placed and message.spec.placement.slice in client.slices:
-            error = ArrayLost("the slice of an upload is not bound to an island at the moment")
+            error = ArrayLost(
+                f"the array {message.spec.short} cannot be put where it was to go: a host was lost, and its "
+                "island has not come back. Put it again when it has (see pw.status()), or on other devices"
+            )
         report = ErrorReport.of(error)
         client.newest_input = max(client.newest_input, message.array)
         for host in early:
@@ -143,7 +150,8 @@ class Uploads:
                 self._tell_schedulers(number)
                 return
             if error.kind in INFRASTRUCTURE:
-                lost = ArrayLost(f"the array could not be brought back: {error.message}")
+                what = named(array.spec, client.lineage.origins.get(number))
+                lost = ArrayLost(f"{what} could not be brought back: {error.message}")
                 error = ErrorReport.of(lost, error.where)
             array.error = error
             self._ender.fail(error, arrays=(number,))
@@ -169,8 +177,8 @@ class Uploads:
             return
         error = ErrorReport.of(
             ArrayLost(
-                "the hosts that had it were lost, and the client has not kept the value; pass keep=True to "
-                "pw.put, or call pw.checkpoint"
+                f"the hosts that had the array {array.spec.short} were lost, and this process has not kept the "
+                "value that it was put there with; pass keep=True to pw.put, or call pw.checkpoint"
             )
         )
         for host in tuple(array.uploading):

@@ -11,7 +11,6 @@ A host that does not answer within `ANSWER_S` is an answer by itself.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -28,13 +27,11 @@ from pw.core.messages import (
     Explanation,
     HostReport,
     HostSilence,
-    InstallProgram,
     IslandReport,
     IslandStatus,
     Run,
     SaveArrays,
 )
-from pw.core.plan import Execute
 from pw.sched.clients import Client
 from pw.sched.ledger import Ledger
 from pw.sched.story import story
@@ -45,47 +42,6 @@ ANSWER_S = 0.8
 WORK_TOLD = 8
 """Segments that a scheduler tells of: those launched longest ago, and those that are next."""
 HOSTS_ASKED = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What the parts of an installed program are called, and who does them."""
-
-    program: str = ""
-    segments: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The computations of each segment."""
-    shards: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Which shards of the last computation of each segment are on which host."""
-
-    @classmethod
-    def of(cls, message: InstallProgram) -> Names:
-        """The names in a program."""
-        names = cls(message.body.name)
-        computations = message.body.computations
-        holders: dict[int, dict[str, list[int]]] = {}
-        for plan in message.plans:
-            bindings = {binding.slice: binding for binding in plan.bindings}
-            for part in plan.segments:
-                made = dict.fromkeys(
-                    instruction.computation
-                    for instruction in part.instructions
-                    if isinstance(instruction, Execute)
-                )
-                if not made:
-                    names.segments.setdefault(part.segment, ())
-                    continue
-                known = names.segments.get(part.segment, ())
-                here_too = (computations[one].name for one in made)
-                names.segments[part.segment] = tuple(dict.fromkeys((*known, *here_too)))
-                last = list(made)[-1]
-                if last not in holders:
-                    placement = computations[last].placement
-                    positions = holders[last] = defaultdict(list)
-                    for at, device in enumerate(bindings[placement.slice].located(placement)):
-                        positions[device.host].append(at)
-                here = tuple(holders[last].get(plan.host, ()))
-                names.shards.setdefault(part.segment, {})[plan.host] = here
-        return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +258,7 @@ def waited_for(head: SegmentTask) -> tuple[str, ...]:
         reasons.append(f"the upload of its arguments (array {arrays})")
     if head.unlaunched:
         producers = ", ".join(map(str, sorted(head.unlaunched)))
-        reasons.append(f"segment {producers} of the same run to be launched on another island")
+        reasons.append(f"part {producers} of the same program to be launched on another island")
     if request is not None and not request.is_admitted:
         if request.tried_at >= 0:
             reasons.append("device memory that others hold")
@@ -310,6 +266,6 @@ def waited_for(head: SegmentTask) -> tuple[str, ...]:
             reasons.append(f"all of its islands ({', '.join(request.islands)}) to have room for it")
     if not reasons:
         launched = max((part.launched for part in head.footprint.parts), default=0)
-        ahead = f"{launched} launched segments where it runs, of which some must end first"
+        ahead = f"work that was launched before where it runs, some of which must end first ({launched} there)"
         reasons.append(ahead if launched else "its turn, which others have where it runs")
     return tuple(reasons)

@@ -23,10 +23,10 @@ from pw.sched.policy import Account
 
 SEGMENTS = 256
 """Launched segments that have not ended, when one client has the island to itself."""
-TIME_US = 250_000.0
+TIME_US = 50_000.0
 """The time that they are expected to take: how long a second client may have to wait."""
-CONTENDED_TIME_US = 20_000.0
-"""The same, when several clients want the island."""
+CONTENDED_TIME_US = 5_000.0
+"""The same, when several clients want the island: a longer one leaves the policy less to decide."""
 CONTENDED_SEGMENTS = 32
 FEW = 16
 """Footprints after which it is not worth to look whether parts can be joined again."""

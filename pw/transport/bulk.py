@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from pw.core.landing import Landing
 from pw.transport.inflow import ChunkReceiver, Inflow
 from pw.transport.outflow import ChunkSender
 from pw.transport.pieces import Push, Ready, checked
+from pw.transport.private import free_endpoint
 from pw.transport.segments import (
     NO_DESCRIPTORS,
     Bytes,
@@ -79,6 +81,8 @@ class BulkPlane:
         loop: the process's event loop.
         bind_host: the address at which other machines reach this one.
         pool_bytes: how much warm shared memory is kept when nobody uses it.
+        folder: the private directory of the cluster, where this plane listens then, and on no port.
+        secret: of the cluster; both ends of every connection prove that they know it.
         channel: `shared` (one machine only), `tcp`, or `auto` for the better of the two; the
             environment variable PW_BULK overrides `auto`.
 
@@ -96,6 +100,8 @@ class BulkPlane:
         bind_host: str = "127.0.0.1",
         pool_bytes: int = 1 << 30,
         channel: str = "auto",
+        folder: Path | None = None,
+        secret: bytes | None = None,
     ) -> None:
         if channel == "auto":
             channel = os.environ.get("PW_BULK", "auto")
@@ -123,17 +129,18 @@ class BulkPlane:
         self._receiver: ChunkReceiver | None = None
         if channel != "shared":
             try:
-                self._receiver = ChunkReceiver(bind_host, self, self._watch, self._unwatch)
+                endpoint = free_endpoint(folder, "chunks", bind_host)
+                self._receiver = ChunkReceiver(endpoint, self, self._watch, self._unwatch, secret)
             except ConnectionFailed as error:
                 raise ValueError(f"cannot listen at bind_host {bind_host!r}: {error}") from error
-        self._listener = Listener(loop, self) if channel != "tcp" else None
+        self._listener = Listener(loop, self, folder, secret) if channel != "tcp" else None
 
         self._pushes: deque[tuple[Copier | ChunkSender, Push]] = deque()
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
-        self._copier = Copier(self._watch, self._unwatch, self._finish, self._unshare)
-        self._sender = ChunkSender(self._watch, self._unwatch, self._finish)
+        self._copier = Copier(self._watch, self._unwatch, self._finish, self._unshare, secret)
+        self._sender = ChunkSender(self._watch, self._unwatch, self._finish, secret)
         self._ended: TransferFailed | None = None
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
         self._thread.start()
@@ -153,9 +160,11 @@ class BulkPlane:
             TransferFailed: there is no memory, no descriptor left, or the plane is closed.
         """
         if self._closed:
-            raise TransferFailed("nothing can land: the bulk plane was closed")
+            raise TransferFailed(
+                "this process has closed its connections, so no array can come here"
+            )
         if size_bytes < 0:
-            raise ValueError(f"a landing of {size_bytes} bytes")
+            raise ValueError(f"nothing can have {size_bytes} bytes")
         transfer = secrets.randbits(63) or 1
         segment = None
         try:
@@ -163,7 +172,7 @@ class BulkPlane:
                 segment = self._lease(size_bytes, transfer)
             target = segment.bytes[:size_bytes] if segment else aligned_buffer(size_bytes)
         except (OSError, MemoryError) as error:
-            words = f"no room for {size_bytes} bytes that were to land here: {error}"
+            words = f"this process has no memory for an array of {size_bytes} bytes to come here: {error}"
             raise OutOfHostMemory(words) from error
         self._expected[transfer] = _Expected(segment, Inflow(transfer, target), deliver)
         listener = self._listener if segment or size_bytes <= INLINE_BYTES else None
@@ -231,8 +240,8 @@ class BulkPlane:
                 mover = self._sender
             else:
                 raise TransferFailed(
-                    f"the receiver offers no channel that this process may use (here: "
-                    f"{self._channel!r}); set the same PW_BULK on both sides"
+                    f"arrays travel by {self._channel!r} here, which the receiver does not do; set the same "
+                    "PW_BULK on all machines"
                 )
         except (ValueError, TypeError, TransferFailed) as error:
             self._loop.call_soon(done, error)
@@ -380,13 +389,13 @@ class BulkPlane:
     # The bulk thread
 
     def _run(self) -> None:
-        reason = TransferFailed("the bulk plane was closed")
+        reason = TransferFailed("this process has closed its connections")
         try:
             self._move()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: becomes every push's error
-            reason = TransferFailed(f"the bulk thread failed: {error!r}")
+            reason = TransferFailed(f"no array can be sent from this process any more: {error!r}")
             reason.__cause__ = error
-            report = {"message": "the bulk thread failed", "exception": error}
+            report = {"message": "the thread that moves arrays failed", "exception": error}
             self._on_loop(self._loop.call_exception_handler, report)
         finally:
             self._ended = reason

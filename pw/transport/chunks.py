@@ -1,5 +1,7 @@
 """Transfers between machines: chunks over tcp connections of their own.
 
+Where the cluster has a secret, both ends prove first that they know it (`pw.transport.proof`).
+
 Both ends live on the bulk thread, and neither bytes nor their acknowledgements share a connection
 with control messages. A receiver listens; a sender has one connection per receiver.
 
@@ -35,6 +37,7 @@ SILENCE_S = 20
 
 HEADER = struct.Struct("<4sIQQQ")
 MAGIC = b"pwc2"
+PLANE = b"chunks"
 CHUNK, FINISH, ACK, REFUSE = range(1, 5)
 
 
@@ -46,6 +49,8 @@ def header(kind: int, transfer: int, offset: int = 0, length: int = 0) -> bytes:
 def prepare(connection: socket.socket) -> None:
     """Set what both ends of a connection want of the kernel."""
     connection.setblocking(False)
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -74,13 +74,13 @@ def encode_message(message: object) -> bytes:
         raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
     if len(body) > MAX_FRAME_BYTES - _OVERHEAD_BYTES:
         raise MessageTooLarge(
-            f"{type(message).__name__} takes {len(body)} bytes and a control frame holds "
+            f"it takes {len(body)} bytes and a message holds "
             f"{MAX_FRAME_BYTES}; large values belong in arrays, not in programs or arguments"
         )
     if len(body) > MAX_OBJECTS and _exceeds_objects(body):
         raise TooManyObjects(
-            f"{type(message).__name__} consists of more than {MAX_OBJECTS} objects, the bound for "
-            "one control message; split the program"
+            f"it consists of more than {MAX_OBJECTS} objects, the bound for "
+            "one message; split the program"
         )
     return body
 

@@ -26,7 +26,8 @@ from typing import Protocol
 from pw.transport import nearby
 from pw.transport.codec import MAX_FRAME_BYTES
 from pw.transport.endpoints import Place, is_numeric, look_up
-from pw.transport.zmtp import Mechanism, Zmtp, ZmtpError
+from pw.transport.peers import is_trusted
+from pw.transport.zmtp import Mechanism, Refusal, Zmtp, ZmtpError
 
 LOST = "connection lost"
 """What the end of the peer's process looks like."""
@@ -46,6 +47,9 @@ class Owner(Protocol):
 
     def ended(self, connection: Connection, reason: str) -> None:
         """The connection has closed, and not by us."""
+
+    def refused(self, connection: Connection, reason: str) -> None:
+        """The connection has closed, because one end does not trust the other."""
 
     def is_behind(self) -> bool:
         """Whether nothing should be received now; senders feel it when buffers are full."""
@@ -172,6 +176,8 @@ class Connection:
             code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._end(errno.errorcode[code])
+        elif not is_trusted(self._socket):
+            self._end("another user's process listens there")
         else:
             self._begin(self._socket, b"DEALER")
 
@@ -285,6 +291,11 @@ class Connection:
                 if parts is None:
                     break
                 owner.received(self, parts)
+        except Refusal as error:
+            self._hang_up()
+            self.closed = True
+            self._waiting.clear()
+            owner.refused(self, str(error))
         except ZmtpError as error:
             self._end(f"what it says is not ZMTP: {error}")
         if self.closed or self._socket is None:

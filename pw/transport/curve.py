@@ -51,6 +51,7 @@ class Curve:
 
     def __init__(self, keys: Keys, as_server: bool, metadata: bytes) -> None:
         self.name = b"CURVE"
+        self.seals = True
         self.as_server = as_server
         self.peer_metadata: bytes | None = None
         self._permanent = keys

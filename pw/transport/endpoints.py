@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import stat
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from pw.core.errors import ConnectionFailed
 
 BACKLOG = 512
 LOOPBACK = "127.0.0.1"
+PATH_BYTES = 107
+"""Bytes that the path of a unix socket may have."""
 _WILDCARDS = ("*", "0.0.0.0")
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
@@ -60,7 +63,7 @@ def look_up(place: Place) -> Place:
 
 
 def listen(endpoint: str) -> socket.socket:
-    """A socket that listens at `endpoint`.
+    """A socket that listens at `endpoint`; a star in the path of a unix socket becomes a random part.
 
     Raises:
         ConnectionFailed: the endpoint is taken, or makes no sense.
@@ -68,6 +71,8 @@ def listen(endpoint: str) -> socket.socket:
     place = parse(endpoint)
     if isinstance(place.address, tuple) and place.address[0] == "*":
         place = place._replace(address=("0.0.0.0", place.address[1]))
+    if isinstance(place.address, str):
+        place = place._replace(address=place.address.replace("*", secrets.token_hex(4)))
     listener = None
     try:
         place = look_up(place)

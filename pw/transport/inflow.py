@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +15,15 @@ from pw.transport.chunks import (
     FINISH,
     HEADER,
     MAGIC,
+    PLANE,
     REFUSE,
     header,
     prepare,
 )
-from pw.transport.endpoints import listen, reachable_endpoint
+from pw.transport.endpoints import listen, reachable_endpoint, unlisten
+from pw.transport.peers import is_trusted
 from pw.transport.pieces import Unwatch, Watch
+from pw.transport.proof import PROOF_S, Proof, ProofError
 from pw.transport.segments import Bytes
 
 _READS_AT_ONCE = 8
@@ -54,21 +58,32 @@ class _Caller:
         "inflow",
         "missing",
         "outbox",
+        "proof",
         "reading_header",
         "socket",
+        "until_s",
         "woken_bytes",
         "writing",
     )
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, proof: Proof | None) -> None:
         self.socket = connection
-        self.header = memoryview(bytearray(HEADER.size))
+        self.proof = proof  # until the sender has proven that it knows the secret
+        self.until_s = time.monotonic() + PROOF_S  # when it should have
+        self.header = memoryview(bytearray(HEADER.size if proof is None else proof.missing_bytes))
         self.missing = self.header  # where the next bytes go
         self.reading_header = True
         self.inflow: Inflow | None = None  # whose chunk is read; None if it is thrown away
         self.outbox = bytearray()
         self.writing = False
         self.woken_bytes = 1
+
+    def read_header(self) -> None:
+        """Have the next bytes be a header, or a part of the proof."""
+        size = HEADER.size if self.proof is None else self.proof.missing_bytes
+        if len(self.header) != size:
+            self.header = memoryview(bytearray(size))
+        self.inflow, self.missing, self.reading_header = None, self.header, True
 
     def wait_for_bytes(self) -> None:
         """Be told when there are many bytes, or all that are missing, and not of each packet."""
@@ -82,22 +97,32 @@ class ChunkReceiver:
     """The receiving end of a plane's tcp connections.
 
     Args:
-        host: the address to listen at.
+        endpoint: where to listen.
         inflows: the plane.
         watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
             readable; or writable, if asked.
         unwatch: forgets it.
+        secret: of the cluster, if it has one.
 
     Raises:
         ConnectionFailed: nobody can listen there.
     """
 
-    def __init__(self, host: str, inflows: Inflows, watch: Watch, unwatch: Unwatch) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        inflows: Inflows,
+        watch: Watch,
+        unwatch: Unwatch,
+        secret: bytes | None = None,
+    ) -> None:
         self._inflows = inflows
+        self._secret = secret
         self._watch = watch
         self._unwatch = unwatch
         self._callers: dict[int, _Caller] = {}
-        self._listener = listen(f"tcp://{host}:0")
+        self._unproven: set[_Caller] = set()
+        self._listener = listen(endpoint)
         self._listening = True
         self._wasted = memoryview(bytearray(CHUNK_BYTES))
         self.endpoint = reachable_endpoint(self._listener, None)
@@ -105,8 +130,8 @@ class ChunkReceiver:
 
     @property
     def owed(self) -> bool:
-        """Whether connections wait for a descriptor to become free."""
-        return not self._listening
+        """Whether connections wait for a descriptor to become free, or a sender has to prove something."""
+        return bool(self._unproven) or not self._listening
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
         caller = self._callers.get(descriptor)
@@ -121,15 +146,20 @@ class ChunkReceiver:
                 caller.wait_for_bytes()
 
     def expire(self) -> None:
-        """Listen again, if that was given up for want of descriptors."""
+        """Listen again, if that was given up for want of descriptors; do without what proves nothing."""
         if not self._listening:
             self._listening = True
             self._watch(self._listener.fileno(), self.ready, False)
+        now_s = time.monotonic()
+        for caller in list(self._unproven):
+            if now_s > caller.until_s:
+                self._inflows.reject()
+                self._hang_up(caller)
 
     def close(self) -> None:
         for caller in list(self._callers.values()):
             self._hang_up(caller)
-        self._listener.close()
+        unlisten(self._listener)
 
     def _accept(self) -> None:
         try:
@@ -141,16 +171,24 @@ class ChunkReceiver:
             self._listening = False
             self._unwatch(self._listener.fileno())
             return
+        if not is_trusted(connection):
+            self._inflows.reject()
+            connection.close()
+            return
         try:
             prepare(connection)
         except OSError:  # gone already
             connection.close()
             return
-        self._callers[connection.fileno()] = _Caller(connection)
+        proof = None if self._secret is None else Proof(self._secret, PLANE, listens=True)
+        self._callers[connection.fileno()] = caller = _Caller(connection, proof)
+        if proof is not None:
+            self._unproven.add(caller)
         self._watch(connection.fileno(), self.ready, False)
 
     def _hang_up(self, caller: _Caller) -> None:
         descriptor = caller.socket.fileno()
+        self._unproven.discard(caller)
         if self._callers.pop(descriptor, None) is not None:
             self._unwatch(descriptor)
             caller.socket.close()
@@ -177,11 +215,25 @@ class ChunkReceiver:
                 caller.missing = caller.missing[count:]
                 return
             if not caller.reading_header:
-                caller.inflow, caller.missing, caller.reading_header = None, caller.header, True
-            elif not self._take(caller):
+                caller.read_header()
+            elif not (self._take(caller) if caller.proof is None else self._prove(caller)):
                 self._inflows.reject()
                 self._hang_up(caller)
                 return
+
+    def _prove(self, caller: _Caller) -> bool:
+        """Take a part of the sender's proof; False if it proves nothing."""
+        assert caller.proof is not None
+        try:
+            answer = caller.proof.answer(bytes(caller.header))
+        except ProofError:
+            return False
+        if caller.proof.is_done:
+            caller.proof = None
+            self._unproven.discard(caller)
+        caller.read_header()
+        self._reply(caller, answer)
+        return True
 
     def _take(self, caller: _Caller) -> bool:
         """Do what a header says; False if it makes no sense."""

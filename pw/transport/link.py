@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import NamedTuple
 
 from pw.core.errors import ErrorReport, VersionMismatch
 from pw.core.ids import Address
+from pw.core.installed import DISTRIBUTION, version
 from pw.core.messages import PROTOCOL_VERSION, Hello
 from pw.transport.connection import Connection
 
@@ -23,7 +23,7 @@ class Versions(NamedTuple):
     @classmethod
     def installed(cls) -> Versions:
         """What this process runs, without importing any of it."""
-        return cls(PROTOCOL_VERSION, _version("pw"), _version("jax"))
+        return cls(PROTOCOL_VERSION, version(DISTRIBUTION), version("jax"))
 
     @classmethod
     def of(cls, hello: Hello) -> Versions:
@@ -79,10 +79,3 @@ class Link:
                 self._addresses.clear()
             address = self._addresses[actor] = Address(self.node, actor)
         return address
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

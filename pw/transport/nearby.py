@@ -10,15 +10,13 @@ own user are believed. Where nothing is found, at the cost of a refused connecti
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
 import sys
 
 from pw.core.errors import ConnectionFailed
 from pw.transport.endpoints import BACKLOG, Place, parse
+from pw.transport.peers import is_trusted
 
-_CREDENTIALS = struct.Struct("iII")
 _IS_LINUX = sys.platform == "linux"
 
 
@@ -52,7 +50,7 @@ def dial(place: Place) -> socket.socket | None:
     try:
         dialled.setblocking(False)
         dialled.connect(_name(place))
-        if peer_user(dialled) in (0, os.geteuid()):
+        if is_trusted(dialled):
             return dialled
     except OSError:
         pass
@@ -62,9 +60,3 @@ def dial(place: Place) -> socket.socket | None:
 
 def _name(place: Place) -> str:
     return "\0pw tcp://{}:{}".format(*place.address)
-
-
-def peer_user(connection: socket.socket) -> int:
-    """The user of the process at the other end of a unix connection: who dialled, or who listens there."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1])

@@ -14,6 +14,7 @@ over is handled in the next one.
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class ActorEnv:
     def __init__(self, node: Node, actor: str) -> None:
         self._node = node
         self._address = Address(node.name, actor)
-        self.now_s = node.loop.time
+        self.now_s = time.monotonic  # the loop's own clock, of which uvloop tells milliseconds only
         self.introduce = node.network.introduce
         self.forget = node.network.forget
 

@@ -18,13 +18,16 @@ from pw.transport.chunks import (
     FINISH,
     HEADER,
     MAGIC,
+    PLANE,
     REFUSE,
     SILENCE_S,
     header,
     prepare,
 )
 from pw.transport.endpoints import look_up, parse
+from pw.transport.peers import is_trusted
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed
+from pw.transport.proof import Proof, ProofError
 from pw.transport.segments import Array
 
 TRANSFERS_AT_ONCE = 4
@@ -79,6 +82,9 @@ class _Receiver:
     lines: list[memoryview] = field(default_factory=list)
     sending_next: bool = True  # to be told when it can take more
     inbox: bytearray = field(default_factory=bytearray)
+    proof: Proof | None = (
+        None  # until it has proven that it knows the secret; nothing is sent before
+    )
 
 
 class ChunkSender:
@@ -89,6 +95,7 @@ class ChunkSender:
             readable; or writable, if asked.
         unwatch: forgets it.
         finish: settles a push.
+        secret: of the cluster, if it has one.
     """
 
     def __init__(
@@ -96,7 +103,9 @@ class ChunkSender:
         watch: Watch,
         unwatch: Unwatch,
         finish: Callable[[Push, Exception | None], None],
+        secret: bytes | None = None,
     ) -> None:
+        self._secret = secret
         self._watch = watch
         self._unwatch = unwatch
         self._finish = finish
@@ -116,7 +125,7 @@ class ChunkSender:
             self._finish(push, TransferFailed(f"cannot reach {endpoint!r}: {error}"))
             return
         if push.landing.transfer in peer.active:
-            self._finish(push, TransferFailed("this landing is being pushed to already"))
+            self._finish(push, TransferFailed("the same bytes are being sent already"))
             return
         if not peer.active:
             peer.heard_s = time.monotonic()
@@ -144,7 +153,7 @@ class ChunkSender:
 
     def close(self) -> None:
         for peer in list(self._receivers.values()):
-            self._hang_up(peer, "the bulk plane was closed")
+            self._hang_up(peer, "this process has closed its connections")
 
     def _connect(self, endpoint: str) -> _Receiver:
         place = look_up(parse(endpoint))
@@ -154,10 +163,15 @@ class ChunkSender:
             code = connection.connect_ex(place.address)
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
+            if code == 0 and not is_trusted(connection):
+                raise PermissionError("another user listens there")
         except OSError:
             connection.close()
             raise
         peer = _Receiver(endpoint, connection, time.monotonic())
+        if self._secret is not None:
+            peer.proof = Proof(self._secret, PLANE, listens=False)
+            peer.lines.append(memoryview(peer.proof.hello))
         self._receivers[endpoint] = self._by_descriptor[connection.fileno()] = peer
         self._watch(connection.fileno(), self.ready, True)
         return peer
@@ -170,7 +184,9 @@ class ChunkSender:
         self._unwatch(peer.socket.fileno())
         peer.socket.close()
         for outflow in peer.active.values():
-            words = f"lost the receiver at {peer.endpoint}: {why}"
+            words = (
+                f"the connection to {peer.endpoint} was lost while an array was sent there: {why}"
+            )
             self._finish(outflow.push, TransferFailed(words))
 
     def _start_queued(self, peer: _Receiver) -> None:
@@ -200,7 +216,7 @@ class ChunkSender:
 
     def _cut_next(self, peer: _Receiver) -> bool:
         """Prepare the lines of whose turn it is; False if there are none."""
-        if not (peer.short or peer.turn):
+        if peer.proof is not None or not (peer.short or peer.turn):
             peer.sending_next = False
             self._watch(peer.socket.fileno(), self.ready, False)
             return False
@@ -208,7 +224,7 @@ class ChunkSender:
         try:
             peer.lines = outflow.next_lines()
         except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
-            why = f"cannot read an array to push: {error!r}"
+            why = f"an array cannot be read to be sent: {error!r}"
             self._settle(peer, outflow, TransferFailed(why))
             return False
         peer.sending = outflow
@@ -242,6 +258,8 @@ class ChunkSender:
             return
         peer.heard_s = time.monotonic()
         peer.inbox += received
+        if peer.proof is not None and not self._is_proven(peer, peer.proof):
+            return
         while len(peer.inbox) >= HEADER.size:
             magic, kind, transfer, _, _ = HEADER.unpack_from(peer.inbox)
             del peer.inbox[: HEADER.size]
@@ -256,9 +274,23 @@ class ChunkSender:
             elif outflow.finished:
                 self._settle(peer, outflow, None)
 
+    def _is_proven(self, peer: _Receiver, proof: Proof) -> bool:
+        """Whether the receiver knows the secret, as far as it has spoken; then it is told that we do."""
+        try:
+            answer = proof.take(peer.inbox)
+        except ProofError as error:
+            self._hang_up(peer, str(error))
+            return False
+        if answer:
+            peer.proof = None
+            peer.lines.append(memoryview(answer))
+            peer.sending_next = True
+            self._watch(peer.socket.fileno(), self.ready, True)
+        return proof.is_done
+
     def _refused(self, peer: _Receiver, outflow: _Outflow) -> None:
         if outflow is peer.sending:  # the chunk that was announced has to be sent to its end
             outflow.refused = True
             return
-        why = f"the receiver gave up transfer {outflow.push.landing.transfer}, or never had it"
+        why = "the receiver does not want these bytes any more"
         self._settle(peer, outflow, TransferFailed(why))

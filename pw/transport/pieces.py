@@ -52,7 +52,7 @@ def checked(landing: Landing, parts: Sequence[tuple[int, Array]], done: Done) ->
             raise TypeError(f"an array of {array.dtype} holds Python objects and cannot be pushed")
         if offset < 0 or offset + array.nbytes > landing.size_bytes:
             raise ValueError(
-                f"a part of {array.nbytes} bytes at offset {offset} does not fit a landing of "
+                f"a part of {array.nbytes} bytes at offset {offset} does not fit into "
                 f"{landing.size_bytes} bytes"
             )
         size_bytes += array.nbytes

@@ -1,6 +1,7 @@
 """Transfers between processes of one machine: one copy, into pages that the receiver aliases.
 
-Each receiver listens on an abstract unix socket (a name without a file, gone with its process).
+Each receiver listens on a unix socket: in the private directory of its cluster or, where there is none,
+under an abstract name (without a file, gone with its process).
 A sender's bulk thread connects to it once and then, for each transfer,
 
     sender                                        receiver (on its loop)
@@ -35,6 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -42,8 +44,10 @@ import numpy.typing as npt
 
 from pw.core.errors import TransferFailed
 from pw.core.landing import Landing
-from pw.transport.nearby import peer_user
+from pw.transport.endpoints import unlisten
+from pw.transport.peers import is_trusted
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed, place
+from pw.transport.proof import PROOF_S, Proof, ProofError
 from pw.transport.segments import Array, Bytes, Mapping, Segment, map_received
 
 INLINE_BYTES = 32 * 1024
@@ -59,6 +63,7 @@ _BURST_BYTES = 256 * 1024
 
 _RECORD = struct.Struct("<4sIQQ")
 _MAGIC = b"pwb1"
+PLANE = b"shared memory"
 WANT, FINISH, INLINE, SEGMENT, MISSING, DROP, SHARE, RETURN, RETIRE, LOST = range(1, 11)
 _DESCRIPTORS_AT_ONCE = 16
 _NO_DESCRIPTORS_S = 1.0
@@ -103,6 +108,11 @@ def _close(descriptors: Iterable[int]) -> None:
             os.close(descriptor)
 
 
+def _address(name: str) -> str:
+    """Where a listener of this name is: a path, or an abstract name."""
+    return name if name.startswith("/") else f"\0{name}"
+
+
 class Arrivals(Protocol):
     """What the listener needs of the plane it belongs to; called on the loop thread."""
 
@@ -127,19 +137,30 @@ class _Caller:
     writing: bool = False
     mapped: set[int] = field(default_factory=set)
     inline: tuple[int, int] | None = None  # transfer and size of the payload that comes next
+    proof: Proof | None = None  # until the sender has proven that it knows the secret
 
 
 class Listener:
     """The receiving end, on the loop thread: hands out segments and hears of completed ones."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, arrivals: Arrivals) -> None:
-        self.name = f"pw-bulk-{os.getpid()}-{os.urandom(8).hex()}"
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        arrivals: Arrivals,
+        folder: Path | None = None,
+        secret: bytes | None = None,
+    ) -> None:
+        random = os.urandom(8).hex()
+        self.name = f"pw-bulk-{os.getpid()}-{random}"
+        if folder is not None:
+            self.name = f"{folder}/bulk-{random[:8]}"
         self._loop = loop
         self._arrivals = arrivals
+        self._secret = secret
         self._callers: set[_Caller] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self._socket.bind(f"\0{self.name}")
+        self._socket.bind(_address(self.name))
         self._socket.listen(4096)
         self._listen()
 
@@ -155,7 +176,7 @@ class Listener:
             self._hang_up(caller)
         if not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
+        unlisten(self._socket)
 
     def _listen(self) -> None:
         if self._socket.fileno() >= 0:
@@ -171,14 +192,22 @@ class Listener:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
             return
-        if peer_user(connection) != os.getuid():
+        if not is_trusted(connection):
             self._arrivals.reject()
             connection.close()
             return
         connection.setblocking(False)
         caller = _Caller(connection)
         self._callers.add(caller)
+        if self._secret is not None:
+            caller.proof = Proof(self._secret, PLANE, listens=True)
+            self._loop.call_later(PROOF_S, self._expire, caller)
         self._loop.add_reader(connection.fileno(), self._readable, caller)
+
+    def _expire(self, caller: _Caller) -> None:
+        if caller.proof is not None and caller in self._callers:
+            self._arrivals.reject()
+            self._hang_up(caller)
 
     def _hang_up(self, caller: _Caller) -> None:
         if caller in self._callers:
@@ -202,10 +231,24 @@ class Listener:
             return
         caller.inbox += received
         try:
-            self._take(caller)
-        except Malformed:
+            if self._is_proven(caller):
+                self._take(caller)
+        except (Malformed, ProofError, OSError):
             self._arrivals.reject()
             self._hang_up(caller)
+
+    def _is_proven(self, caller: _Caller) -> bool:
+        """Whether the sender knows the secret, as far as it has spoken."""
+        proof = caller.proof
+        if proof is None:
+            return True
+        if answer := proof.take(caller.inbox):
+            caller.socket.send(answer)  # the first that is sent there: there is room
+        if proof.is_done:
+            caller.proof = None
+        elif caller.descriptors:
+            raise Malformed("a descriptor came before the proof")
+        return proof.is_done
 
     def _take(self, caller: _Caller) -> None:
         while self._take_payload(caller):
@@ -327,6 +370,9 @@ class _Receiver:
     unasked: deque[int] = field(default_factory=deque)
     asked: int = 0
     heard_s: float = 0.0
+    proof: Proof | None = (
+        None  # until it has proven that it knows the secret; nothing is sent before
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -349,6 +395,7 @@ class Copier:
         unwatch: forgets it.
         finish: settles a push.
         unshare: takes back a shared segment, which may be used again or not.
+        secret: of the cluster, if it has one.
     """
 
     def __init__(
@@ -357,11 +404,13 @@ class Copier:
         unwatch: Unwatch,
         finish: Callable[[Push, Exception | None], None],
         unshare: Callable[[Segment, bool], None],
+        secret: bytes | None = None,
     ) -> None:
         self._watch = watch
         self._unwatch = unwatch
         self._finish = finish
         self._unshare = unshare
+        self._secret = secret
         self._receivers: dict[str, _Receiver] = {}
         self._by_descriptor: dict[int, str] = {}
         self._copies: deque[_Copy] = deque()
@@ -403,7 +452,7 @@ class Copier:
         if copy.target.word[0] != landing.transfer:
             self._finish(
                 copy.push,
-                TransferFailed(f"transfer {landing.transfer} was cancelled, or already done"),
+                TransferFailed("the receiver does not want these bytes any more"),
             )
             return bool(self._copies)
         try:
@@ -412,7 +461,7 @@ class Copier:
                 place(copy.target.bytes, *piece)
                 copy.missing_bytes -= piece[1].nbytes
         except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
-            why = f"cannot read an array to push: {error!r}"
+            why = f"an array cannot be read to be sent: {error!r}"
             self._finish(copy.push, TransferFailed(why))
             return bool(self._copies)
         if copy.missing_bytes:
@@ -439,7 +488,7 @@ class Copier:
 
     def close(self) -> None:
         for name, peer in list(self._receivers.items()):
-            self._hang_up(name, peer, "the bulk plane was closed")
+            self._hang_up(name, peer, "this process has closed its connections")
 
     def _touch(self, peer: _Receiver) -> None:
         if not peer.waiting and not peer.outbox:
@@ -449,13 +498,17 @@ class Copier:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.setblocking(False)
-            connection.connect(f"\0{name}")
-            if peer_user(connection) != os.getuid():
+            connection.connect(_address(name))
+            if not is_trusted(connection):
                 raise PermissionError("another user listens there")
+            peer = _Receiver(connection)
+            if self._secret is not None:
+                peer.proof = Proof(self._secret, PLANE, listens=False)
+                connection.send(peer.proof.hello)
         except OSError:
             connection.close()
             raise
-        peer = self._receivers[name] = _Receiver(connection)
+        self._receivers[name] = peer
         self._by_descriptor[connection.fileno()] = name
         self._watch(connection.fileno(), self.ready, False)
         return peer
@@ -473,13 +526,21 @@ class Copier:
         lost += [copy.push for copy in self._copies if copy.receiver is peer]
         self._copies = deque(copy for copy in self._copies if copy.receiver is not peer)
         for push in lost:
-            self._finish(push, TransferFailed(f"lost the receiver at {name!r}: {why}"))
+            self._finish(
+                push,
+                TransferFailed(
+                    f"the connection to {name!r} was lost while an array was sent there: {why}"
+                ),
+            )
         for _, segment in peer.shares.values():
             self._unshare(segment, False)
 
     def _begin(self, peer: _Receiver, push: Push, target: _Target) -> None:
         if push.landing.size_bytes > target.bytes.size:
-            self._finish(push, TransferFailed("the landing is larger than its segment"))
+            self._finish(
+                push,
+                TransferFailed("the receiver has too little room for the array that it asked for"),
+            )
             return
         self._copies.append(
             _Copy(push, peer, target, cut(push.parts, PIECE_BYTES), push.size_bytes)
@@ -488,14 +549,17 @@ class Copier:
     def _send_inline(self, name: str, peer: _Receiver, push: Push) -> None:
         size_bytes = push.landing.size_bytes
         if size_bytes > INLINE_BYTES:
-            self._finish(push, TransferFailed("the landing names no segment"))
+            self._finish(
+                push,
+                TransferFailed("the receiver has made no room for the array that it asked for"),
+            )
             return
         payload: Bytes = np.zeros(size_bytes, np.uint8)
         try:
             for offset, piece in cut(push.parts, INLINE_BYTES):
                 payload[offset : offset + piece.nbytes] = packed(piece)
         except Exception as error:  # noqa: BLE001 - an array that cannot be read fails its push only
-            self._finish(push, TransferFailed(f"cannot read an array to push: {error!r}"))
+            self._finish(push, TransferFailed(f"an array cannot be read to be sent: {error!r}"))
             return
         line = record(INLINE, push.landing.transfer, size_bytes) + payload.tobytes()
         self._send(name, peer, line, push)
@@ -512,7 +576,7 @@ class Copier:
             self._flush(name, peer)
 
     def _flush(self, name: str, peer: _Receiver) -> None:
-        while peer.outbox:
+        while peer.outbox and peer.proof is None:
             line, push = peer.outbox[0]
             try:
                 if push is not None and push.shared is not None:
@@ -556,11 +620,20 @@ class Copier:
         peer.inbox += received
         peer.heard_s = time.monotonic()
         try:
+            if peer.proof is not None:
+                answer = peer.proof.take(peer.inbox)
+                if not answer:
+                    return
+                peer.socket.send(answer)
+                peer.proof = None
+                self._flush(name, peer)
+                if self._receivers.get(name) is not peer:
+                    return
             for kind, number, capacity_bytes in parse(peer.inbox):
                 self._heard(peer, kind, number, capacity_bytes)
                 if self._receivers.get(name) is not peer:
                     return
-        except (Malformed, ValueError, OSError) as error:
+        except (Malformed, ProofError, ValueError, OSError) as error:
             self._hang_up(name, peer, str(error))
             return
         self._ask(name, peer)
@@ -582,8 +655,7 @@ class Copier:
         peer.asked -= 1
         if kind == MISSING:
             for push in pushes:
-                transfer = push.landing.transfer
-                why = f"the receiver gave up transfer {transfer}, or never had it"
+                why = "the receiver does not want these bytes any more"
                 self._finish(push, TransferFailed(why))
             return
         descriptor = peer.descriptors.popleft() if peer.descriptors else _GONE

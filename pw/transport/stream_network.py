@@ -33,7 +33,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
+from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
 from pw.transport import codec, nearby
@@ -50,6 +50,8 @@ from pw.transport.endpoints import (
 from pw.transport.link import Link, Versions, version_mismatch
 from pw.transport.log import log
 from pw.transport.network import Mailroom
+from pw.transport.peers import is_trusted
+from pw.transport.proof import ProofMechanism
 from pw.transport.zmtp import Mechanism, metadata
 
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ class StreamNetwork:
         own_silence_s: what to ask of peers in our hello; 0 for what they like.
         connect_s: a peer that does not answer the first call for so long is lost.
         send_buffer_bytes: what the kernel holds for one peer before senders wait; 0 for its choice.
-        keys: the secret of the cluster, without which nobody is talked to; None for no secret.
+        secret: of the cluster; both ends of every link prove that they know it. None for no secret.
+        keys: instead of `secret`: encrypts as well.
 
     Raises:
         ConnectionFailed: `bind` cannot be listened on.
@@ -102,6 +105,7 @@ class StreamNetwork:
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
         send_buffer_bytes: int = 0,
+        secret: bytes | None = None,
         keys: Keys | None = None,
     ) -> None:
         self.name = name
@@ -114,7 +118,7 @@ class StreamNetwork:
         self._silence_s = silence_s
         self._connect_s = connect_s
         self._send_buffer_bytes = send_buffer_bytes
-        self._mechanism = _mechanism(keys) if keys is not None else None
+        self._mechanism = _mechanism(secret, keys)
         self._node: Mailroom
         self._links: dict[str, Link] = {}
         self._served: dict[Connection, Link | None] = {}
@@ -254,7 +258,12 @@ class StreamNetwork:
             self._loop.remove_reader(listener)
             self._loop.call_later(_NO_DESCRIPTORS_S, self._listen, listener)
             return
-        self._served[self._connection(accepted)] = None
+        if is_trusted(accepted):
+            self._served[self._connection(accepted)] = None
+            return
+        accepted.close()
+        self._node.counters["connections_refused"] += 1
+        self._warn_once("user", "another user's process has dialled", self.name)
 
     def _connection(self, end: Place | socket.socket) -> Connection:
         return Connection(self._loop, self, end, self._send_buffer_bytes, self._mechanism)
@@ -271,6 +280,20 @@ class StreamNetwork:
         elif reason != LOST:
             self._node.counters["connections_malformed"] += 1
             self._warn_once(reason, "a stranger's connection", self.name, reason=reason)
+
+    def refused(self, connection: Connection, reason: str) -> None:
+        """A connection has closed, because one end does not trust the other."""
+        link = self._served.pop(connection, None)
+        if link is None:
+            self._node.counters["connections_refused"] += 1
+            self._warn_once(reason, "a stranger's connection", self.name, reason=reason)
+            return
+        words = (
+            f"no link to {link.node} at {link.endpoint}: {reason}. All processes of a cluster have one secret. "
+            "A unix socket has it in a file beside it; others are given it in a file that PW_SECRET_FILE "
+            "names, or in PW_SECRET"
+        )
+        self._refuse(link.node, ErrorReport.of(AccessRefused(words), where=self.name), link)
 
     # --- outgoing ------------------------------------------------------------------------------
 
@@ -412,7 +435,7 @@ class StreamNetwork:
         if theirs != self._versions:
             return version_mismatch(self.name, self._versions, hello.node, theirs)
         if hello.node == self.name:
-            words = f"two nodes are called {self.name}; give each its own name"
+            words = f"two processes are called {self.name}; give each its own name"
             return ErrorReport.of(ProtocolError(words), where=self.name)
         return None
 
@@ -506,7 +529,11 @@ def _heard_s(link: Link) -> float:
     return link.heard_s if link.source is None else max(link.heard_s, link.source.heard_s)
 
 
-def _mechanism(keys: Keys) -> Callable[[bytes], Mechanism]:
-    from pw.transport.curve import Curve  # needs PyNaCl, which is not needed without keys
+def _mechanism(secret: bytes | None, keys: Keys | None) -> Callable[[bytes], Mechanism] | None:
+    if keys is not None:
+        from pw.transport.curve import Curve  # needs PyNaCl, which is not needed without keys
 
-    return lambda kind: Curve(keys, kind == b"ROUTER", metadata(kind))
+        return lambda kind: Curve(keys, kind == b"ROUTER", metadata(kind))
+    if secret is not None:
+        return lambda kind: ProofMechanism(secret, kind == b"ROUTER", kind)
+    return None

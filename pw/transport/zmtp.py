@@ -25,6 +25,8 @@ _SEALED_COMMAND = 2
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
 _PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_NULL, SECRET = (name.ljust(20, b"\0") for name in (b"NULL", b"PW-SECRET"))
+"""How mechanisms are called in greetings: none, and that of `pw.transport.proof`."""
 _SHORT = [bytes((0, size)) for size in range(256)]
 
 
@@ -32,11 +34,17 @@ class ZmtpError(Exception):
     """The peer does not speak ZMTP 3, or does not want to speak with us; says why."""
 
 
+class Refusal(ZmtpError):
+    """One of the two ends does not trust the other, and another try would end the same way."""
+
+
 class Mechanism(Protocol):
-    """How two ends make sure of each other, and hide what they say; see `pw.transport.curve`."""
+    """How two ends make sure of each other, and hide what they say; see `pw.transport.proof` and `curve`."""
 
     name: bytes
     as_server: bool
+    seals: bool
+    """Whether it has a part in what is said after the handshake."""
     peer_metadata: bytes | None
     """What the peer says of itself; None until it is trusted."""
 
@@ -197,7 +205,7 @@ class Zmtp:
             self._lack(whole if len(greeting) < whole else _GREETING_BYTES)
             return False
         if greeting[12:32] != self._tag:
-            raise ZmtpError("another security mechanism")
+            raise _other_mechanism(self._tag, greeting[12:32])
         self._at = _GREETING_BYTES
         self._greeted = True
         if self._mechanism is None:
@@ -236,6 +244,16 @@ class Zmtp:
         if theirs not in _PEERS[self._kind]:
             raise ZmtpError(f"a peer of type {theirs!r}")
         self.open = True
+        if self._mechanism is not None and not self._mechanism.seals:
+            self._mechanism = None  # its part is over: messages go the short way
+
+
+def _other_mechanism(ours: bytes, theirs: bytes) -> ZmtpError:
+    if (ours, theirs) == (SECRET, _NULL):
+        return Refusal("it has no secret, and this process has the secret of a cluster")
+    if (ours, theirs) == (_NULL, SECRET):
+        return Refusal("it wants a proof that this process knows its cluster's secret")
+    return ZmtpError("another security mechanism")
 
 
 def _property(name: bytes, value: bytes) -> bytes:

@@ -30,12 +30,12 @@ Message = (
     | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
     | RequestFailed | CancelRequest | UploadAborted | DrainHost | Leave | Checkpoint | Inquire
     | Answered | UploadAgain | InputGone | ForgetInputs | ForgetRuns | Resumed | GangBroken | Replicate
-    | Holdings
+    | Holdings | HoldsNoMore
     | CallEnded | Held | Cancel | CancelRuns
     | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
     | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
-    | ReadArray
+    | ReadArray | Printed
     | Explain | ExplainHost | HostReport | Explanation
 )  # fmt: skip
 """Everything that may arrive from another process (local notes are not among them)."""

@@ -36,6 +36,8 @@ class Identify(Base, frozen=True, tag=32):
 
     client: int
     ticket: bytes
+    output: bool = False
+    """Send me what my programs write."""
 
 
 class Evicted(Base, frozen=True, tag=33):

@@ -45,6 +45,28 @@ class PeerLost(Base, frozen=True, tag=5):
         """Whether it is the process that has ended, and not the machine that is cut off or hangs."""
         return self.reason in ("closed", "connection lost", "replaced by a newer incarnation")
 
+    @property
+    def words(self) -> str:
+        """The reason, as errors give it to users."""
+        return in_words(self.reason)
+
+
+def in_words(reason: str) -> str:
+    """Why a link was lost, as errors say it to users; logs have the reason itself."""
+    if reason.startswith("silent for "):
+        return f"it has given no sign of life {reason.removeprefix('silent ')}"
+    if reason.startswith("frames lost"):
+        return "messages were lost on the way"
+    return _WORDS.get(reason, reason)
+
+
+_WORDS = {
+    "closed": "it has ended",
+    "connection lost": "its process has ended, or the network has failed",
+    "replaced by a newer incarnation": "its process was started again",
+    "connected anew": "the connection had to be made again",
+}
+
 
 class PeerRefused(Base, frozen=True, tag=6):
     """The transport to every local actor: `node` does not want to talk to us, or we not to it."""

@@ -62,6 +62,8 @@ class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
     programs: int
     slices: int
     runs_in_flight: int
+    share: float = 1.0
+    priority: int = 0
 
 
 class RunStatus(msgspec.Struct, frozen=True, array_like=True):

@@ -95,6 +95,20 @@ class CancelRequest(Base, frozen=True, tag=101):
     request: int
 
 
+class Line(msgspec.Struct, frozen=True, array_like=True):
+    """Something written by a client's program."""
+
+    is_error: bool
+    """To standard error, or logged; otherwise to standard output."""
+    text: str
+
+
+class Printed(Base, frozen=True, tag=149):
+    """ObjectStore to ClientSession: your programs have written this here; what is lost is not sent again."""
+
+    lines: tuple[Line, ...]
+
+
 class Holding(msgspec.Struct, frozen=True, array_like=True):
     """Boxes of one array."""
 
@@ -111,6 +125,10 @@ class Holdings(Base, frozen=True, tag=103):
     """
 
     holdings: tuple[Holding, ...]
+
+
+class HoldsNoMore(Base, frozen=True, tag=148):
+    """ObjectStore to Controller: I have told all that this incarnation began with."""
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

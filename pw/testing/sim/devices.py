@@ -1,6 +1,7 @@
 """Simulated devices of one host: the promises of `pw.devices.backend`, after modelled delays.
 
-Ops are done strictly in order, one execution at a time. A computation over several hosts starts when
+Computations and moves are done strictly in order, one at a time; arrays are built, and questions answered,
+beside them. A computation over several hosts starts when
 all of them have reached it (see `Gangs`) and computes a digest of its inputs (see `digests`). What a
 careful backend could notice is checked here: values that are read before they are made or after they
 were given away, made twice, replicas that differ, and buffers that are never dropped.
@@ -12,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices import backend as ops
 from pw.devices.backend import Value
-from pw.testing.sim.digests import DOES_NOT_COMPILE
+from pw.testing.sim.digests import DOES_NOT_COMPILE, lasts_s
 from pw.testing.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Installed:
     artifact: bytes
     computation: Computation
     layout: Layout
+    lasts_s: float | None
+    """How long it takes, if that is always the same."""
 
 
 class SimBackend:
@@ -109,7 +113,7 @@ class SimBackend:
         def compiled() -> None:
             if error is None:
                 layout = self._gangs.layout(computation, devices)
-                made = Installed(computation.name, artifact, computation, layout)
+                made = Installed(computation.name, artifact, computation, layout, lasts_s(artifact))
                 self.submit([ops.Call(lambda: self._installed.update({key: made}))])
             self.answer(lambda: done(error))
 
@@ -126,8 +130,17 @@ class SimBackend:
         self._installed.pop(key, None)
 
     def submit(self, batch: Sequence[ops.Op]) -> None:
-        """Run `batch` after all ops submitted before."""
-        self._queue += batch
+        """Run what computes after all that was submitted before; the rest at once."""
+        asked: list[ops.Watch | ops.Read] = []
+        for op in batch:
+            if isinstance(op, ops.Build):
+                self._build(op)
+            elif isinstance(op, ops.Read) or (isinstance(op, ops.Watch) and op.values):
+                asked.append(op)
+            else:
+                self._queue.append(op)
+        for question in asked:
+            self._look(question)
         self._plan_pump()
 
     def snapshot(
@@ -220,21 +233,39 @@ class SimBackend:
                 self._move(op)
             else:
                 queue.popleft()
-                if isinstance(op, ops.Build):
-                    self._build(op)
-                elif isinstance(op, ops.Call):
+                if isinstance(op, ops.Call):
                     op.function()
-                elif isinstance(op, ops.Watch):
-                    self._watch(op, 0)
                 else:
-                    self._read(op)
+                    assert isinstance(op, ops.Watch)
+                    self._answer_none(op.done)
 
-    def _is_building(self, value: Value, then: Callable[[], None] | None = None) -> bool:
-        """Whether a value is still assembled; `then` (by default: go on) is called afterwards."""
+    def _is_building(self, value: Value) -> bool:
+        """Whether a value is still assembled; if so, it goes on afterwards."""
         if value.building is None:
             return False
-        value.building.append(then or self._pump)
+        value.building.append(self._pump)
         return True
+
+    # --- questions -----------------------------------------------------------------------------------
+
+    def _look(self, op: ops.Watch | ops.Read) -> None:
+        """Answer a question in a moment, or look at it again when the first value that is missing is there."""
+        for value in op.values if isinstance(op, ops.Watch) else (op.value,):
+            if value.payload is None and value.error is None:
+                if self.idle and value.building is None:
+                    raise Violation("values are made before they are used", f"on {self.host}")
+                value.asked = [*(value.asked or ()), op]
+                return
+        told = self._watched(op) if isinstance(op, ops.Watch) else self._read(op)
+        done: Callable[[Any], None] = op.done
+        answer = partial(self.answer, partial(done, told))
+        self._world.after(OP_S * self.node.slowness, self._awake, answer)
+
+    def _tell(self, value: Value) -> None:
+        """Look at what was asked about a value, now that it is there."""
+        asked, value.asked = value.asked or (), None
+        for op in asked:
+            self._look(op)
 
     # --- ops -----------------------------------------------------------------------------------------
 
@@ -261,6 +292,7 @@ class SimBackend:
         if error is not None:
             for value in op.results:
                 value.error = error
+                self._tell(value)
         op.args = op.results = ()  # what it has read can be freed, whoever still has the op at hand
         self._awake(self._pump)
 
@@ -286,6 +318,7 @@ class SimBackend:
         failure = self._failure(op.source)
         if failure is not None:
             op.result.error = failure
+            self._tell(op.result)
             return
         source: Shards = op.source.payload
         shards = self._empty(op.spec, op.devices)
@@ -332,33 +365,20 @@ class SimBackend:
     def _answer_none(self, done: ops.Done) -> None:
         self.answer(lambda: done(None))
 
-    def _watch(self, op: ops.Watch, start: int) -> None:
-        for index in range(start, len(op.values)):
-            value = op.values[index]
-            if self._is_building(value, lambda index=index: self._watch(op, index)):  # type: ignore[misc]
-                return
-            failure = None if value.payload is _DONATED else self._failure(value)
-            if failure is not None:
-                self.answer(lambda failure=failure: op.done(failure))  # type: ignore[misc]
-                return
-        self._answer_none(op.done)
+    def _watched(self, op: ops.Watch) -> ErrorReport | None:
+        failures = (self._failure(value) for value in op.values if value.payload is not _DONATED)
+        return next((failure for failure in failures if failure is not None), None)
 
-    def _read(self, op: ops.Read) -> None:
-        if self._is_building(op.value, lambda: self._read(op)):
-            return
+    def _read(self, op: ops.Read) -> ErrorReport | list[np.ndarray[Any, Any]]:
         failure = self._failure(op.value)
         if failure is not None:
-            self.answer(lambda: op.done(failure))
-            return
+            return failure
         shards: Shards = op.value.payload
         wanted = [(op.devices[position].ordinal, box) for position, box in op.boxes]
         if any(ordinal not in shards for ordinal, _ in wanted):
             elsewhere = InternalError("the read names a device that does not hold the value")
-            report = ErrorReport.of(elsewhere, self.host)
-            self.answer(lambda: op.done(report))
-            return
-        views = [shards[ordinal][box_slices(box)] for ordinal, box in wanted]
-        self.answer(lambda: op.done(views))
+            return ErrorReport.of(elsewhere, self.host)
+        return [shards[ordinal][box_slices(box)] for ordinal, box in wanted]
 
     # --- values --------------------------------------------------------------------------------------
 
@@ -381,10 +401,12 @@ class SimBackend:
 
     def _fill(self, value: Value, shards: Shards, *, made: bool = False) -> None:
         if value.error is not None:
+            self._tell(value)
             return
         if value.payload is not None:
             raise Violation("a value is made once", f"on {self.host}")
         value.payload = shards
+        self._tell(value)
         for ordinal, shard in shards.items():
             self.live_bytes[ordinal] += shard.nbytes
             self.peak_bytes[ordinal] = max(self.peak_bytes[ordinal], self.live_bytes[ordinal])

@@ -19,6 +19,8 @@ from pw.core.sharding import ArraySpec, dtype_of
 DOES_NOT_COMPILE = b"does not compile"
 RAISES = b"raises"
 """What artifacts of computations begin with that no host can compile, or that always fail."""
+_LASTS = b"lasts "
+"""What those begin with that take as long as they say."""
 
 
 def compute(
@@ -41,6 +43,18 @@ def compute(
 def _stretched(seed: bytes, size_bytes: int) -> bytes:
     """As many bytes as wanted; the oracle and the devices ask for the same ones."""
     return hashlib.shake_128(seed).digest(size_bytes)
+
+
+def lasting(name: bytes, takes_s: float) -> bytes:
+    """The artifact of a computation that takes so many seconds."""
+    return b"%s%d us %s" % (_LASTS, round(takes_s * 1e6), name)
+
+
+def lasts_s(artifact: bytes) -> float | None:
+    """How many seconds a computation takes, if its artifact says so."""
+    if not artifact.startswith(_LASTS):
+        return None
+    return int(artifact[len(_LASTS) :].partition(b" ")[0]) * 1e-6
 
 
 def computes(artifact: bytes) -> bool:

@@ -12,6 +12,7 @@ from random import Random
 
 from pw.core.ids import CONTROLLER
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
 from pw.testing.sim.network import HEARTBEAT_S
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.workload import SimClient
@@ -33,6 +34,7 @@ class Faults:
             ("partition", profile.partitions * scale, self._partition),
             ("pause", profile.pauses * scale, self._pause),
             ("crash", profile.crashes * scale, self._crash),
+            ("supervisor", profile.supervisor_stops * scale, self._stop_supervisor),
             ("machine", profile.machine_crashes * scale, self._crash_machine),
             ("controller", profile.restarts, self._restart_controller),
             ("client", profile.client_deaths, self._kill_client),
@@ -117,6 +119,22 @@ class Faults:
             self._note("crash", host.name)
             host.crash(machine=False)
             host.restart_later(random.choice((0.1, 1.0, 5.0)) * random.uniform(0.5, 1.5))
+
+    def _stop_supervisor(self, random: Random) -> None:
+        """The supervisor of a host stops for a while, and often the runtime beside it dies meanwhile."""
+        host = random.choice(self._cluster.hosts)
+        if host.node is not None:
+            self._note(SUPERVISOR_STOPPED, host.name)
+            length_s = random.choice((0.1, 2.0, 8.0, 25.0)) * random.uniform(0.5, 1.5)
+            host.stop_supervisor(length_s)
+            if random.random() < 0.5:
+                self._world.after(length_s * random.random(), self._crash_beside, host)
+
+    def _crash_beside(self, host: SimHost) -> None:
+        if host.node is not None and not self._world.calm:
+            self._note("crash", host.name)
+            host.crash(machine=False)
+            host.restart_later(0.1)
 
     def _crash_machine(self, random: Random) -> None:
         """A machine dies and comes back much later, or only when all faults have ended."""

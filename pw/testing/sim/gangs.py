@@ -189,7 +189,12 @@ class Gangs:
             words = world.ledger.failure(first.name)
             failure = ErrorReport.of(ComputationFailed(words), host)
         slowness = max(member.backend.node.slowness for member in members)
-        delay_s = COMPUTE_S * slowness * self._random.expovariate(1.0)
+        if first.lasts_s is not None:
+            delay_s = first.lasts_s * slowness
+        else:
+            delay_s = COMPUTE_S * slowness * self._random.expovariate(1.0)
+        for watch in world.computing:
+            watch(first.name, delay_s)
         shared: list[np.ndarray[Any, Any]] = []
         if failure is None:
             inputs = self._inputs(first, members, held)

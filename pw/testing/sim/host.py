@@ -1,13 +1,15 @@
 """A simulated host: its supervisor, and the runtime child that the supervisor starts again and again.
 
-The child holds the production actors of a host over simulated devices. What a child hands over when it
-leaves its island is kept by the supervisor and given to the next child; a crash of the whole machine
-loses it.
+The child holds the production actors of a host over simulated devices. What a child hands over, when it
+leaves its island and now and then before, is kept by the supervisor and given to the next child; a crash
+of the whole machine loses it. A supervisor may be slow to take something, or stopped: its child goes on, and
+when that one ends, the next has to wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pw.core.errors import ErrorReport
@@ -15,7 +17,7 @@ from pw.core.ids import CONTROLLER, client_of
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.devices.coordinator import ShardCoordinator
 from pw.devices.executor import HostExecutor
-from pw.devices.replicas import Saved
+from pw.devices.held import Saved
 from pw.devices.store import ObjectStore
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
@@ -25,7 +27,11 @@ from pw.testing.sim.node import SimNode
 if TYPE_CHECKING:
     from pw.testing.sim.cluster import SimCluster
 
+_Kept = Callable[[ErrorReport | None], None]
 _Joined = Callable[[IslandJoined | IslandJoinFailed], None]
+
+SUPERVISOR_STOPPED = "supervisor stopped"
+"""A fault's name: checkpoints may fail because of it."""
 
 HOST_SILENCE_S = 3.0
 CLIENT_SILENCE_S = 10.0
@@ -59,10 +65,15 @@ class SimHost:
         self.incarnation = 0
         self.node: SimNode | None = None
         self.replicas: list[Saved] = []
-        """What a child has handed over last: every child begins with it until another hands over."""
+        """What the supervisor has taken last: every child begins with it until another hands over."""
+        self._sent: list[tuple[SimNode, list[Saved], _Kept | None]] = []
+        """What is on its way to the supervisor, which takes it even if the child has ended."""
+        self.stopped_until_s = 0.0
+        """When the supervisor goes on, if it is stopped."""
         self.finished = False
         """It has left for good."""
         self._random = self.world.streams(f"host/{name}")
+        self._keeping = self.world.streams(f"keeping/{name}")
         slow = self._random.random() < self.world.profile.slow_hosts
         self.slowness = self._random.uniform(3.0, 30.0) if slow else 1.0
         if slow:
@@ -76,6 +87,10 @@ class SimHost:
         """Start a runtime child, unless one lives."""
         if self.node is not None or self.finished:
             return
+        if self.stopped_until_s > self.world.now_s:
+            self.world.at(self.stopped_until_s, self.start)
+            return
+        self._take()
         self.incarnation += 1
         self._leaving = False
         endpoint = self.name if self._fixed_port else f"{self.name}#{self.incarnation}"
@@ -97,7 +112,7 @@ class SimHost:
         replicas = list(self.replicas)
         self.store = node.add(
             "store",
-            lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.hand_over),
+            lambda env: ObjectStore(env, backend, bulk, counters, replicas, keep=self.keep),
         )
         self.coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
         self.executor = node.add(
@@ -118,11 +133,27 @@ class SimHost:
         """The child dies at once; with the machine, so does what it had handed over."""
         if machine:
             self.replicas = []
+            self._sent.clear()
         node, self.node = self.node, None
         if node is not None:
             node.die()
             node.network.vanish(seen=not machine)
             self.backend.close()
+
+    def stop_supervisor(self, length_s: float) -> None:
+        """The supervisor alone does nothing for a while."""
+        self.stopped_until_s = max(self.stopped_until_s, self.world.now_s + length_s)
+
+    def _take(self) -> None:
+        """The supervisor reads what it was sent."""
+        if self.stopped_until_s > self.world.now_s:
+            self.world.at(self.stopped_until_s, self._take)
+            return
+        sent, self._sent = self._sent, []
+        for node, replicas, kept in sent:
+            self.replicas = replicas
+            if kept is not None and self.node is node:
+                node.call(partial(kept, None))
 
     # --- what the child asks for ---------------------------------------------------------------------
 
@@ -130,9 +161,29 @@ class SimHost:
         """Join the epoch's group; all its hosts must come."""
         self.cluster.groups.join(self, form, joined)
 
+    def keep(self, replicas: Sequence[Saved], kept: _Kept) -> None:
+        """Write copies of arrays, send them when they are written, and say when they were taken."""
+        assert self.node is not None
+        written_s = self._keeping.uniform(0.0005, 0.02) * self.slowness
+        self.world.after(written_s, self._written, self.node, list(replicas), kept)
+
+    def _written(self, node: SimNode, replicas: list[Saved], kept: _Kept) -> None:
+        if self.node is not node or self._leaving:
+            return
+        if node.paused:
+            self.world.at(node.paused_until_s, self._written, node, replicas, kept)
+            return
+        self._send(node, replicas, kept)
+
     def hand_over(self, replicas: Iterable[Saved]) -> None:
-        """Keep copies of arrays for the next child."""
-        self.replicas = [(array, box, data.copy()) for array, box, data in replicas]
+        """Keep copies of arrays for the next child; this one is about to end."""
+        assert self.node is not None
+        self._send(self.node, replicas, None)
+
+    def _send(self, node: SimNode, replicas: Iterable[Saved], kept: _Kept | None) -> None:
+        copied = [(array, box, data.copy()) for array, box, data in replicas]
+        self._sent.append((node, copied, kept))
+        self.world.after(self._keeping.uniform(0.0001, 0.01), self._take)
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation; a new one is started after a moment."""

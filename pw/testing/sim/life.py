@@ -100,15 +100,19 @@ class Life:
         self.looking = False
         self.cleared = False
         self.closing = False
-        share, priority = self.random.choice((1.0, 1.0, 2.0)), self.random.randrange(3)
+        self.share, self.priority = self._claim()
         keep_bytes = self.random.choice((0, 1 << 12, 1 << 18, EVERYTHING, EVERYTHING))
         keeps = keep_bytes == EVERYTHING
         self.copies = not keeps or self.random.random() < 0.3
         self.oracle = Oracle(self.name, keeps, self.world.ledger, self._nodes_of)
         promise = self._promise("attach", self._on_attached)
         self.node.post(
-            "session", Open(self.name, share, priority, keep_bytes, promise, RECONNECT_S)
+            "session", Open(self.name, self.share, self.priority, keep_bytes, promise, RECONNECT_S)
         )
+
+    def _claim(self) -> tuple[float, int]:
+        """Its weight and its priority."""
+        return self.random.choice((1.0, 1.0, 2.0)), self.random.randrange(3)
 
     def _nodes_of(self, number: int) -> tuple[str, ...]:
         bound = self.slices.get(number) or self.given_back.get(number)
@@ -185,11 +189,15 @@ class Life:
             self._allocate()
         self.world.after(0.001, self.act, self.lives)
 
-    def _allocate(self) -> None:
+    def _place(self) -> tuple[str, int]:
+        """The island of its next slice, and how many devices that is to have."""
         island = self.random.choice(list(self.cluster.islands))
         members = self.cluster.islands[island]
         most = len(members) * members[0].devices
-        size = self.random.choice([n for n in (1, 2, 4, 8, most) if n <= most])
+        return island, self.random.choice([n for n in (1, 2, 4, 8, most) if n <= most])
+
+    def _allocate(self) -> None:
+        island, size = self._place()
         request = AllocateSlice(self._id(), size, None, island, None)
 
         def bound(answer: SliceBound | None, error: BaseException | None) -> None:

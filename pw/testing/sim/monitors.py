@@ -9,6 +9,9 @@
 | epochs last | no island leaves its epoch unless something was injected |
 | credits | a client gets back what it has spent, no more, and in the end no less (in `workload`) |
 | values | read before made, made twice, wrong parts (in `devices`) |
+| kept | a host tells the controller only of copies that its next runtime would find, if it crashed now |
+| survives | what a checkpoint was answered for is there, if all runtimes crashed now |
+| prompt | a host that is asked about values which are ready answers soon, whatever it computes |
 | memory | devices with little memory never hold much more than they have (in `devices`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | a client that has deleted all it had holds nothing; when all have gone, nothing is held anywhere |
@@ -26,11 +29,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pw.core.ids import Address
-from pw.core.messages import CANCELLED, IslandLost, Launch, Run, RunsSettled, Submit
+from pw.core.ids import Address, client_of
+from pw.core.messages import (
+    CANCELLED,
+    Answered,
+    Checkpoint,
+    Fetch,
+    Holdings,
+    IslandLost,
+    Launch,
+    Run,
+    RunsSettled,
+    Submit,
+    Wait,
+)
+from pw.core.sharding import Box
 from pw.devices.executor import HostExecutor
+from pw.devices.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import Violation
+
+PROMPT_S = 2e-3
+"""Within which a host answers what it can answer: a busy one has some hundred messages to handle first."""
 
 
 class Monitors:
@@ -50,9 +71,15 @@ class Monitors:
         world.watch_sent(Submit, self._submitted)
         world.watch_sent(Launch, self._launching)
         world.watch_handled(Launch, self._launch_arrived)
+        world.watch_handled(Wait, self._asked)
+        world.watch_handled(Fetch, self._asked)
         world.watch_sent(Run, self._run_sent)
         world.watch_sent(RunsSettled, self._credits_back)
         world.watch_sent(IslandLost, self._island_lost)
+        self._checkpoints: dict[tuple[str, int], tuple[int, ...]] = {}
+        world.watch_sent(Holdings, self._told_of_copies)
+        world.watch_sent(Checkpoint, self._checkpoint_asked)
+        world.watch_sent(Answered, self._answered)
 
     # --- launches ------------------------------------------------------------------------------------
 
@@ -109,6 +136,41 @@ class Monitors:
         if executor._expected != expected and not executor._broken:
             raise Violation("epochs", f"{executor._host} took a launch of another epoch")
 
+    # --- answers -------------------------------------------------------------------------------------
+
+    def _asked(
+        self, sender: Address, to: Address, message: Wait | Fetch
+    ) -> Callable[[], None] | None:
+        """A client asks a host about arrays; what comes over the bulk plane may take its time."""
+        node = self._world.nodes[to.node]
+        store: Any = node.actors.get(to.actor)
+        arrays = message.arrays if isinstance(message, Wait) else (message.array,)
+        if not isinstance(store, ObjectStore) or getattr(message, "landing", None) is not None:
+            return None
+        entries = [store._entries.get(array) for array in arrays]
+        values = [entry.value for entry in entries if entry is not None and entry.submitted]
+        ready = [v for v in values if v.payload is not None and v.error is None]
+        if len(ready) < len(arrays) or any(value.building is not None for value in ready):
+            return None
+        return partial(self._promise, node, store, (sender.node, message.request))
+
+    def _promise(self, node: SimNode, store: Any, key: tuple[str, int]) -> None:
+        request = store._requests.get(key)
+        if request is not None:
+            within_s = PROMPT_S * node.slowness
+            args = node, store, key, request, self._world.now_s
+            self._world.after(within_s, self._check_answered, *args)
+
+    def _check_answered(
+        self, node: SimNode, store: Any, key: tuple[str, int], request: Any, asked_s: float
+    ) -> None:
+        self._world.checked["prompt"] += 1
+        if node.alive and node.paused_until_s < asked_s and store._requests.get(key) is request:
+            what = (
+                f"{node.name} has not answered {key[0]} about arrays that were ready at {asked_s}"
+            )
+            raise Violation("prompt", what)
+
     # --- credits -------------------------------------------------------------------------------------
 
     def _run_sent(self, sender: Address, to: Address, message: Run) -> None:
@@ -118,6 +180,39 @@ class Monitors:
         self._settled[to.node] += message.count
         if self._settled[to.node] > self._spent[to.node]:
             raise Violation("credits", f"{to.node} got more back than it has spent")
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def _told_of_copies(self, sender: Address, to: Address, message: Holdings) -> None:
+        kept = self._kept(sender.node)
+        for holding in message.holdings:
+            for box in holding.boxes:
+                self._world.checked["kept"] += 1
+                if (holding.array, box) not in kept:
+                    what = f"a copy of {holding.array:x} that a crash would take away"
+                    raise Violation("kept", f"{sender.node} told of {what}")
+
+    def _kept(self, *names: str) -> set[tuple[int, Box]]:
+        """What the supervisors of these hosts keep, or of all."""
+        hosts = [host for host in self._cluster.hosts if not names or host.name in names]
+        return {(array, box) for host in hosts for array, box, _ in host.replicas}
+
+    def _checkpoint_asked(self, sender: Address, to: Address, message: Checkpoint) -> None:
+        self._checkpoints[sender.node, message.request] = message.arrays
+
+    def _answered(self, sender: Address, to: Address, message: Answered) -> None:
+        arrays = self._checkpoints.pop((to.node, message.request), ())
+        if message.error is not None or self._world.ledger.injected["machine crash"]:
+            return
+        kept = self._kept()
+        for array in arrays:
+            client = self._cluster.controller.ledger.clients.get(client_of(array))
+            origin = client.lineage.origins.get(array) if client else None
+            for box, _ in origin.spec.distinct_boxes() if origin else ():
+                self._world.checked["survives"] += 1
+                if (array, box) not in kept:
+                    what = f"{array:x}, which a crash of all runtimes would take away"
+                    raise Violation("survives", f"a checkpoint was answered for {what}")
 
     # --- epochs --------------------------------------------------------------------------------------
 

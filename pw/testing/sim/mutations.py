@@ -6,8 +6,10 @@ actor. A simulator that does not notice one of these within a few seeds has a ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
@@ -34,7 +36,9 @@ from pw.core.messages import (
     Submit,
     UploadAgain,
 )
-from pw.devices.replicas import Saved
+from pw.devices import backend as ops
+from pw.devices.held import Saved
+from pw.sched.scheduler import IslandScheduler
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 
@@ -287,10 +291,47 @@ def _spoil(cluster: SimCluster) -> None:
     """What a host hands over is not what its devices held."""
 
     def careless(host: SimHost) -> None:
-        def hand_over(replicas: list[Saved]) -> None:
+        def hand_over(replicas: Iterable[Saved]) -> None:
             SimHost.hand_over(host, [(array, box, data[::-1]) for array, box, data in replicas])
 
         setattr(host, "hand_over", hand_over)  # noqa: B010  (a method of one object)
+
+    cluster.alterations.append(careless)
+
+
+@_mutation("answer-before-it-is-kept", "crashes", "kept", "survives")
+def _rash(cluster: SimCluster) -> None:
+    """A checkpoint is answered before the supervisors have taken the copies."""
+
+    def careless(host: SimHost) -> None:
+        keep = host.keep
+
+        def told_at_once(replicas: Sequence[Saved], kept: Callable[[Any], None]) -> None:
+            kept(None)
+            keep(replicas, lambda error: None)
+
+        setattr(host.store.replicas.held, "_keep", told_at_once)  # noqa: B010
+
+    cluster.alterations.append(careless)
+
+
+@_mutation("questions-stand-in-line", "slow", "prompt")
+def _in_line(cluster: SimCluster) -> None:
+    """A host answers questions about values when it has computed all that it was told to before."""
+
+    def careless(host: SimHost) -> None:
+        backend: Any = host.backend
+        submit = backend.submit
+
+        def in_line(batch: Sequence[ops.Op]) -> None:
+            submit(
+                [
+                    ops.Call(partial(submit, [op])) if isinstance(op, ops.Watch | ops.Read) else op
+                    for op in batch
+                ]
+            )
+
+        backend.submit = in_line
 
     cluster.alterations.append(careless)
 
@@ -365,3 +406,37 @@ def _refund_twice(cluster: SimCluster) -> None:
         RunsSettled,
         lambda random, to, message: [replace(message, count=message.count + 1)],
     )
+
+
+# --- shares and priorities ---------------------------------------------------------------------------
+
+
+@_mutation("keep-no-place", "tenants", "shares")
+def _impulsive(cluster: SimCluster) -> None:
+    """Whoever is there gets the devices, though a client that goes before it is about to come back."""
+
+    def spawned(scheduler: IslandScheduler) -> None:
+        scheduler.policy.keeps_places = False
+
+    cluster.on_spawn.append(spawned)
+
+
+@_mutation("never-age", "tenants", "shares")
+def _merciless(cluster: SimCluster) -> None:
+    """However long a client of low priority has waited, others go first."""
+
+    def spawned(scheduler: IslandScheduler) -> None:
+        order = scheduler.policy.order
+        scheduler.policy.order = lambda contenders, now_s: order(contenders, -math.inf)  # type: ignore[method-assign]
+
+    cluster.on_spawn.append(spawned)
+
+
+@_mutation("launch-far-ahead", "tenants", "response")
+def _greedy(cluster: SimCluster) -> None:
+    """All that is queued is launched at once, however much is under way."""
+
+    def spawned(scheduler: IslandScheduler) -> None:
+        scheduler._window.is_open = lambda footprint, contended: True  # type: ignore[method-assign]
+
+    cluster.on_spawn.append(spawned)

@@ -156,7 +156,7 @@ class Oracle:
             lasts = lasts and self._ledger.injected["machine crash"] < COPIES
         faults = self._ledger.injected
         restarted = faults["controller killed"] or faults["controller stopped"]
-        forgotten = restarted and "was given back" in words
+        forgotten = restarted and "given back" in words
         if held and lasts and not forgotten and f"{self._client} has no room" not in words:
             return f"{said} (it could be made again)"
         if not held and self._ledger.any:

@@ -33,6 +33,8 @@ class Profile:
     """The controller dies, and another one is started at its address."""
     machine_crashes: float = 0.0
     """Nobody sees the connections end, and the supervisor dies as well."""
+    supervisor_stops: float = 0.0
+    """A supervisor does nothing for a while, and takes nothing from its runtime."""
     client_deaths: float = 0.0
     slow_hosts: float = 0.0
     """Share of hosts that are 3 to 30 times slower."""
@@ -50,6 +52,8 @@ class Profile:
     """Memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
     """Clients also bring programs that do not compile, or raise."""
+    tenants: bool = False
+    """Clients share one island for good, and what each gets of it is looked at."""
 
     def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
         """The same faults in a cluster of another size."""
@@ -90,6 +94,7 @@ _CRASHES: dict[str, Any] = {
     "crashes": 2.0,
     "machine_crashes": 0.5,
     "pauses": 0.7,
+    "supervisor_stops": 1.0,
     "join_failures": 0.03,
     "spares": 0.3,
 }
@@ -106,6 +111,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("calm"),
+        Profile("tenants", hosts=3, clients=4, span_s=4.0, tenants=True),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
         Profile("memory", device_memory_bytes=256 << 10, **_CLIENTS),

@@ -12,6 +12,7 @@ from pw.testing.sim.faults import Faults
 from pw.testing.sim.monitors import Monitors
 from pw.testing.sim.mutations import MUTATIONS
 from pw.testing.sim.profiles import Profile
+from pw.testing.sim.tenants import Tenancy, Tenant
 from pw.testing.sim.trace import Trace
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation, World
@@ -90,7 +91,9 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
         MUTATIONS[mutation].install(cluster)
     monitors = Monitors(cluster)
     share = -(-profile.runs // profile.clients)
-    clients += [SimClient(cluster, number, share) for number in range(profile.clients)]
+    kind = Tenant if profile.tenants else SimClient
+    clients += [kind(cluster, number, share) for number in range(profile.clients)]
+    tenancy = Tenancy(cluster, clients)
     faults = Faults(cluster, clients)
 
     def done() -> bool:
@@ -98,6 +101,7 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
 
     budget = EVENTS_PER_RUN * profile.runs
     world.run(profile.span_s, budget, done)
+    tenancy.check()
     faults.heal()
     for client in clients:
         client.final = True

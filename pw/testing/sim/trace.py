@@ -39,7 +39,8 @@ def describe(value: Any, depth: int = 0) -> str:
         name = type(value).__name__
         if depth > 1:
             return name
-        fields = getattr(value, "__struct_fields__", None) or value.__dataclass_fields__
+        is_struct = isinstance(value, msgspec.Struct)
+        fields = value.__struct_fields__ if is_struct else value.__dataclass_fields__
         inner = (f"{field}={describe(getattr(value, field), depth + 1)}" for field in fields)
         return f"{name}({', '.join(inner)})"
     if isinstance(value, bytes):

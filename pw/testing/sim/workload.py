@@ -12,7 +12,7 @@ import numpy as np
 
 from pw.client.notes import Ask, Await, Forget, Get, Put, Tell
 from pw.core.compact import Compact
-from pw.core.errors import ArrayDeleted, Error
+from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages import (
     Checkpoint,
@@ -23,6 +23,7 @@ from pw.core.messages import (
     Run,
 )
 from pw.core.sharding import ArraySpec, dtype_of
+from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import Slice, random_kinds, random_program
@@ -199,6 +200,11 @@ class SimClient(Life):
         def copied(result: Any, error: BaseException | None) -> None:
             if error is None or (type(error).__name__ in INFRASTRUCTURE and self.world.ledger.any):
                 return  # a copy may fail where the array does not
+            if (
+                isinstance(error, CheckpointFailed)
+                and self.world.ledger.injected[SUPERVISOR_STOPPED]
+            ):
+                return
             wrong = [self._check_error(array, error) for array in chosen]
             if all(wrong):
                 raise Violation("oracle", f"{self.name}: {wrong[0]}")

@@ -83,6 +83,8 @@ class World:
         """Faults have stopped."""
         self.sent_watchers: dict[type, list[Watcher]] = {}
         self.handled_watchers: dict[type, list[Watcher]] = {}
+        self.computing: list[Callable[[str, float], None]] = []
+        """Called with the name of each computation that begins, and how long it takes, in seconds."""
         self.tamper: Tamper | None = None
         self.checked: Counter[str] = Counter()
         """How often each monitor has looked."""

@@ -1,0 +1,80 @@
+"""Has a runtime's standard streams, and its log, give clients what their programs write.
+
+Only threads that work for a client are listened to (`pw.devices.output`); what others write goes where it
+always went, so the daemon's own log stays its own. What clients' programs write is also shown by the daemon
+itself, unless it shares its terminal with a client: there it would stand twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any, TextIO
+
+from pw.devices.output import Output
+from pw.transport.log import logger
+
+CLIENTS_ONLY = "PW_OUTPUT_TO_CLIENTS_ONLY"
+"""Set to 1 for daemons that share their terminal with a client."""
+
+
+class _Stream:
+    """A standard stream of which some threads' text is taken."""
+
+    def __init__(self, stream: TextIO, is_error: bool, output: Output, shows: bool) -> None:
+        self._stream = stream
+        self._is_error = is_error
+        self._output = output
+        self._shows = shows
+
+    def write(self, text: str) -> int:
+        """As for any text stream."""
+        if self._output.is_taking:
+            self._output.write(self._is_error, text)
+            if not self._shows:
+                return len(text)
+        return self._stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        """As for any text stream."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Records(logging.Handler):
+    """Takes records of warnings and worse; those of the daemon itself are not the client's."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record of a thread that works for a client."""
+        if self._output.is_taking and record.name != logger.name:
+            try:
+                self._output.write(True, f"{self.format(record)}\n")
+            except Exception:  # noqa: BLE001 - as all handlers do: its arguments may not fit its format
+                self.handleError(record)
+
+
+def take_output(level: str) -> Output:
+    """Begin to listen; `level` is that of the daemon's own log, to which logging has been set up."""
+    output = Output()
+    shows = os.environ.get(CLIENTS_ONLY) != "1"
+    sys.stdout = _Stream(sys.stdout, False, output, shows)
+    sys.stderr = _Stream(sys.stderr, True, output, shows)
+    root = logging.getLogger()
+    for handler in root.handlers:
+        handler.setLevel(level.upper())
+        if not shows:
+            handler.addFilter(lambda record: record.name == logger.name or not output.is_taking)
+    # Records below the level of their logger reach no handler: a client may want to see more than the daemon.
+    logger.setLevel(level.upper())
+    root.setLevel(min(root.level, logging.WARNING))
+    root.addHandler(_Records(output))
+    return output

@@ -1,0 +1,131 @@
+"""Small tables, for terminals and for notebooks."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it takes a while to load, and who computes has no use for it
+    from rich.console import Console, Group
+
+WIDTH_WITHOUT_TERMINAL = 160
+
+_TABLE = "border-collapse:collapse;margin:0.2em 0 0.8em 0"
+_CELL = "border:1px solid #8886;padding:0.15em 0.6em;vertical-align:top;text-align:"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under named columns; numbers are aligned on the right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def is_number(self, column: int) -> bool:
+        """Whether a column has nothing but numbers."""
+        return all(isinstance(row[column], (int, float)) for row in self.rows)
+
+
+def _text(cell: Any) -> str:
+    return f"{cell:g}" if isinstance(cell, float) else str(cell)
+
+
+# --- terminals ---------------------------------------------------------------------------------------
+
+
+def renderable(head: str, tables: Iterable[Table]) -> Group:
+    """A line and tables as rich prints them; a table without rows is a sentence."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    def shown(table: Table) -> RichTable | Text:
+        if not table.rows:
+            return Text(f"no {table.title.lower()}")
+        made = RichTable(
+            title=Text(table.title),
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+        )
+        for index, name in enumerate(table.columns):
+            made.add_column(
+                Text(name), justify="right" if table.is_number(index) else "left", overflow="fold"
+            )
+        for row in table.rows:
+            made.add_row(*(Text(_text(cell)) for cell in row))
+        return made
+
+    spaced = (part for table in tables for part in (Text(), shown(table)))
+    return Group(Text(head), *spaced)
+
+
+def show(head: str, tables: Iterable[Table]) -> None:
+    """Print to standard output."""
+    console = _console()
+    if not console.is_terminal:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    console.print(renderable(head, tables))
+
+
+def plain(head: str, tables: Iterable[Table]) -> str:
+    """The same as text without colours, as wide as the terminal if there is one."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else WIDTH_WITHOUT_TERMINAL
+    out = io.StringIO()
+    _console(file=out, width=width, color_system=None).print(renderable(head, tables))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _console(**how: Any) -> Console:
+    from rich.console import Console
+
+    # In a notebook, rich would display what is to be written.
+    return Console(highlight=False, force_jupyter=False, **how)
+
+
+# --- notebooks ---------------------------------------------------------------------------------------
+
+
+def html(head: str, tables: Iterable[Table]) -> str:
+    """The same for a notebook."""
+    return f"<div>{escape(head)}</div>" + "".join(map(_html_of, tables))
+
+
+def _html_of(table: Table) -> str:
+    if not table.rows:
+        return f"<div>no {escape(table.title.lower())}</div>"
+    aligned = ["right" if table.is_number(i) else "left" for i in range(len(table.columns))]
+    head = _row("th", table.columns, aligned)
+    body = "".join(_row("td", row, aligned) for row in table.rows)
+    title = f'<div style="font-weight:bold">{escape(table.title)}</div>'
+    return f'{title}<table style="{_TABLE}">{head}{body}</table>'
+
+
+def facts(title: str, known: Sequence[tuple[str, Any]]) -> str:
+    """One thing in a notebook: its name, and what is known of it; a value of several lines stays as it is."""
+    rows = "".join(
+        f'<tr><th style="{_CELL}left">{escape(name)}</th>'
+        f'<td style="{_CELL}left;white-space:pre-wrap;font-family:monospace">{escape(_text(value))}</td></tr>'
+        for name, value in known
+    )
+    return (
+        f'<div style="font-weight:bold">{escape(title)}</div><table style="{_TABLE}">{rows}</table>'
+    )
+
+
+def _row(tag: str, cells: Iterable[Any], aligned: Sequence[str]) -> str:
+    inside = "".join(
+        f'<{tag} style="{_CELL}{side}">{escape(_text(cell))}</{tag}>'
+        for cell, side in zip(cells, aligned, strict=True)
+    )
+    return f"<tr>{inside}</tr>"

@@ -1,0 +1,80 @@
+"""Functions of pw that JAX transforms outside of pw: shapes are fine, values are not.
+
+`jax.eval_shape(f, x)` of a pw function computes nothing, so it works. `jax.grad`, `jax.vmap`, `jax.jit` and the
+loops of `jax.lax` would compute in this process what was to run on virtual devices. So the arguments of
+such a call pass through a primitive that JAX can trace, differentiate and batch, and that raises when it is
+to be computed or compiled. While pw itself traces a function for the hosts, it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from pw.core.errors import TracingError
+
+__all__ = ["for_hosts", "only_shapes", "traces_for_hosts"]
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def for_hosts(mesh: Any) -> Iterator[None]:
+    """Inside the block, what this thread traces is computed on the hosts, on the devices of `mesh`."""
+    before = traces_for_hosts()
+    _thread.mesh = mesh
+    try:
+        yield
+    finally:
+        _thread.mesh = before
+
+
+def traces_for_hosts() -> Any:
+    """The `pw.Mesh` on which is computed what this thread traces; None if that is not for the hosts."""
+    return getattr(_thread, "mesh", None)
+
+
+def only_shapes(leaves: Sequence[Any], said: str) -> list[Any]:
+    """The same values, of which JAX can know everything but what is in them: that raises, and says `said`."""
+    kept = list(leaves)
+    at = [index for index, leaf in enumerate(kept) if _is_value(leaf)]
+    if not at:
+        raise TracingError(said)
+    for index, value in zip(at, _here.bind(*[kept[index] for index in at], said=said), strict=True):
+        kept[index] = value
+    return kept
+
+
+def _is_value(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse(*values: Any, said: str) -> NoReturn:
+    raise TracingError(said)
+
+
+def _differentiate(primals: Any, tangents: Any, *, said: str) -> tuple[Any, Any]:
+    return _here.bind(*primals, said=said), list(tangents)
+
+
+def _batch(values: Any, dimensions: Any, *, said: str) -> tuple[Any, Any]:
+    return _here.bind(*values, said=said), dimensions
+
+
+_here: Any = Primitive("pw_function")
+_here.multiple_results = True
+_here.def_impl(_refuse)
+_here.def_abstract_eval(lambda *avals, said: list(avals))
+ad.primitive_jvps[_here] = _differentiate
+batching.primitive_batchers[_here] = _batch
+mlir.register_lowering(_here, lambda ctx, *values, said: _refuse(said=said))

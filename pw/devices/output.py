@@ -1,0 +1,151 @@
+"""What clients' programs write on a host, line by line, on its way to the clients' terminals.
+
+A thread that works for a client says so (`Output.on_behalf_of`); what it then writes to the standard
+streams, or logs, is taken here (`pw.cli.streams` sees to that) and fetched by the loop. Only so much is taken
+in a second of each client; the rest is counted, and a line says how much it was. Threads that a function
+starts by itself write where this process writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pw.core.messages import Line
+
+LINES = 1000
+"""Taken of a client in a second."""
+
+LINES_BYTES = 64 << 10
+"""The same, in bytes."""
+
+LINE_CHARACTERS = 4096
+"""A longer line becomes several."""
+
+SECOND_S = 1.0
+
+
+@dataclass(slots=True)
+class _Client:
+    """What one client's programs write here."""
+
+    since_s: float
+    """When the second began that is counted."""
+    lines: int = 0
+    size_bytes: int = 0
+    left_out: int = 0
+    """Lines that were too many, of which nothing has been said."""
+    taken: list[Line] = field(default_factory=list)
+
+
+class _Thread(threading.local):
+    """For whom a thread works, and what it has written of the last line of each stream."""
+
+    client = 0
+
+    def __init__(self) -> None:
+        self.begun = {False: "", True: ""}
+
+
+class Output:
+    """Lines that threads have written for clients; all methods may be called from any thread.
+
+    Args:
+        written: called when there are lines after there were none, on the thread that wrote.
+        now_s: a clock.
+    """
+
+    def __init__(
+        self,
+        written: Callable[[], None] = lambda: None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.written = written
+        self.is_pending = False
+        """There may be lines to be fetched."""
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._clients: dict[int, _Client] = {}
+        self._thread = _Thread()
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether what this thread writes is taken."""
+        return self._thread.client != 0
+
+    @contextmanager
+    def on_behalf_of(self, client: int) -> Iterator[None]:
+        """What this thread writes in the block is this client's (0: it is left alone)."""
+        self._thread.client = client
+        try:
+            yield
+        finally:
+            for is_error, begun in self._thread.begun.items():
+                if begun:
+                    self._thread.begun[is_error] = ""
+                    self._take(client, is_error, begun)
+            self._thread.client = 0
+
+    def write(self, is_error: bool, text: str) -> None:
+        """Take a part of what this thread writes to standard output, or to standard error."""
+        *whole, begun = (self._thread.begun[is_error] + text).split("\n")
+        while len(begun) > LINE_CHARACTERS:
+            whole.append(begun[:LINE_CHARACTERS])
+            begun = begun[LINE_CHARACTERS:]
+        self._thread.begun[is_error] = _shown(begun)
+        for line in whole:
+            for start in range(0, len(line) or 1, LINE_CHARACTERS):
+                self._take(self._thread.client, is_error, line[start : start + LINE_CHARACTERS])
+
+    def _take(self, client: int, is_error: bool, text: str) -> None:
+        data = _shown(text).rstrip("\r").encode("utf-8", "backslashreplace")
+        with self._lock:
+            now_s = self._now_s()
+            of = self._clients.get(client)
+            if of is None:
+                of = self._clients[client] = _Client(now_s)
+            self._renew(of, now_s)
+            is_room = of.lines < LINES and of.size_bytes + len(data) <= LINES_BYTES
+            if is_room and len(of.taken) < LINES:
+                of.lines += 1
+                of.size_bytes += len(data)
+                of.taken.append(Line(is_error, data.decode()))
+            else:
+                of.left_out += 1
+            was_pending, self.is_pending = self.is_pending, True
+        if not was_pending:
+            self.written()
+
+    def _renew(self, of: _Client, now_s: float) -> None:
+        """Begin another second when the last has passed."""
+        if now_s - of.since_s < SECOND_S:
+            return
+        of.since_s, of.lines, of.size_bytes = now_s, 0, 0
+        if of.left_out:
+            most = f"{LINES:,} lines or {LINES_BYTES >> 10} KiB"
+            of.taken.append(
+                Line(True, f"… {of.left_out:,} lines left out (beyond {most} a second)")
+            )
+            of.left_out = 0
+
+    def fetch(self) -> dict[int, tuple[Line, ...]]:
+        """Give away the lines by client; while `is_pending` stays set, something is still to be said."""
+        with self._lock:
+            now_s = self._now_s()
+            found = {}
+            for client, of in list(self._clients.items()):
+                self._renew(of, now_s)
+                if of.taken:
+                    found[client], of.taken = tuple(of.taken), []
+                elif not of.lines and not of.left_out:
+                    del self._clients[client]
+            self.is_pending = any(of.left_out for of in self._clients.values())
+            return found
+
+
+def _shown(text: str) -> str:
+    """What a terminal shows in the end of a line in which a progress bar goes back to its beginning."""
+    return text[text.rstrip("\r").rfind("\r") + 1 :] if "\r" in text else text

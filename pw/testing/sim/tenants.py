@@ -1,0 +1,227 @@
+"""Users that share one island for good: some wait for their results, some only enqueue.
+
+A tenant calls one function again and again. One that waits has so many calls in flight, waits for the oldest
+of them, thinks, and calls again; one that does not wait has as many in flight as it may. All run on all
+devices of the same island, so that what each gets is what the scheduler gives it. The last tenant is a
+visitor: it calls once in a while, for less than its share, and goes before all others. `Tenancy` looks at
+every two seconds in which all of them were at work:
+
+| policy | what must hold |
+|---|---|
+| share | each has its part of what the visitor left, within `TOLERANCE` of all of it |
+| priority | the highest has all of that but for `TOLERANCE` and what aged; each has something in `AGED_S` |
+| both | the visitor's calls take no longer than what was launched before them, and one more of each tenant |
+| all | the devices are in use most of the time |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from pw.client.notes import Await, Forget, Tell
+from pw.core.compact import Compact
+from pw.core.messages import Artifact, RegisterProgram, Run, SliceBound
+from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.sched.policy import AGE_S
+from pw.sched.window import CONTENDED_TIME_US
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.digests import lasting
+from pw.testing.sim.programs import Draft
+from pw.testing.sim.workload import SimClient
+from pw.testing.sim.world import Violation
+
+WINDOW_S = 2.0
+STEP_S = 0.25
+LEARN_S = 0.5
+"""So long tenants have been at work before their shares are looked at."""
+TOLERANCE = 0.05
+"""Of the device's time."""
+AGED_S = AGE_S + 0.25
+"""What has waited for its turn is launched then, and has begun so much later."""
+IN_USE = 0.75
+"""So much of the time, the devices are in use."""
+VISIT_S = 0.03
+"""Between a visitor's calls."""
+LONGEST_S = 12e-3
+"""What a call takes at most."""
+
+
+class Tenant(SimClient):
+    """A user of one function, on all of the first island."""
+
+    def _claim(self) -> tuple[float, int]:
+        draw = self.random
+        self.visits = self.number == self.world.profile.clients - 1
+        self.takes_s = LONGEST_S * (0.1 if self.visits else draw.uniform(0.5, 1.0))
+        self.waits_for = 1 if self.visits else draw.choice((0, 1, 1, 2, 5))
+        """Calls in flight of one that waits for the oldest; 0 for one that does not wait."""
+        self.think_s = VISIT_S if self.visits else draw.uniform(0.02, 0.12) * self.takes_s
+        self.in_flight: deque[int] = deque()
+        self.there: set[int] = set()
+        """Those of them that have come."""
+        self.thinking = False
+        self.last = 0
+        """The newest result that it has seen."""
+        self.began_s = -1.0
+        self.called_s = 0.0
+        self.slowest_s = 0.0
+        """When it called last, and how long its slowest call took."""
+        return 16.0 if self.visits else draw.choice((1.0, 2.0, 4.0)), self.number
+
+    def _place(self) -> tuple[str, int]:
+        members = self.cluster.islands["island-0"]
+        return "island-0", len(members) * members[0].devices
+
+    def act(self, life: int) -> None:
+        """See to the end; until then, answers lead from one call to the next."""
+        if life != self.lives or not self.node.alive or self.closing:
+            return
+        if self.session.closed is not None:
+            self._cut_off(self.session.closed)
+            return
+        if self.slices and self.began_s < 0:
+            self._begin(next(iter(self.slices.values())))
+        elif self.final and not self.in_flight:
+            self._finish()
+        self.world.after(0.05, self.act, life)
+
+    def _begin(self, on: SliceBound) -> None:
+        size = len(on.devices)
+        place = Placement(on.slice, tuple(range(size)))
+        spec = ArraySpec((16,), "uint8", Sharding(("x",), (size,), ((),)), place)
+        name = f"{self.name}/call"
+        blob = lasting(name.encode(), self.takes_s)
+        digest = hashlib.sha256(blob).digest()
+        call = Computation(name, digest, place, (spec,), (spec,), ())
+        body = Program(
+            name, (call,), (Node(0, (Value(-1, 0),)),), (spec,), (Output(Value(0, 0), spec),), ()
+        )
+        self.program = self._id()
+        self.draft = Draft(body, (Artifact(digest, blob),), {digest: blob})
+        self.programs[self.program] = self.draft
+        self._post(Tell(RegisterProgram(self.program, Compact.of(body), self.draft.artifacts)))
+        self.argument = self._put(spec)
+        self.spec = spec
+        self.began_s = self.world.now_s
+        self._call_more()
+
+    def _call_more(self) -> None:
+        while self.credits and not self.final:
+            if self.waits_for and len(self.in_flight) >= self.waits_for:
+                return
+            result = self._id()
+            self.oracle.run(self.draft, (self.argument,), (result,))
+            self.arrays[result] = self.spec
+            self.in_flight.append(result)
+            self.credits -= 1
+            self.world.checked["runs"] += 1
+            self.called_s = self.world.now_s
+            self._post(Tell(Run(self._id(), self.program, (self.argument,), (result,))))
+            if self.waits_for:
+                promise = self._promise("wait", partial(self._came, result))
+                self._post(Await(((result, self.spec),), promise))
+
+    def _came(self, array: int, result: Any, error: BaseException | None) -> None:
+        if error is not None:
+            raise Violation("oracle", f"{self.name}: {error}")
+        self.there.add(array)
+        if self.world.now_s > self.began_s + LEARN_S:
+            self.slowest_s = max(self.slowest_s, self.world.now_s - self.called_s)
+        if not self.thinking:
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        """If it is there: think, call again, and look at the next one."""
+        self.thinking = bool(self.in_flight) and self.in_flight[0] in self.there
+        if self.thinking:
+            oldest = self.in_flight.popleft()
+            self.there.discard(oldest)
+            self._forget(oldest)
+            self.world.after(self.think_s * self.random.uniform(0.7, 1.3), self._thought)
+
+    def _thought(self) -> None:
+        self._call_more()
+        self._take_oldest()
+
+    def _credits(self, count: int) -> None:
+        super()._credits(count)
+        if self.began_s >= 0 and not self.waits_for and count < 1 << 20:
+            for _ in range(min(count, len(self.in_flight))):
+                self._forget(self.in_flight.popleft())
+            self._call_more()
+
+    def _forget(self, array: int) -> None:
+        """All but the last result, which is looked at in the end."""
+        last, self.last = self.last, array
+        if last:
+            del self.arrays[last]
+            self._post(Forget((last,)))
+
+
+class Tenancy:
+    """Looks at what each tenant got of the island."""
+
+    def __init__(self, cluster: SimCluster, tenants: Sequence[SimClient]) -> None:
+        self._cluster = cluster
+        self._tenants = [tenant for tenant in tenants if isinstance(tenant, Tenant)]
+        self._used: list[tuple[float, str, float]] = []
+        """When which tenant's computation began, and how long it took."""
+        if self._tenants:
+            cluster.world.computing.append(self._computing)
+
+    def _computing(self, name: str, takes_s: float) -> None:
+        self._used.append((self._cluster.world.now_s, name.partition("/")[0], takes_s))
+
+    def check(self) -> None:
+        """All have been at work until now."""
+        if not self._tenants:
+            return
+        *_, visitor = self._tenants
+        longest_s = 2 * LONGEST_S + len(self._tenants) * LONGEST_S + CONTENDED_TIME_US * 1e-6
+        if self._cluster.policy != "fifo" and visitor.slowest_s > longest_s:
+            words = f"a call of {visitor.name}, which calls once in a while"
+            raise Violation("response", f"{words}, took {visitor.slowest_s * 1e3:.0f} ms")
+        world = self._cluster.world
+        start_s = max(tenant.began_s for tenant in self._tenants) + LEARN_S
+        while start_s + WINDOW_S <= world.now_s:
+            world.checked["shares"] += 1
+            self._look_at(start_s, start_s + WINDOW_S)
+            start_s += STEP_S
+
+    def _look_at(self, start_s: float, end_s: float) -> None:
+        within = [(at, name, s) for at, name, s in self._used if start_s <= at < end_s]
+        used_s = {tenant.name: 0.0 for tenant in self._tenants}
+        for _, name, takes_s in within:
+            used_s[name] += takes_s
+        when = f"from {start_s:.2f} to {end_s:.2f} s"
+        if sum(used_s.values()) < IN_USE * WINDOW_S:
+            words = f"the island was in use for {sum(used_s.values()):.2f} s {when}"
+            raise Violation("shares", words)
+        *residents, visitor = self._tenants
+        del used_s[visitor.name]
+        total_s = sum(used_s.values())
+        if self._cluster.policy == "share":
+            shares = sum(tenant.share for tenant in residents)
+            for tenant in residents:
+                got, due = used_s[tenant.name] / total_s, tenant.share / shares
+                if abs(got - due) > TOLERANCE:
+                    words = f"{tenant.name} got {got:.3f} of the island {when}, and {due:.3f} is its due"
+                    raise Violation("shares", words)
+        elif self._cluster.policy == "priority":
+            highest = max(residents, key=lambda tenant: tenant.priority)
+            aged_s = (len(residents) - 1) * LONGEST_S * (WINDOW_S / AGE_S)
+            got = used_s[highest.name] / total_s
+            if got < 1 - TOLERANCE - aged_s / total_s:
+                words = f"{highest.name}, which goes before all others, got {got:.3f} {when}"
+                raise Violation("shares", words)
+            for tenant in residents:
+                began = [start_s, *(at for at, name, _ in within if name == tenant.name), end_s]
+                longest_s = max(b - a for a, b in pairwise(began))
+                if longest_s > AGED_S:
+                    raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")

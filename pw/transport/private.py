@@ -1,0 +1,180 @@
+"""The private directory of a cluster on one machine: its unix sockets lie there.
+
+Only its owner can enter it (mode 0700), so no other user can reach a socket in it. The command that starts a
+cluster makes the directory. Every process that keeps a part of the cluster running holds a shared lock on it
+(`flock`): the last of them removes it, and a directory that is not locked by anything is one whose cluster was
+killed, which the next cluster to be started removes. (systemd-tmpfiles also leaves locked directories alone.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+import weakref
+from pathlib import Path
+
+from pw.core.errors import ConnectionFailed
+from pw.transport.endpoints import PATH_BYTES, parse
+
+PREFIX = "pw-cluster-"
+CONTROLLER = "controller"
+LONGEST_NAME = 20
+"""Bytes of the longest name of a socket in such a directory."""
+STALE_S = 60.0
+"""A directory without a lock may belong to a cluster that is being started, unless it is older."""
+
+
+def is_private(folder: str | Path) -> bool:
+    """Whether this user owns a directory, and no other user can enter it."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    )
+
+
+def beside(endpoint: str) -> Path | None:
+    """The directory of an `ipc://` endpoint, if it is private; sockets of the same cluster may lie there.
+
+    Raises:
+        ConnectionFailed: the endpoint makes no sense.
+    """
+    path = parse(endpoint).address
+    if not isinstance(path, str) or not path.startswith("/"):
+        return None
+    folder = Path(path).parent
+    return folder if is_private(folder) else None
+
+
+def free_endpoint(folder: Path | None, kind: str, host: str = "127.0.0.1") -> str:
+    """Where to listen: under a new name in a private directory or, without one, at a free port of `host`."""
+    return f"tcp://{host}:0" if folder is None else f"ipc://{folder}/{kind}-*"
+
+
+class PrivateFolder:
+    """A process's stay in a private directory, from when it is made to `leave`."""
+
+    def __init__(self, path: Path) -> None:
+        """Enter a directory that is there. Raises OSError."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        _entered.add(self)
+
+    @classmethod
+    def make(cls) -> PrivateFolder:
+        """Make a directory for a new cluster, and enter it.
+
+        Raises:
+            ConnectionFailed: there is no place for one.
+        """
+        for base in _bases():
+            _remove_stale(base)
+            with contextlib.suppress(OSError):
+                return cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=base)))
+        raise ConnectionFailed(
+            "there is no directory for the sockets of a local cluster: set TMPDIR to one with a short path, "
+            "in which this user may write and no other user may rename files"
+        )
+
+    @classmethod
+    def of(cls, endpoint: str) -> PrivateFolder | None:
+        """Enter the directory of an endpoint; None if it is not private, or going away."""
+        folder = beside(endpoint)
+        if folder is None:
+            return None
+        try:
+            return cls(folder)
+        except OSError:
+            return None
+
+    @property
+    def controller(self) -> str:
+        """Where the cluster's controller listens."""
+        return f"ipc://{self.path}/{CONTROLLER}"
+
+    def leave(self) -> None:
+        """Leave; the last process to leave removes a directory that was made by `make`. Idempotent."""
+        if self._descriptor < 0:
+            return
+        if self.path.name.startswith(PREFIX):
+            _remove_unused(self.path, self._descriptor)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave without removing anything."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+_entered: weakref.WeakSet[PrivateFolder] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """The lock is the parent's."""
+    for folder in _entered:
+        folder.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _bases() -> list[str]:
+    """Where private directories can be made, the best first."""
+    bases = []
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and is_private(runtime):
+        bases.append(runtime)
+    bases += [base for base in (tempfile.gettempdir(), "/tmp") if _keeps_names(base)]
+    random_bytes = 8
+    longest = PATH_BYTES - len(PREFIX) - random_bytes - LONGEST_NAME - len("//")
+    return [base for base in bases if len(os.fsencode(base)) <= longest]
+
+
+def _keeps_names(folder: str) -> bool:
+    """Whether no other user, but root, can rename what this user has in a directory."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return False
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid in (0, os.geteuid()) and (
+        not others_write or bool(found.st_mode & stat.S_ISVTX)
+    )
+
+
+def _remove_stale(base: str) -> None:
+    """Remove the directories of clusters of which no process is left."""
+    with contextlib.suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX) and is_private(entry.path):
+                with contextlib.suppress(OSError):
+                    if time.time() - entry.stat().st_mtime > STALE_S:
+                        descriptor = os.open(
+                            entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                        )
+                        try:
+                            _remove_unused(Path(entry.path), descriptor)
+                        finally:
+                            os.close(descriptor)
+
+
+def _remove_unused(folder: Path, descriptor: int) -> None:
+    """Remove a directory unless another process has a lock on it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    shutil.rmtree(folder, ignore_errors=True)

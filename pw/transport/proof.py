@@ -1,0 +1,148 @@
+"""Proof that both ends of a connection know the secret of their cluster, which itself never travels.
+
+    dialler -> listener   HELLO      a nonce
+    listener -> dialler   CHALLENGE  a nonce, and a digest of both nonces as listener
+    dialler -> listener   PROOF      a digest of both nonces as dialler
+
+Both nonces are drawn for this connection, so nothing that was recorded proves anything, and the digests of the
+two ends differ, so neither can be sent back. The dialler says nothing before the listener has proven itself.
+What follows is neither encrypted nor signed: this keeps out processes that do not belong to the cluster, not a
+network that changes what is sent.
+
+`Proof` knows no sockets. The bulk plane sends its messages as they are; `ProofMechanism` carries them in the
+handshake of a control link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+
+from pw.transport.zmtp import SECRET, Refusal, ZmtpError, metadata
+
+PROOF_S = 5.0
+"""How long a listener waits for the proof of a process that has dialled."""
+_NONCE_BYTES = 32
+_DIGEST_BYTES = 32
+_DIALLER, _LISTENER = b"dialler", b"listener"
+
+NO_PROOF = "it does not know the secret of this process's cluster"
+
+
+class ProofError(Exception):
+    """The other end does not know the secret, or does not speak this protocol."""
+
+
+class Proof:
+    """One end of the exchange: feed what comes, send what `feed` returns, until `is_done`.
+
+    Args:
+        secret: the cluster's.
+        plane: what the connection is for; a proof for one plane is none for another.
+        listens: whether this end was dialled.
+    """
+
+    def __init__(self, secret: bytes, plane: bytes, listens: bool) -> None:
+        self.is_done = False
+        self.missing_bytes = _NONCE_BYTES if listens else _NONCE_BYTES + _DIGEST_BYTES
+        """Size of the message that the peer is to send next."""
+        self._secret = secret
+        self._plane = plane
+        self._listens = listens
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._nonces = b""
+
+    @property
+    def hello(self) -> bytes:
+        """The dialler's first message."""
+        return self._nonce
+
+    def answer(self, message: bytes) -> bytes:
+        """What to send in answer to the peer's next message; empty for nothing.
+
+        Raises:
+            ProofError: that message is not what it should be.
+        """
+        if len(message) != self.missing_bytes:
+            raise ProofError("a message of the wrong size")
+        if not self._listens:
+            self._nonces = self._nonce + message[:_NONCE_BYTES]
+            self._check(_LISTENER, message[_NONCE_BYTES:])
+            return self._digest(_DIALLER)
+        if not self._nonces:
+            self._nonces = message + self._nonce
+            self.missing_bytes = _DIGEST_BYTES
+            return self._nonce + self._digest(_LISTENER)
+        self._check(_DIALLER, message)
+        return b""
+
+    def take(self, inbox: bytearray) -> bytes:
+        """Answer the message at the front of what came, if it is all there, and take it off (see `answer`)."""
+        if self.is_done or len(inbox) < self.missing_bytes:
+            return b""
+        message = bytes(inbox[: self.missing_bytes])
+        del inbox[: self.missing_bytes]
+        return self.answer(message)
+
+    def _digest(self, end: bytes) -> bytes:
+        said = b"pw 1 " + self._plane + b" " + end + b" " + self._nonces
+        return hmac.digest(self._secret, said, hashlib.sha256)
+
+    def _check(self, end: bytes, digest: bytes) -> None:
+        if not hmac.compare_digest(digest, self._digest(end)):
+            raise ProofError(NO_PROOF)
+        self.is_done = True
+
+
+class ProofMechanism:
+    """The exchange as a security mechanism of ZMTP; once it is over, messages travel as with none."""
+
+    name = SECRET
+    seals = False
+
+    def __init__(self, secret: bytes, as_server: bool, kind: bytes) -> None:
+        self.as_server = as_server
+        self.peer_metadata: bytes | None = None
+        self._proof = Proof(secret, b"control", as_server)
+        self._metadata = metadata(kind)
+        self._expected = b"HELLO" if as_server else b"WELCOME"
+
+    def begin(self) -> list[tuple[bytes, bytes]]:
+        """Commands, name and body, to send when the greetings have been exchanged."""
+        return [] if self.as_server else [(b"HELLO", self._proof.hello)]
+
+    def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
+        """The commands that answer a command of the handshake.
+
+        Raises:
+            Refusal: the peer does not know the secret.
+            ZmtpError: it does not keep to the protocol.
+        """
+        proof, size = self._proof, self._proof.missing_bytes
+        expected, self._expected = self._expected, b""
+        if name != expected:
+            raise ZmtpError(f"command {name!r} in the handshake")
+        try:
+            if name == b"HELLO":
+                self._expected = b"INITIATE"
+                return [(b"WELCOME", proof.answer(body))]
+            if name == b"WELCOME":
+                self._expected = b"READY"
+                return [(b"INITIATE", proof.answer(body) + self._metadata)]
+            if name == b"INITIATE":
+                proof.answer(body[:size])
+                body = body[size:]
+        except ProofError as error:
+            raise Refusal(str(error)) from error
+        assert proof.is_done
+        self.peer_metadata = body
+        return [(b"READY", self._metadata)] if self.as_server else []
+
+    def seal(self, flags: int, body: bytes) -> bytes:
+        """Messages are not sealed."""
+        raise NotImplementedError
+
+    def unseal(self, message: bytes) -> tuple[int, bytes]:
+        """Messages are not sealed."""
+        raise NotImplementedError

@@ -1,0 +1,34 @@
+"""The first hour goes as the README shows it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.scripts import ROOT
+
+SHOWN = re.search(
+    r"^\$ \S*python -m examples\.first_hour\n(.*?)^```",
+    (ROOT / "README.md").read_text(),
+    re.M | re.S,
+)
+FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
+"""What differs from run to run."""
+
+
+@pytest.mark.processes
+def test_it_prints_what_the_readme_shows() -> None:
+    assert SHOWN is not None
+    command = [sys.executable, "-W", "error", "-m", "examples.first_hour"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    lines, shown = done.stdout.splitlines(), SHOWN[1].splitlines()
+    assert len(lines) == len(shown), done.stdout
+    for line, wanted in zip(lines, shown, strict=True):
+        start, dots, _ = FIGURE.sub("…", wanted).partition(", ...")
+        said = FIGURE.sub("…", line)
+        assert said.startswith(start) if dots else said == start
