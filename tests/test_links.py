@@ -153,6 +153,24 @@ def test_a_peer_that_cannot_be_reached_is_lost(sockets: Cluster) -> None:
     assert any(node == "c" and "nonsense" in reason for node, reason in a.lost)
 
 
+def test_a_peer_that_was_started_again_elsewhere_is_not_dialled_where_it_was(
+    sockets: Cluster,
+) -> None:
+    a = sockets.node("a")
+    nowhere = "tcp://127.0.0.1:1" if sockets.where == "tcp" else f"ipc://{sockets.folder}/none"
+    a.env.introduce("b", nowhere)
+    a.env.send(Address("b", "main"), Ready(0))
+    b = sockets.node("b", incarnation=2)
+    b.env.introduce("a", sockets.endpoint(a))
+    b.env.send(a.env.address, Ready(1))
+    sockets.until(lambda: numbers(a) == [1])
+    a.env.introduce("b", sockets.endpoint(b))
+    a.env.send(b.env.address, Ready(2))
+    sockets.until(lambda: b.lost or numbers(b) == [0, 2])
+    assert not a.lost
+    assert not b.lost
+
+
 def test_a_forgotten_peer_is_not_spoken_to(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     sockets.introduce(a, b)

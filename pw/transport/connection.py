@@ -118,6 +118,17 @@ class Connection:
         """Receive what can be received now; True if something may be left."""
         return all(self._read() for _ in range(_READS_AT_ONCE))
 
+    def withdraw(self) -> list[bytes]:
+        """Close the connection if it is not open yet, and return the frames that it would have sent.
+
+        Returns an empty list, and changes nothing, if it is open.
+        """
+        if self._open:
+            return []
+        unsent, self._early = self._early, []
+        self.close()
+        return unsent
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; what waits may still leave within `linger_s`, for which this blocks."""
         if self.closed:

@@ -415,8 +415,14 @@ class StreamNetwork:
             self._links[hello.node] = link
             self._open(link, connection, hello)
             self._say_hello(link)
-        else:
-            self._open(link, connection, hello)
+            return
+        unsent = link.out.withdraw()
+        if unsent:  # our own call may go to where the peer was before it was started again
+            self._served.pop(link.out)
+            link.out, link.endpoint = connection, ""
+            for frame in unsent:
+                connection.send(frame)
+        self._open(link, connection, hello)
 
     def _answered(self, link: Link, hello: Hello) -> None:
         """A hello came on a connection that we have made."""
