@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pw.core.messages import PeerLost
 from pw.testing.sim import PROFILES, Outcome, simulate
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.mutations import MUTATIONS, Mutation, replay_launches
@@ -91,7 +91,8 @@ import hashlib
 from pw.testing.sim import PROFILES, simulate
 for profile, seed in (("calm", 1), ("chaos", 2), ("network", 3)):
     lines = simulate(seed, PROFILES[profile], trace=True).trace
-    print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
+    digest = simulate(seed, PROFILES[profile], digest=True).digest
+    print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest(), digest)
 """
 
 
@@ -116,11 +117,16 @@ def test_a_seed_decides_everything() -> None:
 
 
 def test_seeds_differ() -> None:
-    digests = set()
-    for seed in range(4):
-        lines = simulate(seed, PROFILES["calm"], trace=True).trace
-        digests.add(hashlib.sha256("\n".join(lines).encode()).hexdigest())
-    assert len(digests) == 4
+    outcomes = [simulate(seed, PROFILES["calm"], digest=True) for seed in range(4)]
+    assert len({outcome.digest for outcome in outcomes}) == 4
+
+
+def test_a_digest_sees_what_is_done_and_not_how_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = PROFILES["crashes"]
+    first = simulate(2, profile, digest=True).digest
+    monkeypatch.setattr(PeerLost, "words", property(lambda message: "some other words"))
+    assert simulate(2, profile, digest=True).digest == first
+    assert simulate(2, profile, digest=True, mutation="lose-a-credit").digest != first
 
 
 def test_the_simulator_does_without_jax() -> None:

@@ -184,8 +184,8 @@ def sim(
     profile: Annotated[
         str,
         typer.Option(
-            help="What goes wrong: calm, slow, clients, memory, devices, network, drains, crashes, "
-            "restarts or chaos."
+            help="What goes wrong: calm, tenants, slow, clients, memory, devices, network, drains, crashes, "
+            "slices, restarts, chaos, or all of them one after the other."
         ),
     ] = "chaos",
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the cluster.")] = None,
@@ -202,6 +202,12 @@ def sim(
     mutation: Annotated[
         str | None, typer.Option(help="With --seed: break one promise on purpose.")
     ] = None,
+    digest: Annotated[
+        bool,
+        typer.Option(
+            "--digest", help="Print a digest of all messages, to compare two versions of the code."
+        ),
+    ] = False,
 ) -> None:
     """Run the real scheduler, hosts and clients on simulated time, and let things go wrong.
 
@@ -212,11 +218,15 @@ def sim(
     """
     from pw.cli import sim as simulation
 
-    chosen = simulation.chosen_profile(profile, hosts, clients, runs, without)
-    if seed is None:
-        fine = simulation.search(simulation.seeds_of(seeds), chosen, jobs)
+    chosen = simulation.chosen_profiles(profile, hosts, clients, runs, without)
+    if seed is not None:
+        if len(chosen) > 1:
+            raise Error("--seed replays one --profile, not all")
+        fine = simulation.replay(seed, chosen[0], trace=trace, smallest=smallest, mutation=mutation)
     else:
-        fine = simulation.replay(seed, chosen, trace=trace, smallest=smallest, mutation=mutation)
+        run = simulation.print_digest if digest else simulation.search
+        results = [run(simulation.seeds_of(seeds), each, jobs) for each in chosen]
+        fine = all(results)
     raise SystemExit(0 if fine else 1)
 
 

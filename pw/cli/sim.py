@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import typer
 
 from pw.core.errors import Error
@@ -15,16 +17,17 @@ SHOWN = 5
 """Failures whose last events are printed; the others are only named."""
 
 
-def chosen_profile(
+def chosen_profiles(
     name: str, hosts: int | None, clients: int | None, runs: int | None, without: str
-) -> Profile:
-    """A profile in the wanted size. Raises Error if there is none of that name, or no such fault."""
-    if name not in PROFILES:
-        raise Error(f"there is no profile {name!r}; there are {', '.join(PROFILES)}")
+) -> list[Profile]:
+    """A profile, or "all", in the wanted size. Raises Error if there is no such profile or fault."""
+    if name not in (*PROFILES, "all"):
+        raise Error(f"there is no profile {name!r}; there are {', '.join(PROFILES)} and all")
     faults = [fault for fault in without.split(",") if fault]
     if unknown := set(faults) - set(FAULTS):
         raise Error(f"there is no fault {unknown.pop()!r}; there are {', '.join(FAULTS)}")
-    return PROFILES[name].sized(hosts, clients, runs).without(*faults)
+    chosen = PROFILES.values() if name == "all" else [PROFILES[name]]
+    return [profile.sized(hosts, clients, runs).without(*faults) for profile in chosen]
 
 
 def seeds_of(text: str) -> range:
@@ -72,6 +75,17 @@ def search(seeds: range, profile: Profile, jobs: int) -> bool:
 
     campaign = run_campaign(seeds, profile, jobs=jobs, on_outcome=look)
     _print(summary(campaign))
+    return not campaign.failures
+
+
+def print_digest(seeds: range, profile: Profile, jobs: int) -> bool:
+    """Print one line that changes if any message of any of these seeds does; whether nothing was violated."""
+    whole = hashlib.sha256()
+    campaign = run_campaign(
+        seeds, profile, jobs=jobs, digest=True, on_outcome=lambda o: whole.update(o.digest.encode())
+    )
+    name = f"{profile.name} {seeds.start}:{seeds.stop}"
+    typer.echo(f"{whole.hexdigest()[:32]}  {name}, {len(campaign.failures)} violated")
     return not campaign.failures
 
 

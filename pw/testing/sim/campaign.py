@@ -53,6 +53,7 @@ def run_campaign(
     profile: Profile,
     *,
     jobs: int = 1,
+    digest: bool = False,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Campaign:
     """Run many seeds.
@@ -61,19 +62,20 @@ def run_campaign(
         seeds: which.
         profile: how large the cluster is and what goes wrong in it.
         jobs: processes to run them on; the outcomes do not depend on it.
+        digest: have each outcome say the digest of its messages.
         on_outcome: called with each outcome, in the order of the seeds.
     """
     campaign = Campaign(profile)
     started_s = time.perf_counter()
-    for outcome in _outcomes(seeds, profile, jobs):
+    for outcome in _outcomes(seeds, profile, jobs, digest):
         campaign.add(outcome)
         campaign.wall_s = time.perf_counter() - started_s
         on_outcome(outcome)
     return campaign
 
 
-def _outcomes(seeds: Iterable[int], profile: Profile, jobs: int) -> Iterator[Outcome]:
-    one = partial(simulate, profile=profile)
+def _outcomes(seeds: Iterable[int], profile: Profile, jobs: int, digest: bool) -> Iterator[Outcome]:
+    one = partial(simulate, profile=profile, digest=digest)
     if jobs <= 1:
         yield from map(one, seeds)
         return

@@ -13,7 +13,7 @@ from pw.testing.sim.monitors import Monitors
 from pw.testing.sim.mutations import MUTATIONS
 from pw.testing.sim.profiles import Profile
 from pw.testing.sim.tenants import Tenancy, Tenant
-from pw.testing.sim.trace import Trace
+from pw.testing.sim.trace import Digest, Trace
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation, World
 
@@ -40,10 +40,17 @@ class Outcome:
     errors: int = 0
     trace: list[str] = field(default_factory=list)
     """The last events, or all of them if that was asked for."""
+    digest: str = ""
+    """Of all messages between nodes, if that was asked for (see `trace.Digest`)."""
 
 
 def simulate(
-    seed: int, profile: Profile, *, trace: bool = False, mutation: str | None = None
+    seed: int,
+    profile: Profile,
+    *,
+    trace: bool = False,
+    mutation: str | None = None,
+    digest: bool = False,
 ) -> Outcome:
     """Run one seed.
 
@@ -52,12 +59,13 @@ def simulate(
         profile: how large the cluster is and what goes wrong in it.
         trace: keep a line for each event.
         mutation: name of a deliberate breakage (see `mutations`).
+        digest: instead of a line for each event, hash the messages.
     """
     started_s = time.perf_counter()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        outcome = _simulate(seed, profile, trace, mutation)
+        outcome = _simulate(seed, profile, Digest() if digest else Trace(full=trace), mutation)
     finally:
         if was_enabled:
             gc.enable()
@@ -65,8 +73,8 @@ def simulate(
     return outcome
 
 
-def _simulate(seed: int, profile: Profile, trace: bool, mutation: str | None) -> Outcome:
-    world = World(seed, profile, Trace(full=trace))
+def _simulate(seed: int, profile: Profile, trace: Trace, mutation: str | None) -> Outcome:
+    world = World(seed, profile, trace)
     outcome = Outcome(seed, profile)
     clients: list[SimClient] = []
     try:
@@ -79,8 +87,10 @@ def _simulate(seed: int, profile: Profile, trace: bool, mutation: str | None) ->
     outcome.simulated_s = world.now_s
     outcome.values = sum(client.fetched for client in clients)
     outcome.errors = sum(client.failed for client in clients)
-    if trace or outcome.violation is not None:
-        outcome.trace = world.trace.lines()
+    if trace.is_full or outcome.violation is not None:
+        outcome.trace = trace.lines()
+    if isinstance(trace, Digest):
+        outcome.digest = trace.value
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""What happened, in order: the last events of every run, or all of them as text.
+"""What happened, in order: the last events of every run, all of them as text, or a digest of all messages.
 
 Noting costs as little as appending a tuple; text is made only when somebody wants to read it. The text
 depends on nothing but the run, so two runs of one seed can be compared byte for byte.
@@ -6,11 +6,14 @@ depends on nothing but the run, so two runs of one seed can be compared byte for
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections import deque
 from typing import Any
 
 import msgspec
+
+from pw.core.messages import Base
 
 KEPT = 400
 
@@ -19,6 +22,7 @@ class Trace:
     """Notes of what happened; `full` keeps all of them."""
 
     def __init__(self, full: bool = False) -> None:
+        self.is_full = full
         self._notes: deque[tuple[float, str, str, Any]] = deque(maxlen=None if full else KEPT)
         self.add = self._notes.append
 
@@ -26,6 +30,51 @@ class Trace:
         """The notes as text, one line each."""
         notes = list(self._notes)
         return [_line(*note) for note in (notes if last is None else notes[-last:])]
+
+
+class Digest(Trace):
+    """Hashes every message that crosses between two nodes: when, from where, to where, and what it says.
+
+    Two runs have equal digests if all processes did the same. Words for people are left out, so that a
+    changed sentence does not change the digest; so are the names of types and fields, and what an actor
+    tells itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sum = hashlib.sha256()
+        self.add = self._add
+
+    @property
+    def value(self) -> str:
+        """Hexadecimal; of all messages so far."""
+        return self._sum.hexdigest()
+
+    def _add(self, note: tuple[float, str, str, Any]) -> None:
+        self._notes.append(note)
+        time_s, to, sender, what = note
+        if isinstance(what, Base) and to.partition("/")[0] != sender.partition("/")[0]:
+            self._sum.update(f"{time_s:.6f} {to} {sender} {_content(what)}\n".encode())
+
+
+def _content(value: Any) -> str:
+    """All that a message says but words for people, as text."""
+    if isinstance(value, msgspec.Struct):
+        fields = [_content(getattr(value, name)) for name in value.__struct_fields__]
+        return f"{value.__struct_config__.tag}({','.join(fields)})"
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(map(_content, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_content(key)}:{_content(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{','.join(sorted(map(_content, value)))}}}"
+    if isinstance(value, str):
+        return "words" if " " in value else value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"{zlib.crc32(value):08x}"
+    if isinstance(value, (int, float)) or value is None:
+        return repr(value)
+    return type(value).__name__
 
 
 def _line(time_s: float, where: str, sender: str, what: Any) -> str:
