@@ -29,7 +29,7 @@ import pw
 from bench.baselines import steps as computations
 from bench.baselines.peer import Peer, serve
 from bench.measure import seconds
-from pw.devices import group
+from pw.devices.jax import group
 
 AHEAD = 512
 """Calls that pw lets a client have in flight: the next one returns when one of them has ended."""

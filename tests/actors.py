@@ -25,14 +25,14 @@ from pw.core.messages import (
     RegisterHost,
     StartCoordination,
 )
-from pw.devices.coordinator import ShardCoordinator
-from pw.devices.executor import HostExecutor
-from pw.devices.held import Saved
-from pw.devices.store import ObjectStore
-from pw.sched.controller import Controller, ControllerVersions
-from pw.sched.policy import POLICIES
-from pw.sched.resources import ResourceManager
-from pw.sched.scheduler import IslandScheduler
+from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.executor import HostExecutor
+from pw.devices.host.held import Saved
+from pw.devices.host.store import ObjectStore
+from pw.sched.cluster.manager import ResourceManager
+from pw.sched.control.controller import Controller, ControllerVersions
+from pw.sched.island.policy import POLICIES
+from pw.sched.island.scheduler import IslandScheduler
 from tests.fake_devices import FakeBackend, FakeBulk
 
 SECRET = b"secret"

@@ -27,8 +27,8 @@ from pw.core.landing import Landing
 from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
-from pw.devices import backend as ops
-from pw.devices.backend import Value
+from pw.devices.host import backend as ops
+from pw.devices.host.backend import Value
 
 if TYPE_CHECKING:
     from tests.actors import World

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.devices.backend import Call
+from pw.devices.host.backend import Call
 from pw.testing import InProcessCluster
 from tests.daemons import until
 

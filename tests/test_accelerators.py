@@ -19,7 +19,8 @@ from pw.client.children import Child
 from pw.client.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
-from pw.devices import group, jax_compile
+from pw.devices.jax import compile as jax_compile
+from pw.devices.jax import group
 from tests.test_jax_backend import add_one, export, open_host, spec_of
 
 

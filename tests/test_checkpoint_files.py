@@ -19,7 +19,7 @@ from safetensors import safe_open
 import pw
 from pw.client import current
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding
-from pw.devices import disk
+from pw.devices.host import disk
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import held, live, mesh_on, numbers, split, until_live

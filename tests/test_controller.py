@@ -31,7 +31,7 @@ from pw.core.messages import (
     Uploaded,
 )
 from pw.core.program import Node, Output, Program, Value
-from pw.sched.runs import CREDITS_S
+from pw.sched.control.runs import CREDITS_S
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, digest, join, split
 

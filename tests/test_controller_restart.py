@@ -48,8 +48,8 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, box_slices
-from pw.sched import resume
-from pw.sched.resume import CLIENT_NUMBERS, ClientNumbers
+from pw.sched.control.recovery import resume
+from pw.sched.control.recovery.resume import CLIENT_NUMBERS, ClientNumbers
 from pw.transport import codec
 from tests.actors import World
 from tests.daemons import Program as Script

@@ -17,9 +17,9 @@ from pw.core.packing import pack
 from pw.core.plan import Receive, Send
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
-from pw.devices import coordinator as under_test
-from pw.devices.backend import Build, Value
-from pw.devices.coordinator import ShardCoordinator
+from pw.devices.host import coordinator as under_test
+from pw.devices.host.backend import Build, Value
+from pw.devices.host.coordinator import ShardCoordinator
 from tests.actors import World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import LARGE, SMALL

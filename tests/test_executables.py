@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pw.devices import executables
-from pw.devices.executables import Executables
+from pw.devices.jax import executables
+from pw.devices.jax.executables import Executables
 
 KEY = b"1" * 32
 NOBODY = 65534

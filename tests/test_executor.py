@@ -59,9 +59,9 @@ from pw.core.packing import pack
 from pw.core.plan import Execute
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress, Placement
-from pw.devices import backend as ops
-from pw.devices.executor import PROGRESS_SHARE
-from pw.devices.held import KEEP_S, Saved
+from pw.devices.host import backend as ops
+from pw.devices.host.executor import PROGRESS_SHARE
+from pw.devices.host.held import KEEP_S, Saved
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from pw.core.errors import ErrorReport
-from pw.devices.backend import Build, Execute, Move, Value, Watch
+from pw.devices.host.backend import Build, Execute, Move, Value, Watch
 from tests.test_jax_backend import (
     BOUND_S,
     Host,

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from pw.devices.coordination_service import CoordinationServices
+from pw.devices.jax.coordination_service import CoordinationServices
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 30.0
@@ -32,7 +32,7 @@ WORKER = """
 import concurrent.futures, json, os, sys, weakref
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # Gloo prints to stdout
-from pw.devices import group
+from pw.devices.jax import group
 group.prepare("cpu", int(sys.argv[1]))
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -72,7 +72,7 @@ for line in sys.stdin:
 # A controller in miniature: starts one service, says where it is, and waits to be killed.
 PARENT = """
 import asyncio
-from pw.devices.coordination_service import CoordinationServices
+from pw.devices.jax.coordination_service import CoordinationServices
 loop = asyncio.new_event_loop()
 services = CoordinationServices(loop)
 services.start("east", 1, 2, lambda address, error: print(address or error, flush=True))

@@ -11,9 +11,9 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, client_id, store_of
 from pw.core.messages import DropReplicas, Holding, Holdings
 from pw.core.sharding import Box
-from pw.devices import held
-from pw.devices.held import KEEP_S, KEPT_WITHIN_S, LOOK_S, Held, Saved
-from pw.devices.store import ObjectStore
+from pw.devices.host import held
+from pw.devices.host.held import KEEP_S, KEPT_WITHIN_S, LOOK_S, Held, Saved
+from pw.devices.host.store import ObjectStore
 from tests.actors import Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 

@@ -1,4 +1,4 @@
-"""The JAX backend keeps the promises of `pw.devices.backend` on the CPU devices of one process."""
+"""The JAX backend keeps the promises of `pw.devices.host.backend` on the CPU devices of one process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from pw.core.errors import ErrorReport
 from pw.core.plan import Piece
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtype_of
-from pw.devices import jax_answers
-from pw.devices.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
-from pw.devices.jax_backend import JaxBackend
-from pw.devices.jax_layouts import aligned_empty
+from pw.devices.host.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
+from pw.devices.jax import answers as jax_answers
+from pw.devices.jax.backend import JaxBackend
+from pw.devices.jax.layouts import aligned_empty
 
 HOST = "h0"
 BOUND_S = 60.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pw.devices import jax_threads
-from pw.devices.jax_threads import Completions, QueueThread, join_all
+from pw.devices.jax import threads as jax_threads
+from pw.devices.jax.threads import Completions, QueueThread, join_all
 
 BOUND_S = 30.0
 

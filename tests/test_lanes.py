@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pw.devices.lanes import Lanes
+from pw.devices.host.lanes import Lanes
 
 
 @dataclass(eq=False)

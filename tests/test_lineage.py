@@ -9,9 +9,9 @@ import pytest
 from pw.core.errors import ErrorReport
 from pw.core.messages import Source
 from pw.core.program import Output, Program, Value
-from pw.sched.lineage import Lineage, Record
-from pw.sched.programs import RegisteredProgram
-from pw.sched.recovery import ATTEMPTS, RecoveryPlan, plan_recovery
+from pw.sched.control.programs import RegisteredProgram
+from pw.sched.control.recovery.lineage import Lineage, Record
+from pw.sched.control.recovery.plan import ATTEMPTS, RecoveryPlan, plan_recovery
 from tests.scripted import chain, split
 
 SPEC = split(1, 2)

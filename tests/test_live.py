@@ -23,7 +23,7 @@ from pw.client.live import ASK_S, QUIET_S, TICK_S, About, Together, patiently
 from pw.client.waiting import Waiting
 from pw.core.errors import ConnectionFailed
 from pw.core.messages import Explanation
-from pw.sched.story import story
+from pw.sched.control.explain.story import story
 from pw.testing import InProcessCluster
 from tests.scripts import ROOT
 from tests.stage import held, mesh_on, numbers, split

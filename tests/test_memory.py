@@ -43,9 +43,9 @@ from pw.core.peak import IslandMemory, OutputMemory
 from pw.core.plan import Execute, Free, HostPlan, Plan, Receive
 from pw.core.program import Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress
-from pw.sched.admission import PATIENCE
-from pw.sched.memory import Claim, DeviceMemory
-from pw.sched.programs import RegisteredProgram
+from pw.sched.control.programs import RegisteredProgram
+from pw.sched.island.admission import PATIENCE
+from pw.sched.island.memory import Claim, DeviceMemory
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, chain, copy, join, split
 from tests.test_lower import BINDINGS, programs

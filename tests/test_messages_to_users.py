@@ -19,7 +19,7 @@ import pw
 from pw.client import current
 from pw.core.errors import Error, ErrorReport
 from pw.core.messages import PeerLost, Run
-from pw.sched.suspects import STRIKES, Suspects
+from pw.sched.island.quarantine import STRIKES, Suspects
 from pw.testing import InProcessCluster
 from pw.transport import codec
 from tests import test_controller, test_lineage, test_rebuild, test_session

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from pw.core.messages import UploadEnded
-from pw.sched import window
-from pw.sched.policy import Account, ProportionalShare
-from pw.sched.scheduler import UNKNOWN_AT_ONCE
+from pw.sched.island import window
+from pw.sched.island.policy import Account, ProportionalShare
+from pw.sched.island.scheduler import UNKNOWN_AT_ONCE
 from tests.test_scheduler import Bench, runs_on
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pw.devices.quick import CALLS, CLOCK_S, LONG_S, PROCESSOR_S, SOON_S, Quick
+from pw.devices.jax.quick import CALLS, CLOCK_S, LONG_S, PROCESSOR_S, SOON_S, Quick
 
 KEY = b"k"
 

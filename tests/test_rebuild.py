@@ -48,8 +48,8 @@ from pw.core.messages import (
 from pw.core.packing import pack
 from pw.core.program import Node, Output, Value
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
-from pw.devices.held import KEEP_S
-from pw.sched.rebuild import AGAIN_S, DOUBLINGS
+from pw.devices.host.held import KEEP_S
+from pw.sched.control.recovery.rebuild import AGAIN_S, DOUBLINGS
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, split
 from tests.supervised import SupervisedHost

@@ -30,11 +30,11 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
-from pw.devices import held, replicas
-from pw.devices.backend import Value
-from pw.devices.held import Saved
-from pw.devices.store import ObjectStore
-from pw.sched.sessions import ticket_for
+from pw.devices.host import held, replicas
+from pw.devices.host.backend import Value
+from pw.devices.host.held import Saved
+from pw.devices.host.store import ObjectStore
+from pw.sched.control.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import LARGE, SMALL, split

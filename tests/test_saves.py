@@ -13,8 +13,8 @@ from pw.client.notes import Tell
 from pw.core.errors import CheckpointFailed, ErrorReport
 from pw.core.ids import scheduler_of
 from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
-from pw.devices import disk, files
-from pw.sched import saves
+from pw.devices.host import disk, files
+from pw.sched.control.checkpoints import saves
 from tests import test_controller_restart as restart
 from tests.scripted import chain
 from tests.test_rebuild import Cluster, Survivor

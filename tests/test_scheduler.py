@@ -45,9 +45,9 @@ from pw.core.messages import (
 from pw.core.plan import Execute, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
-from pw.sched import window
-from pw.sched.policy import POLICIES
-from pw.sched.scheduler import UNKNOWN_AT_ONCE, IslandScheduler
+from pw.sched.island import window
+from pw.sched.island.policy import POLICIES
+from pw.sched.island.scheduler import UNKNOWN_AT_ONCE, IslandScheduler
 from pw.transport import codec
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, join, split

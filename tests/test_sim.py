@@ -126,7 +126,7 @@ def test_a_digest_sees_what_is_done_and_not_how_it_is_said(monkeypatch: pytest.M
     first = simulate(2, profile, digest=True).digest
     monkeypatch.setattr(PeerLost, "words", property(lambda message: "some other words"))
     assert simulate(2, profile, digest=True).digest == first
-    assert simulate(2, profile, digest=True, mutation="lose-a-credit").digest != first
+    assert simulate(2, profile, digest=True, mutation="double-credit").digest != first
 
 
 def test_the_simulator_does_without_jax() -> None:

@@ -15,7 +15,7 @@ from pw.core.errors import ComputationFailed, HostLost, NotOwner, TransferFailed
 from pw.core.ids import Address
 from pw.core.messages import HoldsNoMore, PeerLost, Ready
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.devices.held import Keep
+from pw.devices.host.held import Keep
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.cluster import SimCluster

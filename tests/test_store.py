@@ -28,10 +28,10 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import DeviceAddress
-from pw.devices import store as under_test
-from pw.devices.backend import Value
-from pw.devices.store import ObjectStore
-from pw.sched.sessions import ticket_for
+from pw.devices.host import store as under_test
+from pw.devices.host.backend import Value
+from pw.devices.host.store import ObjectStore
+from pw.sched.control.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import SMALL, split

@@ -12,8 +12,8 @@ import pytest
 
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.core.messages import Directory, EndEpoch, IslandStatus, Peer, PeerLost, RegisterHost
-from pw.devices.executables import Executables
-from pw.devices.jax_backend import _copy
+from pw.devices.jax.backend import _copy
+from pw.devices.jax.executables import Executables
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain
 from tests.test_rebuild import Cluster

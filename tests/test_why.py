@@ -38,8 +38,8 @@ from pw.core.messages import (
 )
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.core.watchdog import STALL_S, Look, Watchdog
-from pw.sched.names import Names
-from pw.sched.story import BUSY_S, story
+from pw.sched.control.explain.story import BUSY_S, story
+from pw.sched.island.names import Names
 from pw.testing import InProcessCluster
 from tests.actors import Alarm, World
 from tests.daemons import start_module, until

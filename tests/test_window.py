@@ -11,9 +11,9 @@ from pw.core.messages import InstallProgram
 from pw.core.plan import Execute, Free, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
-from pw.sched import window
-from pw.sched.policy import ProportionalShare
-from pw.sched.window import Footprint, Window, places_of
+from pw.sched.island import window
+from pw.sched.island.policy import ProportionalShare
+from pw.sched.island.window import Footprint, Window, places_of
 from tests.test_policy import Wants
 
 PLACES = "abcdef"

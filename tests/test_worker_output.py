@@ -32,11 +32,11 @@ from pw.core.messages import (
     SliceBound,
 )
 from pw.core.sharding import DeviceAddress
-from pw.devices.host_program import owner_of
-from pw.devices.output import LINE_CHARACTERS, LINES, LINES_BYTES, Output
-from pw.devices.printing import EARLY_LINES, TOGETHER_S, Written
-from pw.devices.store import ObjectStore
-from pw.sched.sessions import ticket_for
+from pw.devices.host.output import LINE_CHARACTERS, LINES, LINES_BYTES, Output
+from pw.devices.host.printing import EARLY_LINES, TOGETHER_S, Written
+from pw.devices.host.program import owner_of
+from pw.devices.host.store import ObjectStore
+from pw.sched.control.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripts import PRELUDE, ROOT, finish, start_client

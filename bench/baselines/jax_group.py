@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from bench.baselines import steps
 from bench.baselines.peer import Peer, serve
-from pw.devices import group
+from pw.devices.jax import group
 
 
 def start(hosts: int, devices_per_host: int = 1) -> Peer:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from bench.baselines.peer import Peer, serve
 from bench.training import SEED, TASKS, Trainer
-from pw.devices import group
+from pw.devices.jax import group
 
 DISPATCH = "dispatch"
 READY_S = 300.0

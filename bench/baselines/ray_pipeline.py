@@ -32,7 +32,7 @@ class Stage:
     """One actor: adds one, on a device of its own."""
 
     def __init__(self) -> None:
-        from pw.devices import group
+        from pw.devices.jax import group
 
         group.prepare("cpu", 1)
         import jax

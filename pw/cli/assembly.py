@@ -21,20 +21,20 @@ from pw.core.messages import (
     StopCoordination,
 )
 from pw.core.watchdog import STALL_S
-from pw.devices.backend import Backend
-from pw.devices.coordination_service import CoordinationServices
-from pw.devices.coordinator import ShardCoordinator
-from pw.devices.executor import HostExecutor
-from pw.devices.files import Aside
-from pw.devices.held import Saved
-from pw.devices.membership import RECONNECT_S, HostProcess
-from pw.devices.output import Output
-from pw.devices.printing import Written
-from pw.devices.store import ObjectStore
-from pw.sched.controller import RECOVERY_S, Controller, ControllerVersions
-from pw.sched.policy import POLICIES
-from pw.sched.resources import ResourceManager
-from pw.sched.scheduler import IslandScheduler
+from pw.devices.host.backend import Backend
+from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.executor import HostExecutor
+from pw.devices.host.files import Aside
+from pw.devices.host.held import Saved
+from pw.devices.host.membership import RECONNECT_S, HostProcess
+from pw.devices.host.output import Output
+from pw.devices.host.printing import Written
+from pw.devices.host.store import ObjectStore
+from pw.devices.jax.coordination_service import CoordinationServices
+from pw.sched.cluster.manager import ResourceManager
+from pw.sched.control.controller import RECOVERY_S, Controller, ControllerVersions
+from pw.sched.island.policy import POLICIES
+from pw.sched.island.scheduler import IslandScheduler
 from pw.transport.link import Versions
 from pw.transport.node import Node
 

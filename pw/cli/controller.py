@@ -27,8 +27,8 @@ from pw.cli.process import (
 from pw.client.threads import incarnation
 from pw.core.ids import CONTROLLER
 from pw.core.watchdog import STALL_S
-from pw.sched.controller import RECOVERY_S
-from pw.sched.policy import POLICIES
+from pw.sched.control.controller import RECOVERY_S
+from pw.sched.island.policy import POLICIES
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.private import PrivateFolder

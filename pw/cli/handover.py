@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from pw.cli.supervision import Parcel
 from pw.core.sharding import Box, dtype_of, packed_offsets
-from pw.devices.held import Saved
+from pw.devices.host.held import Saved
 from pw.transport.log import log
 
 PIECE_BYTES = 16 << 20

@@ -42,11 +42,11 @@ from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
 from pw.core.watchdog import STALL_S
-from pw.devices import group
-from pw.devices.executables import default_folder
-from pw.devices.file_threads import FileThreads
-from pw.devices.held import Saved
-from pw.devices.jax_backend import JaxBackend
+from pw.devices.host.held import Saved
+from pw.devices.jax import group
+from pw.devices.jax.backend import JaxBackend
+from pw.devices.jax.executables import default_folder
+from pw.devices.jax.file_threads import FileThreads
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import advertised
 from pw.transport.log import log
@@ -63,7 +63,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class HostRuntime:
-    """The process around a host's actors (see `pw.devices.executor.HostProcess`)."""
+    """The process around a host's actors (see `pw.devices.host.executor.HostProcess`)."""
 
     def __init__(
         self,

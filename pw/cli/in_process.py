@@ -16,10 +16,10 @@ from pw.cli.assembly import add_host
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
-from pw.devices.executables import default_folder
-from pw.devices.file_threads import FileThreads
-from pw.devices.held import Saved
-from pw.devices.jax_backend import JaxBackend
+from pw.devices.host.held import Saved
+from pw.devices.jax.backend import JaxBackend
+from pw.devices.jax.executables import default_folder
+from pw.devices.jax.file_threads import FileThreads
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pw.cli import handover
 from pw.cli.supervision import Parcel, SupervisorLink
 from pw.core.errors import CheckpointFailed, ErrorReport
-from pw.devices.held import Saved
+from pw.devices.host.held import Saved
 from pw.transport.log import log
 
 Kept = Callable[[ErrorReport | None], None]
 
 
 class Keeper:
-    """Gives the supervisor what is to outlive this process (see `pw.devices.membership.HostProcess`).
+    """Gives the supervisor what is to outlive this process (see `pw.devices.host.membership.HostProcess`).
 
     All methods belong to the loop's thread.
 

@@ -1,6 +1,6 @@
 """Has a runtime's standard streams, and its log, give clients what their programs write.
 
-Only threads that work for a client are listened to (`pw.devices.output`); what others write goes where it
+Only threads that work for a client are listened to (`pw.devices.host.output`); what others write goes where it
 always went, so the daemon's own log stays its own. What clients' programs write is also shown by the daemon
 itself, unless it shares its terminal with a client: there it would stand twice.
 """
@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from pw.devices.output import Output
+from pw.devices.host.output import Output
 from pw.transport.log import logger
 
 CLIENTS_ONLY = "PW_OUTPUT_TO_CLIENTS_ONLY"

@@ -6,7 +6,7 @@ run may start. Arguments that are arrays lie there already and count as nothing;
 counts as less than nothing from its last use on. While a computation runs, results that take over
 donated arguments need no memory of their own, and what the compiler adds for temporaries comes on top
 (`IslandMemory.peaks`, since only hosts know it). Runs that are in flight together need room for the
-temporaries of one of them only; `pw.sched.memory` sees to that.
+temporaries of one of them only; `pw.sched.island.memory` sees to that.
 
 Two things are taken to be worse than they may turn out. What comes from other islands counts from the
 start of its segment, because bytes come when the sender has them. And a value counts on all its

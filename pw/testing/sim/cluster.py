@@ -13,10 +13,10 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
-from pw.sched.controller import Controller, ControllerVersions
-from pw.sched.policy import POLICIES
-from pw.sched.resources import ResourceManager
-from pw.sched.scheduler import IslandScheduler
+from pw.sched.cluster.manager import ResourceManager
+from pw.sched.control.controller import Controller, ControllerVersions
+from pw.sched.island.policy import POLICIES
+from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.gangs import Gangs

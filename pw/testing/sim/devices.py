@@ -1,4 +1,4 @@
-"""Simulated devices of one host: the promises of `pw.devices.backend`, after modelled delays.
+"""Simulated devices of one host: the promises of `pw.devices.host.backend`, after modelled delays.
 
 Computations and moves are done strictly in order, one at a time; arrays are built, and questions answered,
 beside them. A computation over several hosts starts when
@@ -22,8 +22,8 @@ from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalErro
 from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
-from pw.devices import backend as ops
-from pw.devices.backend import Value
+from pw.devices.host import backend as ops
+from pw.devices.host.backend import Value
 from pw.testing.sim.digests import DOES_NOT_COMPILE, lasts_s
 from pw.testing.sim.world import Violation
 
@@ -62,7 +62,7 @@ class Installed:
 
 
 class SimBackend:
-    """The devices of one incarnation of a host (see `pw.devices.backend.Backend`)."""
+    """The devices of one incarnation of a host (see `pw.devices.host.backend.Backend`)."""
 
     def __init__(self, node: SimNode, gangs: Gangs) -> None:
         self.node = node

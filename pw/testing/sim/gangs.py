@@ -14,7 +14,7 @@ import numpy as np
 from pw.core.errors import ComputationFailed, ErrorReport, HostLost
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
-from pw.devices import backend as ops
+from pw.devices.host import backend as ops
 from pw.testing.sim.devices import COMPUTE_S, Installed, Shards, SimBackend
 from pw.testing.sim.digests import RAISES, compute
 from pw.testing.sim.world import Violation, World

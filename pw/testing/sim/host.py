@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROLLER, client_of
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
-from pw.devices.coordinator import ShardCoordinator
-from pw.devices.executor import HostExecutor
-from pw.devices.held import Saved
-from pw.devices.store import ObjectStore
+from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.executor import HostExecutor
+from pw.devices.host.held import Saved
+from pw.devices.host.store import ObjectStore
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.devices import SimBackend
@@ -43,7 +43,7 @@ def silence_s(peer: str) -> float:
 
 
 class SimHost:
-    """One host of an island (see `pw.devices.membership.HostProcess`)."""
+    """One host of an island (see `pw.devices.host.membership.HostProcess`)."""
 
     def __init__(
         self,

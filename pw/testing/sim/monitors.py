@@ -44,8 +44,8 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import Box
-from pw.devices.executor import HostExecutor
-from pw.devices.store import ObjectStore
+from pw.devices.host.executor import HostExecutor
+from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import Violation

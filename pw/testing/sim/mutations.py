@@ -36,9 +36,9 @@ from pw.core.messages import (
     Submit,
     UploadAgain,
 )
-from pw.devices import backend as ops
-from pw.devices.held import Saved
-from pw.sched.scheduler import IslandScheduler
+from pw.devices.host import backend as ops
+from pw.devices.host.held import Saved
+from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 

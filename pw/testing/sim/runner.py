@@ -21,7 +21,7 @@ EVENTS_PER_RUN = 20_000
 """Far more than a run of a small program takes; who needs more makes no progress."""
 LIVENESS_S = 300.0
 AFTERMATH_S = 700.0
-"""Longer than anything is kept for somebody who may still come (`pw.devices.coordinator`)."""
+"""Longer than anything is kept for somebody who may still come (`pw.devices.host.coordinator`)."""
 
 
 @dataclass(slots=True)

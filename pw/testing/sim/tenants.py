@@ -28,8 +28,8 @@ from pw.core.compact import Compact
 from pw.core.messages import Artifact, RegisterProgram, Run, SliceBound
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.sched.policy import AGE_S
-from pw.sched.window import CONTENDED_TIME_US
+from pw.sched.island.policy import AGE_S
+from pw.sched.island.window import CONTENDED_TIME_US
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.digests import lasting
 from pw.testing.sim.programs import Draft

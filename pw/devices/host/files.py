@@ -1,0 +1,217 @@
+"""A host's part in checkpoints on disk: it writes what lies here, and reads what shall lie here.
+
+Both in their turn: what is to be written is read from the devices in launch order, by ops behind the launches
+that make it and before those that take it over, and written when all of it has come to host memory. The
+controller hears when the file is on disk, and has one host commit when all are. The disk itself is
+`pw.devices.host.disk`; it blocks, so the process lends a thread for it (`Aside`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.errors import ArrayLost, CheckpointFailed, ErrorReport
+from pw.core.ids import CONTROL, CONTROLLER, Address
+from pw.core.messages import (
+    AbandonFiles,
+    CommitFiles,
+    CopyFile,
+    Describe,
+    Described,
+    FilesCommitted,
+    FileSource,
+    FileWritten,
+    RequestFailed,
+)
+from pw.core.sharding import ArraySpec, Box
+from pw.devices.host import disk
+from pw.devices.host.backend import Read, Value, relative
+
+Found = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
+"""Called with the boxes that were asked for, or with what keeps one away."""
+
+READERS = 4
+"""Arrays that are read at the same time, at most: what disks need to be quick."""
+
+
+class Aside(Protocol):
+    """Threads for what blocks; each call may overtake others."""
+
+    def call(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Call `done` on the loop thread with what `work` returns, or with the exception it raises."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Boxes that are to be read."""
+
+    source: FileSource
+    spec: ArraySpec
+    boxes: Sequence[Box]
+    found: Found
+
+
+class Files(Actor):
+    """Writes and reads files; speaks with the address of the store it is part of.
+
+    Args:
+        env: the store's.
+        aside: where blocking calls are made; without, every request is refused.
+    """
+
+    def __init__(self, env: Env, aside: Aside | None) -> None:
+        super().__init__(env)
+        self._aside = aside
+        self._host = env.address.node
+        self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
+        """What was asked for in this turn, by path and checkpoint."""
+
+    def _call(self, work: Callable[[], Any], done: Callable[[Any | ErrorReport], None]) -> None:
+        """Do something aside; `done` hears what it returned, or the report of what it raised."""
+
+        def ended(result: Any) -> None:
+            if isinstance(result, BaseException):
+                result = ErrorReport.of(result, self._host, CheckpointFailed)
+            done(result)
+
+        if self._aside is None:
+            ended(CheckpointFailed("this host neither writes nor reads files; leave out path="))
+        else:
+            self._aside.call(work, ended)
+
+    # --- writing -------------------------------------------------------------------------------------
+
+    def write(self, job: CopyFile, values: Sequence[Value | None]) -> list[Read]:
+        """The ops that copy what goes into a file, to be submitted in their turn; the rest follows."""
+        shards: list[list[disk.Shard]] = [[] for _ in job.copies]
+        missing = set(range(len(job.copies)))
+        failed = False
+
+        def fail(error: ErrorReport) -> None:
+            nonlocal failed
+            if not failed:
+                failed = True
+                shards.clear()
+                self.env.send(CONTROL, FileWritten(job.checkpoint, job.path, error))
+
+        def read(index: int, views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if failed:
+                return
+            if isinstance(views, ErrorReport):
+                fail(views)
+                return
+            copy, name = job.copies[index], job.names[index]
+            boxes = [copy.spec.box(position) for position in copy.positions]
+            shards[index] = [
+                disk.Shard(name, copy.spec, box, view)
+                for box, view in zip(boxes, views, strict=True)
+            ]
+            missing.discard(index)
+            if not missing:
+                everything = [shard for part in shards for shard in part]
+                self._call(partial(disk.write, job, everything), written)
+
+        def written(result: ErrorReport | None) -> None:
+            self.env.count("files_written" if result is None else "files_failed")
+            self.env.send(CONTROL, FileWritten(job.checkpoint, job.path, result))
+
+        if None in values:
+            fail(
+                ErrorReport.of(
+                    ArrayLost(
+                        f"an array of the checkpoint {job.path!r} is not on this host any more; it has "
+                        f"{', '.join(job.names[:8])}"
+                    ),
+                    self._host,
+                )
+            )
+            return []
+        reads = []
+        for index, (copy, value) in enumerate(zip(job.copies, values, strict=True)):
+            assert value is not None
+            wanted = [(at, relative(copy.spec.box(at))) for at in copy.positions]
+            reads.append(Read(value, wanted, copy.spec, copy.devices, partial(read, index)))
+        return reads
+
+    @handles(CommitFiles)
+    def _commit(self, sender: Address, message: CommitFiles) -> None:
+        if not self._from_controller(sender):
+            return
+
+        def committed(result: ErrorReport | None) -> None:
+            self.env.send(CONTROL, FilesCommitted(message.checkpoint, result))
+
+        self._call(partial(disk.commit, message), committed)
+
+    @handles(AbandonFiles)
+    def _abandon(self, sender: Address, message: AbandonFiles) -> None:
+        if not self._from_controller(sender):
+            return
+
+        def abandoned(result: bool | ErrorReport) -> None:
+            if isinstance(result, ErrorReport):
+                self.env.log("warning", "cannot remove files of a checkpoint", why=result.message)
+            if message.unless is not None:
+                error = None if result is True else message.unless
+                self.env.send(CONTROL, FilesCommitted(message.checkpoint, error))
+
+        self._call(partial(disk.abandon, message.path, message.checkpoint), abandoned)
+
+    def _from_controller(self, sender: Address) -> bool:
+        if sender.node != CONTROLLER:
+            self.env.count("messages_refused")
+        return sender.node == CONTROLLER
+
+    # --- reading -------------------------------------------------------------------------------------
+
+    @handles(Describe)
+    def _describe(self, sender: Address, message: Describe) -> None:
+        def described(result: tuple[str, bytes] | ErrorReport) -> None:
+            if isinstance(result, ErrorReport):
+                self.env.send(sender, RequestFailed(message.request, result))
+            else:
+                self.env.send(sender, Described(message.request, *result))
+
+        self._call(partial(disk.describe, message.path), described)
+
+    def read(self, source: FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found) -> None:
+        """Read boxes of an array; `found` is called later."""
+        wanted = _Wanted(source, spec, boxes, found)
+        self._wanted.setdefault((source.path, source.checkpoint), []).append(wanted)
+
+    def turn_ended(self) -> None:
+        """Have what was asked for in this turn read: all of one checkpoint together, so that a file is
+        opened once for many arrays."""
+        everything, self._wanted = self._wanted, {}
+        for (path, checkpoint), wanted in everything.items():
+            for index in range(min(READERS, len(wanted))):
+                self._read_next(path, checkpoint, None, wanted[index::READERS])
+
+    def _read_next(
+        self, path: str, checkpoint: str, reader: disk.Reader | None, wanted: list[_Wanted]
+    ) -> None:
+        """Read one array after the other: the next when this one is on its way to the devices."""
+        head, *rest = wanted
+
+        def work() -> tuple[disk.Reader, list[np.ndarray[Any, Any]]]:
+            opened = reader or disk.Reader(path, checkpoint)
+            return opened, opened.read(head.source, head.spec, head.boxes)
+
+        def done(result: tuple[disk.Reader, list[np.ndarray[Any, Any]]] | ErrorReport) -> None:
+            opened = reader
+            if isinstance(result, ErrorReport):
+                head.found(result)
+            else:
+                opened, boxes = result
+                self.env.count("arrays_read_from_files")
+                head.found(boxes)
+            if rest:
+                self._read_next(path, checkpoint, opened, rest)
+
+        self._call(work, done)

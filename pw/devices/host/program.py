@@ -1,0 +1,244 @@
+"""A program as one host runs it: its plan, indexed by what the executor looks up for every launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pw.core.ids import client_of
+from pw.core.plan import Execute, Free, HostPlan, Instruction, Receive, Send
+from pw.core.program import Computation, Program
+from pw.core.sharding import (
+    ArraySpec,
+    Binding,
+    Box,
+    DeviceAddress,
+    Placement,
+    box_slices,
+    dtype_of,
+    host_boxes,
+)
+from pw.devices.host.backend import relative
+from pw.devices.host.coordinator import is_local
+
+
+@dataclass(slots=True)
+class Segment:
+    """What one launch of a program does on this host."""
+
+    instructions: tuple[Instruction, ...] = ()
+    receives: tuple[Receive, ...] = ()
+    watched: frozenset[int] = frozenset()
+    """Positions of the last computations with results on this host's devices: what a report waits for."""
+    watch_after: frozenset[int] = frozenset()
+    """Positions behind which that is watched: of these computations, or of what sends their results on."""
+    unread: frozenset[int] = frozenset()
+    """Positions of computations together with other hosts of which no later such one reads a result. The
+    failure of any other is that of one of these as well."""
+    together: bool = False
+    """Something in it is computed together with other hosts."""
+    devices: frozenset[int] = frozenset()
+    """Ordinals of this host's devices on which anything is computed."""
+    kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By the position of a computation, what it would take over but the plan still needs."""
+
+    @classmethod
+    def of(
+        cls,
+        instructions: tuple[Instruction, ...],
+        body: Program,
+        gangs: set[int],
+        own: Callable[[Computation], frozenset[int]],
+    ) -> Segment:
+        """Index the instructions of one segment of a program.
+
+        Args:
+            instructions: of the segment, on this host.
+            body: the program.
+            gangs: computations that run on several hosts.
+            own: what of this host a computation runs on: there they run one after the other.
+        """
+        receives = (i for i in instructions if isinstance(i, Receive))
+        segment = cls(instructions, tuple(receives))
+        last: list[tuple[frozenset[int], int]] = []
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Execute):
+                computation = body.computations[instruction.computation]
+                segment.together |= instruction.computation in gangs
+                if instruction.results:
+                    devices = own(computation)
+                    segment.devices |= devices
+                    last = [known for known in last if not known[0] <= devices]
+                    last.append((devices, position))
+                donated = computation.donated
+                taken = set(instruction.donated)
+                kept = tuple(index for index in donated if index not in taken)
+                if kept:
+                    segment.kept[position] = kept
+        segment.watched = frozenset(position for _, position in last)
+        segment.watch_after = frozenset(_last_send(instructions, at) for at in segment.watched)
+        segment.unread = _unread(instructions, gangs)
+        return segment
+
+
+def _last_send(instructions: tuple[Instruction, ...], position: int) -> int:
+    """The last of the sends that follow an instruction, before anything is computed; itself if none does."""
+    last = position
+    for behind in range(position + 1, len(instructions)):
+        if isinstance(instructions[behind], Send):
+            last = behind
+        elif not isinstance(instructions[behind], Free):
+            break
+    return last
+
+
+def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset[int]:
+    unread: set[int] = set()
+    maker: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Execute) and instruction.computation in gangs:
+            unread -= {maker[slot] for slot in instruction.args if slot in maker}
+            unread.add(position)
+            maker |= dict.fromkeys(instruction.results, position)
+    return frozenset(unread)
+
+
+_PYTHON = frozenset((-1,))
+NO_SEGMENT = Segment()
+"""One in which this host has nothing to do."""
+
+
+class Inline(NamedTuple):
+    """An argument whose value comes with the launch, as it lies on this host."""
+
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    dtype: np.dtype[np.generic]
+    boxes: tuple[tuple[tuple[int, ...], Box, tuple[slice, ...]], ...]
+    """Positions of devices, the whole of a shard there, and where that is in the value."""
+
+
+class Result(NamedTuple):
+    """A result of a program, as far as it lies on this host."""
+
+    output: int
+    slot: int
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+
+
+def _key(program: int, install: int, index: int) -> bytes:
+    return f"{program}/{install}/{index}".encode()
+
+
+def owner_of(key: bytes) -> int:
+    """The client of whose program a computation is, by the backend's name of it; 0 for other names."""
+    program = key.partition(b"/")[0]
+    return client_of(int(program)) if program.isdigit() else 0
+
+
+@dataclass(slots=True)
+class HostProgram:
+    """An installed program."""
+
+    body: Program
+    plan: HostPlan
+    keys: tuple[bytes | None, ...]
+    """The backend's name of each computation; None for those that do not run here. No other installing
+    has the same names, so that what is forgotten of one is not missed by the next."""
+    segments: dict[int, Segment]
+    bindings: dict[int, Binding]
+    located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
+    inlines: dict[int, Inline] = field(default_factory=dict)
+    results: tuple[Result, ...] = ()
+    outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
+    passed_on: tuple[int, ...] = ()
+    """Slots of arguments that are results as they are."""
+    local_edges: set[int] = field(default_factory=set)
+    """Edges that this host completes by itself, without waiting."""
+    gangs: set[int] = field(default_factory=set)
+    """Computations that run here and on other hosts."""
+    superseded: tuple[bytes, ...] = ()
+    """Names that earlier installings gave: runs that have begun go on with them."""
+    judged: set[int] = field(default_factory=set)
+    """Computations of whose results nobody may see anything before it is known what became of them."""
+
+    @classmethod
+    def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
+        """Index the plan of program `number` for the plan's host; `install` counts its installings."""
+        instructions = [instruction for part in plan.segments for instruction in part.instructions]
+        used = {i.computation for i in instructions if isinstance(i, Execute)}
+        program = cls(
+            body,
+            plan,
+            tuple(
+                _key(number, install, index) if index in used else None
+                for index in range(len(body.computations))
+            ),
+            {},
+            {binding.slice: binding for binding in plan.bindings},
+        )
+        for output, slot in plan.outputs:
+            program.outputs_of_slot.setdefault(slot, []).append(output)
+        specs = [output.spec for output in body.outputs]
+        program.results = tuple(
+            Result(output, slot, specs[output], program.devices(specs[output]))
+            for output, slot in plan.outputs
+        )
+        inputs = len(body.inputs)
+        program.passed_on = tuple(slot for slot in program.outputs_of_slot if slot < inputs)
+        for receive in instructions:
+            if isinstance(receive, Receive) and is_local(
+                receive, program.devices(receive.spec), plan.host
+            ):
+                program.local_edges.add(receive.edge)
+        for index in used:
+            placement = body.computations[index].placement
+            if any(device.host != plan.host for device in program.at(placement)):
+                program.gangs.add(index)
+            computation = body.computations[index]
+            if computation.checks or (computation.python and index in program.gangs):
+                program.judged.add(index)
+        program.segments = {
+            part.segment: Segment.of(part.instructions, body, program.gangs, program._own)
+            for part in plan.segments
+        }
+        return program
+
+    def _own(self, computation: Computation) -> frozenset[int]:
+        """The devices of this host that a computation runs on; Python functions have a thread."""
+        if computation.python:
+            return _PYTHON
+        here = (d for d in self.at(computation.placement) if d.host == self.plan.host)
+        return frozenset(device.ordinal for device in here)
+
+    @property
+    def compiled(self) -> tuple[bytes, ...]:
+        """All that the backend has for this program."""
+        return (*self.superseded, *(key for key in self.keys if key is not None))
+
+    def inline(self, index: int) -> Inline:
+        """How to lay out argument `index` where it comes with the launch."""
+        if (inline := self.inlines.get(index)) is None:
+            spec = self.body.inputs[index]
+            devices = self.devices(spec)
+            boxes = tuple(
+                (positions, relative(box), box_slices(box))
+                for box, positions in host_boxes(spec, devices, self.plan.host)
+            )
+            inline = Inline(spec, devices, dtype_of(spec.dtype), boxes)
+            self.inlines[index] = inline
+        return inline
+
+    def at(self, placement: Placement) -> tuple[DeviceAddress, ...]:
+        """The physical device at every position of `placement`."""
+        if placement not in self.located:
+            self.located[placement] = self.bindings[placement.slice].located(placement)
+        return self.located[placement]
+
+    def devices(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
+        """The physical device at every position of the mesh of `spec`."""
+        return self.at(spec.placement)

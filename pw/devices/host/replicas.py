@@ -1,0 +1,361 @@
+"""Copies of arrays in a host's memory, which outlive the island's epoch, and their way between hosts.
+
+A *replica* is the bytes of one box of an array. Replicas come from the last incarnation of this host
+(what was on its devices when the epoch ended, see `ObjectStore.save`), from a checkpoint that copied
+this host's own shards, and from other hosts' checkpoints, which offer theirs so that one lost host
+loses nothing. They stay until the controller drops them or their client leaves
+(`pw.devices.host.held`).
+
+Boxes are *gathered* to restore an array, or to keep what was offered: those that are here at once,
+the others from hosts that are said to have them. A host that refuses, or is lost, is replaced by the
+next that has the same box; when there is none left for a box, the gathering fails as a whole.
+
+Only hosts are answered. The controller's directory says who is one, but a request may overtake it, as it
+comes by another link: what a stranger asks waits for a directory that names it, which none does for a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pw.core.actor import Actor, Env, handles
+from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
+from pw.core.ids import CONTROLLER, Address, client_of, store_of
+from pw.core.landing import Bulk, Bytes
+from pw.core.messages import (
+    INLINE_BYTES,
+    Copy,
+    DropReplicas,
+    FetchReplica,
+    OfferReplica,
+    PeerLost,
+    ReplicaData,
+    ReplicaRefused,
+)
+from pw.core.packing import pack
+from pw.core.sharding import Box, box_bytes, packed_offsets
+from pw.devices.host.backend import Read, Value, relative
+from pw.devices.host.held import Held, Keep, Keeping, Overdue, Saved, flat_bytes
+
+Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
+
+STRANGERS_KEPT = 1000
+"""Messages kept from nodes that are not known to be hosts; those beyond are refused."""
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """Boxes of one array on their way into this host's memory."""
+
+    array: int
+    dtype: str
+    gathered: Gathered
+    found: dict[Box, Bytes] = field(default_factory=dict)
+    missing: dict[Box, list[str]] = field(default_factory=dict)
+    """With the hosts that have not been asked yet, the next one last."""
+    why: str = "no host is said to have it"
+    """Why the one asked last was of no help."""
+    over: bool = False
+    """It has succeeded, failed, or been cancelled."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A question to one host."""
+
+    gathering: Gathering
+    host: str
+    boxes: tuple[Box, ...]
+    transfer: int | None = None
+
+
+class Replicas(Actor):
+    """Keeps, fetches and gives away replicas; speaks with the address of the store it is part of.
+
+    Args:
+        env: the store's.
+        bulk: what moves boxes that are too large for a message.
+        handed_over: what the last incarnation of this host left.
+        keep: puts copies where the next incarnation finds them, however this one ends.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        bulk: Bulk,
+        handed_over: Iterable[Saved],
+        keep: Keeping | None = None,
+    ) -> None:
+        super().__init__(env)
+        self._bulk = bulk
+        self._host = env.address.node
+        self._offers: list[Gathering] = []
+        """What is gathered in order to be held."""
+        self._fetches: dict[int, _Fetch] = {}
+        self._last_request = 0
+        self._hosts: frozenset[str] = frozenset()
+        self._strangers: list[tuple[Address, FetchReplica | OfferReplica]] = []
+        self._gone_clients: set[int] = set()
+        self.held = Held(env, handed_over, keep, lambda: bool(self._hosts - {self._host}))
+
+    # --- what is held --------------------------------------------------------------------------------
+
+    def copy(self, copy: Copy, value: Value | None) -> Read | None:
+        """The op that copies shards of an array here, to be submitted in its turn."""
+        if value is None:
+            gone = ArrayLost(f"the array {copy.spec.short}, to be copied, is not there any more")
+            self.held.skip(copy.array, ErrorReport.of(gone, self._host))
+            return None
+        boxes = [copy.spec.box(position) for position in copy.positions]
+        wanted = [(at, relative(box)) for at, box in zip(copy.positions, boxes, strict=True)]
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if isinstance(views, ErrorReport):
+                self.held.skip(copy.array, views)
+                return
+            if client_of(copy.array) in self._gone_clients:
+                return
+            self.held.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
+            offer = OfferReplica(copy.array, copy.spec.dtype, tuple(boxes), self._host)
+            for target in copy.targets:
+                self.env.send(store_of(target), offer)
+
+        return Read(value, wanted, copy.spec, copy.devices, read)
+
+    @handles(Keep)
+    def _keep(self, sender: Address, note: Keep) -> None:
+        self.held.keep_all()
+
+    @handles(Overdue)
+    def _overdue(self, sender: Address, note: Overdue) -> None:
+        self.held.look_for_overdue()
+
+    @handles(DropReplicas)
+    def _drop(self, sender: Address, message: DropReplicas) -> None:
+        if sender.node != CONTROLLER:
+            self.env.count("messages_refused")
+            return
+        self._forget(frozenset(message.arrays).__contains__)
+
+    def drop_client(self, client: int) -> None:
+        """Forget all that belongs to a client that has gone."""
+        self._gone_clients.add(client)
+        self._forget(lambda array: client_of(array) == client)
+
+    def _forget(self, meant: Callable[[int], bool]) -> None:
+        self.held.forget(meant)
+        for gathering in self._offers:
+            if meant(gathering.array):
+                self.cancel(gathering)
+        self._offers = [gathering for gathering in self._offers if not gathering.over]
+
+    def census(self) -> dict[str, int]:
+        """Replicas held here, and boxes asked for elsewhere."""
+        return {
+            "replica_arrays": len(self.held),
+            "replica_bytes": self.held.size_bytes,
+            "replicas_fetched": len(self._fetches),
+        }
+
+    # --- gathering -----------------------------------------------------------------------------------
+
+    def gather(
+        self, array: int, dtype: str, sources: Mapping[Box, Sequence[str]], gathered: Gathered
+    ) -> Gathering:
+        """Bring boxes of an array together; `gathered` is called once, perhaps before this returns.
+
+        Args:
+            array: whose boxes they are.
+            dtype: of the array.
+            sources: the boxes, each with the hosts to be asked for it if it is not here, in this order.
+            gathered: called with all the boxes, or with the error that keeps one away.
+        """
+        gathering = Gathering(array, dtype, gathered)
+        held = self.held.of(array)
+        for box, hosts in sources.items():
+            here = held.get(box)
+            if here is not None and here.nbytes == box_bytes(box, dtype):
+                gathering.found[box] = here
+            else:
+                gathering.missing[box] = [host for host in reversed(hosts) if host != self._host]
+        self._ask(gathering, tuple(gathering.missing))
+        return gathering
+
+    def cancel(self, gathering: Gathering) -> None:
+        """Ask no more and call nobody."""
+        gathering.over = True
+        for request in [n for n, fetch in self._fetches.items() if fetch.gathering is gathering]:
+            self._give_up(request)
+
+    def _give_up(self, request: int) -> _Fetch:
+        fetch = self._fetches.pop(request)
+        if fetch.transfer is not None:
+            self._bulk.cancel(fetch.transfer)
+        return fetch
+
+    def _end(self, gathering: Gathering, result: dict[Box, Bytes] | ErrorReport) -> None:
+        self.cancel(gathering)
+        gathering.gathered(result)
+
+    def _ask(self, gathering: Gathering, boxes: tuple[Box, ...]) -> None:
+        """Ask the next host for each of these boxes, or end when all is there or one is lost."""
+        asked: dict[str, list[Box]] = {}
+        for box in boxes:
+            hosts = gathering.missing[box]
+            while hosts and hosts[-1] not in self._hosts:
+                gathering.why = f"host {hosts.pop()} has gone"
+            if not hosts:
+                part = ", ".join(f"{start}:{stop}" for start, stop in box)
+                words = f"no host has a copy of its part [{part}] any more: {gathering.why}"
+                lost = ArrayLost(words)
+                self._end(gathering, ErrorReport.of(lost, self._host))
+                return
+            asked.setdefault(hosts.pop(), []).append(box)
+        for host, wanted in asked.items():
+            try:
+                self._fetch(gathering, host, tuple(wanted))
+            except Error as error:  # there is no room, for this host's bytes or another's
+                self._end(gathering, ErrorReport.of(error, self._host))
+                return
+        if not gathering.missing:
+            self._end(gathering, gathering.found)
+
+    def _fetch(self, gathering: Gathering, host: str, boxes: tuple[Box, ...]) -> None:
+        self._last_request += 1
+        request, fetch = self._last_request, _Fetch(gathering, host, boxes)
+        _, total = packed_offsets([box_bytes(box, gathering.dtype) for box in boxes])
+        landing = None
+        if total > INLINE_BYTES:
+            landing = self._bulk.land(total, partial(self._take, request))
+            fetch.transfer = landing.transfer
+        self._fetches[request] = fetch
+        question = FetchReplica(request, gathering.array, gathering.dtype, boxes, landing)
+        self.env.send(store_of(host), question)
+
+    def _take(self, request: int, buffer: bytes | Bytes) -> None:
+        fetch = self._fetches.pop(request, None)
+        if fetch is None:
+            return
+        gathering = fetch.gathering
+        sizes = [box_bytes(box, gathering.dtype) for box in fetch.boxes]
+        offsets, total = packed_offsets(sizes)
+        if len(buffer) != total:
+            gathering.why = f"host {fetch.host} sent {len(buffer)} bytes instead of {total}"
+            self._ask(gathering, fetch.boxes)
+            return
+        for box, offset, size in zip(fetch.boxes, offsets, sizes, strict=True):
+            gathering.found[box] = np.frombuffer(buffer, np.uint8, size, offset)
+            del gathering.missing[box]
+        if not gathering.missing:
+            self._end(gathering, gathering.found)
+
+    @handles(ReplicaData)
+    def _data(self, sender: Address, message: ReplicaData) -> None:
+        fetch = self._fetches.get(message.request)
+        if fetch is not None and fetch.host == sender.node and fetch.transfer is None:
+            self._take(message.request, message.data)
+
+    @handles(ReplicaRefused)
+    def _refused(self, sender: Address, message: ReplicaRefused) -> None:
+        fetch = self._fetches.get(message.request)
+        if fetch is not None and fetch.host == sender.node:
+            self._next(message.request, message.error.message)
+
+    def _next(self, request: int, why: str) -> None:
+        """A host does not help: ask others for what it should have sent."""
+        fetch = self._give_up(request)
+        fetch.gathering.why = f"host {fetch.host}: {why}"
+        self._ask(fetch.gathering, fetch.boxes)
+
+    # --- giving away ---------------------------------------------------------------------------------
+
+    @handles(FetchReplica)
+    def _serve(self, sender: Address, message: FetchReplica) -> None:
+        if not self._is_host(sender, message):
+            return
+        held = self.held.of(message.array)
+        sizes = [box_bytes(box, message.dtype) for box in message.boxes]
+        data = [held[box] for box in message.boxes if box in held]
+        offsets, total = packed_offsets(sizes)
+        if [part.nbytes for part in data] != sizes:
+            lost = ArrayLost("this host has not got the copy that it was asked for")
+            self._refuse(sender, message, ErrorReport.of(lost, self._host))
+        elif message.landing is None and total <= INLINE_BYTES:
+            self.env.send(sender, ReplicaData(message.request, pack(data)))
+        elif message.landing is None or message.landing.size_bytes < total:
+            small = ProtocolError("its landing is too small for these boxes")
+            self._refuse(sender, message, ErrorReport.of(small, self._host))
+        else:
+
+            def pushed(error: Exception | None) -> None:
+                if error is not None:
+                    self._refuse(sender, message, ErrorReport.of(error, self._host))
+
+            self._bulk.push(message.landing, list(zip(offsets, data, strict=True)), pushed)
+
+    def _refuse(self, sender: Address, message: FetchReplica, error: ErrorReport) -> None:
+        self.env.count("replicas_refused")
+        self.env.send(sender, ReplicaRefused(message.request, error))
+
+    @handles(OfferReplica)
+    def _offered(self, sender: Address, message: OfferReplica) -> None:
+        if sender.node != CONTROLLER and not self._is_host(sender, message):
+            return
+        if client_of(message.array) in self._gone_clients:
+            return
+
+        def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
+            self._offers = [gathering for gathering in self._offers if not gathering.over]
+            if isinstance(found, ErrorReport):
+                self.env.log("warning", "cannot take a copy", sender=sender, why=found.message)
+                if found.kind == ArrayLost.__name__:
+                    # Only the copy is: the array may be where it was.
+                    found = msgspec.structs.replace(found, kind=HostLost.__name__)
+                self.held.skip(message.array, found)
+            else:
+                self.held.hold(message.array, found)
+
+        sources = dict.fromkeys(message.boxes, (message.host,))
+        gathering = self.gather(message.array, message.dtype, sources, gathered)
+        if not gathering.over:
+            self._offers.append(gathering)
+
+    # --- hosts come and go ---------------------------------------------------------------------------
+
+    def _is_host(self, sender: Address, message: FetchReplica | OfferReplica) -> bool:
+        """Whether the sender is a host; otherwise its message is kept until it turns out to be one."""
+        if sender.node in self._hosts:
+            return True
+        self.env.count("replicas_asked_by_strangers")
+        if len(self._strangers) < STRANGERS_KEPT:
+            self._strangers.append((sender, message))
+        elif isinstance(message, FetchReplica):
+            full = ProtocolError("too many ask that it does not know as hosts")
+            self._refuse(sender, message, ErrorReport.of(full, self._host))
+        return False
+
+    def hosts_are(self, nodes: frozenset[str]) -> None:
+        """The controller says which hosts exist."""
+        gone, self._hosts = self._hosts - nodes, nodes
+        for node in sorted(gone):
+            self._lose(node, "it has gone")
+        strangers, self._strangers = self._strangers, []
+        for sender, message in strangers:
+            self.receive(sender, message)
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        # Its next incarnation may have been announced already, so it is asked as before.
+        self._lose(message.node, message.words)
+
+    def _lose(self, node: str, reason: str) -> None:
+        self._strangers = [parked for parked in self._strangers if parked[0].node != node]
+        for request in [n for n, fetch in self._fetches.items() if fetch.host == node]:
+            if request in self._fetches:  # one that failed may have ended others
+                self._next(request, reason)

@@ -1,0 +1,311 @@
+"""The process that holds the coordination services of islands: `python -m pw.devices.jax.coordination`.
+
+The hosts of an island find each other through a coordination service of XLA's runtime. Whoever
+holds it takes every member down when it dies, so it lives in no worker. It cannot live in the
+controller either: that would load jaxlib into it, and a crash of jaxlib would be the controller's.
+So it lives here, in a small child of the controller that knows nothing else.
+
+Two properties of the runtime shape this file (jaxlib 0.10):
+
+- A client that connects before all members are there, and waits in vain, *aborts its process*; no
+  exception can be caught. Therefore a **roll-call** comes first: each worker dials the port, says
+  who it is, and waits. Only when every rank is on the line does the roll-call close, the service
+  open on the same port, and everyone hear "go". A worker that waits in vain hangs up and lives on.
+- The service reports no port, shares one silently with another service (`SO_REUSEPORT`), and
+  kills the process when it cannot bind. Therefore the port is bound here first: the kernel gives
+  it to nobody else, and a bad address is an ordinary error.
+
+A worker's call stays on the line for as long as it is in the group: its **lifeline**. An epoch ends when it
+has been stopped, or nobody is left in the group; but members that are still in it would abort, so
+its service ends with the last lifeline only. Two things follow. Hosts that are told to leave have the time to
+save what they hold. And a controller that was killed takes no island along: this process stays
+until the last lifeline is gone, however long computations go on.
+
+The parent speaks JSON, one object a line, on stdin, and is answered on stdout:
+
+    {"start": {"island": "east", "epoch": 3, "hosts": 2, "bind": "127.0.0.1"}}
+    {"started": {"island": "east", "epoch": 3, "address": "127.0.0.1:40123"}}
+    {"failed": {"island": "east", "epoch": 3, "error": "..."}}
+    {"stop": {"island": "east", "epoch": 3}}
+
+A worker sends `{"epoch": 3, "hosts": 2, "rank": 0}` and hears `{"go": true}` or
+`{"refused": "..."}`. The end of stdin means that the parent is gone without a word (one that ends in order
+kills this process): roll-calls are given up then, and without lifelines this process ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ipaddress
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+TESTED_JAXLIB = "0.10."
+CALL_LIMIT_BYTES = 4096
+# A machine that lost its power closes no connection; this finds out within half a minute.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+
+
+def private_runtime() -> Any:
+    """jaxlib's private module with the coordination service and its client, version-checked.
+
+    Raises:
+        RuntimeError: the installed jaxlib is not one that these entry points were tested with.
+    """
+    version = importlib.import_module("jaxlib").__version__
+    if not version.startswith(TESTED_JAXLIB):
+        raise RuntimeError(
+            f"islands of several hosts use private entry points of jaxlib {TESTED_JAXLIB}x, but "
+            f"jaxlib {version} is installed; install jax and jaxlib {TESTED_JAXLIB}x, or use "
+            "islands of one host"
+        )
+    return importlib.import_module("jaxlib._jax")
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with the brackets that an IPv6 host needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class IslandEpoch:
+    """One island under one epoch: a roll-call, then the service on the same port, until it is deserted.
+
+    Args:
+        epoch: the island's epoch.
+        hosts: how many hosts there will be.
+        bind: the numeric address to bind to.
+        ended: called once, when the roll-call was given up or the last member has hung up.
+
+    Raises:
+        ValueError: these are no numbers of an epoch.
+        OSError: `bind` is no address of this machine.
+    """
+
+    def __init__(self, epoch: int, hosts: int, bind: str, ended: Callable[[], None]) -> None:
+        if hosts < 1:
+            raise ValueError(f"an island needs at least one host, not {hosts}")
+        if ipaddress.ip_address(bind).is_unspecified:
+            raise ValueError(f"workers cannot dial {bind}: bind to an address that they can reach")
+        self.epoch = epoch
+        self.hosts = hosts
+        self._ended = ended
+        self._lines: dict[int, asyncio.StreamWriter] = {}
+        self._open = True
+        self._roll_call: asyncio.Server | None = None
+        self._service: Any = None
+        # Held while the roll-call gives way to the service, so that the port is never free between.
+        self._reserved = _bound_socket(bind, 0)
+        self._bind = bind
+        self._port: int = self._reserved.getsockname()[1]
+        self.address = join_address(bind, self._port)
+
+    async def open(self) -> None:
+        """Open the roll-call."""
+        listening = _bound_socket(self._bind, self._port)
+        self._roll_call = await asyncio.start_server(
+            self._answer, sock=listening, limit=CALL_LIMIT_BYTES
+        )
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: int | None = None
+        _keep_alive(writer.get_extra_info("socket"))
+        try:
+            rank, refusal = self._admit(await reader.readline(), writer)
+            if refusal:
+                _say(writer, {"refused": refusal})
+            else:
+                if len(self._lines) == self.hosts:
+                    self._go()
+                await reader.read()
+        except (OSError, ValueError):
+            pass  # a caller that hangs up or talks nonsense is not on the line, and is no loss
+        finally:
+            if rank is not None and self._lines.get(rank) is writer:
+                del self._lines[rank]
+            writer.close()
+            if self._service is not None and not self._lines:
+                self._end()
+
+    def _admit(self, line: bytes, writer: asyncio.StreamWriter) -> tuple[int | None, str]:
+        call = json.loads(line)
+        if not isinstance(call, dict):
+            return None, "this is the roll-call of an island of pw, and that was not a call"
+        rank, hosts, epoch = call.get("rank"), call.get("hosts"), call.get("epoch")
+        if epoch != self.epoch:
+            return None, f"this is the roll-call of epoch {self.epoch}, not of epoch {epoch}"
+        if hosts != self.hosts:
+            return None, f"this island has {self.hosts} hosts, not {hosts}"
+        if not isinstance(rank, int) or not 0 <= rank < self.hosts:
+            return None, f"rank {rank} is not in 0..{self.hosts - 1}"
+        if rank in self._lines:
+            return None, f"another host waits as rank {rank}"
+        self._lines[rank] = writer
+        return rank, ""
+
+    def _go(self) -> None:
+        assert self._roll_call is not None
+        self._roll_call.close()
+        answer: dict[str, Any] = {"go": True}
+        try:
+            # A recoverable service lets one member die without taking the others along.
+            self._service = private_runtime().get_distributed_runtime_service(
+                self.address, self.hosts, recoverable=True
+            )
+        except RuntimeError as error:
+            answer = {"refused": f"the coordination service did not start: {error}"}
+        self._reserved.close()
+        for writer in self._lines.values():
+            _say(writer, answer)
+
+    def stop(self) -> None:
+        """Give up the roll-call. Once there is a service, it is for its members to end it, by leaving."""
+        if self._service is None:
+            for writer in self._lines.values():
+                _say(writer, {"refused": f"epoch {self.epoch} was given up"})
+                writer.close()
+            self._end()
+
+    def _end(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if self._roll_call is not None:
+            self._roll_call.close()
+        self._reserved.close()
+        if self._service is not None:
+            # A thread, because the runtime may wait for its own callbacks.
+            threading.Thread(target=self._service.shutdown, daemon=True).start()
+        self._ended()
+
+
+class Coordination:
+    """Serves the parent's requests until it is gone, and members until they are."""
+
+    def __init__(self, requests_fd: int, replies_fd: int) -> None:
+        self._requests_fd = requests_fd
+        self._replies_fd = replies_fd
+        self._unread = b""
+        self._orphaned = False
+        self._epochs: dict[tuple[str, int], IslandEpoch] = {}
+        self._work: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def serve(self) -> NoReturn:
+        """Answer requests in the order in which they come."""
+        asyncio.get_running_loop().add_reader(self._requests_fd, self._read)
+        while True:
+            await self._handle(await self._work.get())
+
+    def _read(self) -> None:
+        read = os.read(self._requests_fd, 65536)
+        if not read:
+            asyncio.get_running_loop().remove_reader(self._requests_fd)
+            self._orphaned = True
+            for opened in list(self._epochs.values()):
+                opened.stop()
+            self._end_if_useless()
+            return
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        for line in lines:
+            self._work.put_nowait(line)
+
+    async def _handle(self, line: bytes) -> None:
+        request: Any = None
+        try:
+            request = json.loads(line)
+            if "start" in request:
+                await self._start(**request["start"])
+            else:
+                self._stop(**request["stop"])
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            start = request.get("start") if isinstance(request, dict) else None
+            named = start if isinstance(start, dict) else {}
+            self._reply(
+                failed={
+                    "island": named.get("island"),
+                    "epoch": named.get("epoch"),
+                    "error": f"{type(error).__name__}: {error}",
+                }
+            )
+
+    async def _start(self, island: str, epoch: int, hosts: int, bind: str) -> None:
+        if (island, epoch) in self._epochs:
+            raise ValueError(f"epoch {epoch} of island {island!r} was started before")
+        private_runtime()
+
+        def ended() -> None:
+            self._epochs.pop((island, epoch), None)
+            self._end_if_useless()
+
+        opened = IslandEpoch(epoch, hosts, bind, ended)
+        await opened.open()
+        self._epochs[island, epoch] = opened
+        self._reply(started={"island": island, "epoch": epoch, "address": opened.address})
+        if self._orphaned:
+            opened.stop()
+
+    def _stop(self, island: str, epoch: int) -> None:
+        opened = self._epochs.get((island, epoch))
+        if opened is not None:
+            opened.stop()
+
+    def _end_if_useless(self) -> None:
+        if self._orphaned and not self._epochs:
+            # Not sys.exit: a service that is shutting down must not hold up the end.
+            os._exit(0)
+
+    def _reply(self, **reply: object) -> None:
+        # Without a parent nobody listens; that it has gone is heard on the other pipe.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._replies_fd, json.dumps(reply).encode() + b"\n")
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"cannot bind {host}: {error.strerror}") from error
+    return bound
+
+
+def _keep_alive(line: socket.socket) -> None:
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # not on every system, under these names
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _say(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    if not writer.is_closing():
+        writer.write(json.dumps(answer).encode() + b"\n")
+
+
+def main() -> NoReturn:
+    """Serve the parent on stdin and stdout until it and all members are gone."""
+    # The parent decides when this ends: a Ctrl-C at the terminal goes to the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Whatever a library prints goes to stderr: stdout carries the protocol and nothing else.
+    replies_fd = os.dup(1)
+    os.dup2(2, 1)
+
+    async def serve() -> NoReturn:
+        await Coordination(0, replies_fd).serve()
+
+    asyncio.run(serve())
+    raise AssertionError("unreachable: the process ends in os._exit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The controller's side of the coordination child (`pw.devices.jax.coordination`), free of jax.
+
+The child is started by the first request, serves all islands, and is started again by the next
+request after it died. A service that dies with it takes the members of its epoch along, so
+nothing is resumed: the controller sees its hosts restart and forms new epochs. The child outlives a
+controller that was killed, for as long as members are connected; one that ends in order (`close`)
+takes it along.
+
+Every `start` is answered exactly once, on the loop and never from inside `start`, unless the whole
+object is closed first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Done = Callable[[str | None, str | None], None]
+
+
+class CoordinationServices:
+    """Starts and stops one coordination service per island epoch, in a child process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, bind_host: str = "127.0.0.1") -> None:
+        """Nothing is started yet.
+
+        Args:
+            loop: the loop on whose thread all methods are called and all answers are given.
+            bind_host: the numeric address to bind to; workers dial it, so it must reach this
+                machine from theirs.
+        """
+        self._loop = loop
+        self._bind_host = bind_host
+        self._child: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._pending: dict[tuple[str, int], Done] = {}
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, for logs; None while there is no child."""
+        return None if self._child is None else self._child.pid
+
+    def start(self, island: str, epoch: int, hosts: int, done: Done) -> None:
+        """Start the service of one island epoch.
+
+        Args:
+            island: the island's name.
+            epoch: the epoch to form; each epoch has a service of its own.
+            hosts: how many hosts will join.
+            done: called once with (address, None), or with (None, what went wrong).
+        """
+        key = (island, epoch)
+        if self._closed:
+            self._loop.call_soon(done, None, "the coordination services are closed")
+            return
+        if key in self._pending:
+            self._loop.call_soon(done, None, f"epoch {epoch} of {island!r} is being started")
+            return
+        self._pending[key] = done
+        self._request(
+            start={"island": island, "epoch": epoch, "hosts": hosts, "bind": self._bind_host}
+        )
+
+    def stop(self, island: str, epoch: int) -> None:
+        """Give up the roll-call of one island epoch, or let its service end with its last member."""
+        done = self._pending.pop((island, epoch), None)
+        if done is not None:
+            self._loop.call_soon(done, None, f"epoch {epoch} of {island!r} was given up")
+        if self._child is not None:
+            self._request(stop={"island": island, "epoch": epoch})
+
+    def close(self) -> None:
+        """End the child; outstanding answers are not given. May be called again, and at exit."""
+        self._closed = True
+        self._pending.clear()
+        self._end_child()
+
+    def leave(self) -> None:
+        """Let the child end by itself, when the last member has left; for a controller that may be replaced."""
+        child, self._child = self._child, None
+        self._closed = True
+        self._pending.clear()
+        if child is not None:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            if not self._loop.is_closed():
+                self._loop.remove_reader(child.stdout.fileno())
+            child.stdin.close()
+            child.stdout.close()
+
+    def _request(self, **request: object) -> None:
+        try:
+            child = self._child or self._start_child()
+            assert child.stdin is not None
+            line = json.dumps(request).encode() + b"\n"
+            # Non-blocking: a child that no longer reads is a dead one, and must not stop the loop.
+            if os.write(child.stdin.fileno(), line) != len(line):
+                raise BlockingIOError("it does not read its requests")
+        except OSError as error:
+            self._lost(f"the coordination process cannot be reached: {error}")
+
+    def _start_child(self) -> subprocess.Popen[bytes]:
+        # By path: what the packages around the module import would only make it slower. -P keeps
+        # the module's folder off sys.path, and a session of its own keeps the terminal's Ctrl-C
+        # away even before the child can ignore it.
+        script = Path(__file__).with_name("coordination.py")
+        child = subprocess.Popen(
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},  # its greeting is a warning
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        os.set_blocking(child.stdin.fileno(), False)
+        os.set_blocking(child.stdout.fileno(), False)
+        self._child = child
+        self._unread = b""
+        self._loop.add_reader(child.stdout.fileno(), self._read)
+        return child
+
+    def _read(self) -> None:
+        if self._child is None or self._child.stdout is None:
+            return
+        read: bytes | None = self._child.stdout.read(65536)
+        if read is None:
+            return
+        if not read:
+            self._lost("the coordination process ended; see its messages on stderr")
+            return
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        for line in lines:
+            reply: dict[str, dict[str, Any]] = json.loads(line)
+            for kind, body in reply.items():
+                self._answer(kind, body)
+
+    def _answer(self, kind: str, body: dict[str, Any]) -> None:
+        done = self._pending.pop((body["island"], body["epoch"]), None)
+        if done is not None:
+            done(body.get("address"), body.get("error"))
+        elif kind == "failed":
+            logger.warning("coordination process: %s", body.get("error"))
+
+    def _lost(self, reason: str) -> None:
+        """Give up the child, and answer with the reason whoever waits for it."""
+        self._end_child()
+        pending, self._pending = self._pending, {}
+        logger.warning("%s", reason)
+        for done in pending.values():
+            self._loop.call_soon(done, None, reason)
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if not self._loop.is_closed():
+            self._loop.remove_reader(child.stdout.fileno())
+        child.kill()
+        child.stdin.close()
+        child.stdout.close()
+        child.wait()

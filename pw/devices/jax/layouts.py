@@ -1,0 +1,190 @@
+"""From specs and device addresses to JAX shardings, and from host bytes to the shards of an array.
+
+The host's part of an array is a global `jax.Array` of which only the shards on this host's devices
+can be addressed; positions in a mesh are what the rest of the system calls shards by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import core
+from jax._src.interpreters import pxla
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pw.core.errors import InternalError
+from pw.core.sharding import (
+    ALIGNMENT_BYTES,
+    ArraySpec,
+    Box,
+    DeviceAddress,
+    Sharding,
+    box_shape,
+    box_slices,
+    dtype_of,
+)
+from pw.devices.host.backend import Part
+
+_LAYOUTS_KEPT = 4096
+_AVALS_KEPT = 16384
+
+
+class Layout(NamedTuple):
+    """A sharding over real devices. `local` maps the positions on this host to their devices."""
+
+    sharding: NamedSharding
+    local: dict[int, jax.Device]
+
+
+class Layouts:
+    """Makes and remembers layouts: equal ones are one object, which JAX compares fast."""
+
+    def __init__(self, host: str, device: Callable[[DeviceAddress], jax.Device]) -> None:
+        self._host = host
+        self._device = device
+        self._layouts: dict[tuple[Sharding, tuple[DeviceAddress, ...]], Layout] = {}
+
+    def __call__(self, sharding: Sharding, devices: tuple[DeviceAddress, ...]) -> Layout:
+        """The layout of `sharding` with `devices` at the positions of its mesh; from any thread."""
+        key = (sharding, devices)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS_KEPT:
+                self._layouts.clear()
+            # Threads that race here all get the layout that was there first.
+            layout = self._layouts.setdefault(key, self._make(sharding, devices))
+        return layout
+
+    def _make(self, sharding: Sharding, devices: tuple[DeviceAddress, ...]) -> Layout:
+        physical = np.empty(len(devices), object)
+        physical[:] = [self._device(address) for address in devices]
+        # A mesh without axes is one device to us, and an error to `jax.jit`.
+        names, sizes = sharding.axis_names or ("_",), sharding.axis_sizes or (1,)
+        mesh = Mesh(physical.reshape(sizes), names)
+        # JAX takes ("x",) and "x" for different shardings in some comparisons, so use one spelling.
+        axes = [names[0] if len(names) == 1 else (names or None) for names in sharding.spec]
+        local = {
+            position: physical[position]
+            for position, address in enumerate(devices)
+            if address.host == self._host
+        }
+        return Layout(NamedSharding(mesh, PartitionSpec(*axes)), local)
+
+
+def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
+    """This host's shards of `array`, each an array on one device that shares its buffer.
+
+    By device, because JAX may list each of them twice: it makes the list when it is first asked for, and
+    does not expect two threads to ask at the same time.
+    """
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def assemble(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> jax.Array:
+    """The array whose shards on this host are `shards`, by position.
+
+    Raises InternalError when one is missing.
+    """
+    _check_complete(layout, shards)
+    return jax.make_array_from_single_device_arrays(
+        spec.shape,
+        layout.sharding,
+        [shards[position] for position in layout.local],
+        dtype=dtype_of(spec.dtype),
+    )
+
+
+def _check_complete(layout: Layout, shards: Mapping[int, object]) -> None:
+    if missing := layout.local.keys() - shards.keys():
+        raise InternalError(f"nothing was given for the shards at positions {sorted(missing)}")
+
+
+def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, Any]]) -> jax.Array:
+    """The array whose shards on this host are `shards`, by position, in host memory.
+
+    Raises InternalError when one is missing. What is aligned is aliased on CPU.
+    """
+    _check_complete(layout, shards)
+    aval = _aval(spec.shape, spec.dtype, layout.sharding)
+    placed = [shards[position] for position in layout.local]
+    # jax.make_array_from_callback ends in this as well, and checks for three times as long what is known here.
+    made: jax.Array = pxla.batched_device_put(
+        aval, layout.sharding, placed, list(layout.local.values())
+    )
+    return made
+
+
+@lru_cache(maxsize=_AVALS_KEPT)
+def _aval(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> core.ShapedArray:
+    aval = core.ShapedArray(shape, dtype_of(dtype))
+    laid_out: core.ShapedArray = core.update_aval_with_sharding(aval, sharding)
+    return laid_out
+
+
+def whole(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether `box` is all of an array of `shape`."""
+    return box == tuple([(0, size) for size in shape])
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Memory that JAX can alias on CPU."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[start : start + size_bytes].view(dtype).reshape(shape)
+
+
+def bytes_to_copy(spec: ArraySpec, parts: Sequence[Part]) -> int:
+    """How many bytes must be copied on the host before the shards made of `parts` exist."""
+    shape = spec.sharding.shard_shape(spec.shape)
+    return sum(
+        array.nbytes
+        for _, box, array in parts
+        if not (whole(box, shape) and array.ctypes.data % ALIGNMENT_BYTES == 0)
+    )
+
+
+def host_shards(
+    spec: ArraySpec, positions: Sequence[int], parts: Sequence[Part]
+) -> dict[int, np.ndarray[Any, Any]]:
+    """The shards at `positions` in host memory; those made of the same parts are one array.
+
+    Raises InternalError when the parts do not cover a shard exactly once.
+    """
+    shape, dtype = spec.sharding.shard_shape(spec.shape), dtype_of(spec.dtype)
+    used: dict[int, list[int]] = {position: [] for position in positions}
+    for index, (holders, box, array) in enumerate(parts):
+        if array.shape != box_shape(box) or array.dtype != dtype:
+            raise InternalError(
+                f"a part of {array.dtype}{list(array.shape)} was given for a box of "
+                f"{dtype}{list(box_shape(box))}"
+            )
+        for position in holders:
+            used[position].append(index)
+    made: dict[tuple[int, ...], np.ndarray[Any, Any]] = {}
+    shards = {}
+    for position, indices in used.items():
+        recipe = tuple(indices)
+        if recipe not in made:
+            made[recipe] = _host_shard(shape, dtype, [parts[index] for index in indices])
+        shards[position] = made[recipe]
+    return shards
+
+
+def _host_shard(
+    shape: tuple[int, ...], dtype: np.dtype[Any], parts: Sequence[Part]
+) -> np.ndarray[Any, Any]:
+    covered = sum(array.size for _, _, array in parts)
+    if covered != math.prod(shape):
+        raise InternalError(f"the parts of a shard of shape {shape} cover {covered} elements of it")
+    if len(parts) == 1 and whole(parts[0][1], shape):
+        return parts[0][2]
+    shard = aligned_empty(shape, dtype)
+    for _, box, array in parts:
+        shard[box_slices(box)] = array
+    return shard

@@ -1,0 +1,122 @@
+"""Threads that wait for arrays, so that the loop and the execute thread never do.
+
+A device computes one thing after the other, so arrays on the same devices become ready in the order in which
+they were enqueued. One thread therefore serves many of them: it waits for the one enqueued first. A question
+about an array that was enqueued before the one that a thread waits for goes to another thread; so does one
+about other devices, which may be slower. Threads are kept for the next question.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple
+
+from pw.devices.jax.threads import QueueThread
+
+_SPARE = 8
+"""Threads with nothing to do that are kept."""
+
+
+class _Question(NamedTuple):
+    order: int
+    number: int
+    """Of questions about the same array, the first is answered first."""
+    array: Any
+    ready: Callable[[], None]
+
+
+class _Line:
+    """A thread, the place of the arrays it waits for, and those that it waits for next."""
+
+    def __init__(self, name: str, wait: Callable[[_Line, _Question], None], failed: Any) -> None:
+        self.place: Hashable = None
+        self.order = 0
+        """Of the array that it waits for."""
+        self.later: list[_Question] = []
+        self.thread: QueueThread[_Question] = QueueThread(name, partial(wait, self), failed)
+
+
+class Watchers:
+    """The threads of one host that wait for arrays.
+
+    Args:
+        failed: called, on such a thread, with what a callback raises.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._busy: dict[Hashable, list[_Line]] = {}
+        self._idle: list[_Line] = []
+        self._numbers = count()
+        self._made = 0
+        self._closed = False
+
+    def wait(self, place: Hashable, order: int, array: Any, ready: Callable[[], None]) -> None:
+        """Call `ready` on one of the threads when `array` is ready or has failed; from any thread.
+
+        `place` says where it lies, and `order` when it was enqueued there.
+        """
+        question = _Question(order, next(self._numbers), array, ready)
+        with self._lock:
+            lines = self._busy.get(place, ())
+            before = [line for line in lines if line.order <= order]
+            if before:
+                heappush(max(before, key=lambda line: line.order).later, question)
+            elif not self._closed:
+                line = self._idle.pop() if self._idle else self._new_line()
+                line.place, line.order = place, order
+                self._busy.setdefault(place, []).append(line)
+                line.thread.put(question)
+
+    @property
+    def waiting(self) -> int:
+        """Questions that have not been answered."""
+        with self._lock:
+            lines = [line for lines in self._busy.values() for line in lines]
+            return sum(1 + len(line.later) for line in lines)
+
+    def close(self) -> list[QueueThread[Any]]:
+        """Start no thread any more, and return those that there are, to be stopped."""
+        with self._lock:
+            self._closed = True
+            lines = [line for lines in self._busy.values() for line in lines]
+            return [line.thread for line in (*lines, *self._idle)]
+
+    def _new_line(self) -> _Line:
+        self._made += 1
+        return _Line(f"pw-watch-{self._made}", self._wait_in_line, self._failed)
+
+    def _wait_in_line(self, line: _Line, first: _Question) -> None:
+        """On the thread of `line`, until nothing is waited for there."""
+        question: _Question | None = first
+        while question is not None and not self._closed:
+            with suppress(Exception):  # it has failed, or was donated: the callback finds out
+                question.array.block_until_ready()
+            try:
+                question.ready()
+            except Exception as error:  # noqa: BLE001 - others are waited for
+                self._failed(error)
+            del question
+            question = self._next(line)
+
+    def _next(self, line: _Line) -> _Question | None:
+        with self._lock:
+            if line.later:
+                question = heappop(line.later)
+                line.order = question.order
+                return question
+            lines = self._busy[line.place]
+            lines.remove(line)
+            if not lines:
+                del self._busy[line.place]
+            if len(self._idle) < _SPARE and not self._closed:
+                self._idle.append(line)
+            else:
+                line.thread.stop()
+            return None

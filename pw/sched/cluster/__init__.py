@@ -1,0 +1,1 @@
+"""The hosts of the cluster, the islands that they form, and the slices of clients on them."""

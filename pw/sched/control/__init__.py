@@ -1,0 +1,1 @@
+"""The controller: clients' sessions, programs, runs and arrays."""

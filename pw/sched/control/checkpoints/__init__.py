@@ -1,0 +1,1 @@
+"""Checkpoints in host memory and on disk."""

@@ -1,0 +1,257 @@
+"""How every array of a client came to be, as far back as it may be needed again.
+
+A *record* is a run: the program, what it read, what it made. A record is kept while one of its results
+is *needed*: because the client holds it, or because another kept record reads it. An array of which there
+are copies in host memory needs no record any more, so a checkpoint is where lineage ends; so is an input,
+which the client keeps. What is kept is bounded: the oldest records go first, and what they made can then
+no longer be rebuilt.
+
+Nothing here sends a message: `drain` says which copies and inputs have lost their last reader, and which
+slices the last run that can be run again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import arrays_in
+from pw.core.messages import FileSource
+from pw.core.sharding import ArraySpec
+from pw.sched.control.programs import RegisteredProgram
+
+RECORDS_KEPT = 16_384
+"""Runs of one client that can be run again."""
+
+VALUES_KEPT = 1 << 20
+"""What those may have read and made together: a step of a large model has a thousand arrays, and each
+takes some hundred bytes here."""
+
+VALUE_BYTES = 256
+"""So much of a small value that travels with its run weighs as much as an array."""
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One run, so that it can be run again."""
+
+    order: int
+    """The run's number: what it reads was made by runs with lower ones."""
+    program: RegisteredProgram
+    args: tuple[int | bytes, ...]
+    results: tuple[int, ...]
+    wanted: int = 0
+    """Results that are needed."""
+    repeats: int = 0
+    """How often it was run again because hosts were lost."""
+    attempts: int = 0
+    """The same, where repeats that follow each other closely count as one."""
+    attempted_s: float = -math.inf
+    """When the last of these attempts began."""
+    weight: int = 0
+    """How many values it has read and made, as far as keeping it goes."""
+
+    def __post_init__(self) -> None:
+        inline = sum(len(arg) // VALUE_BYTES for arg in self.args if isinstance(arg, bytes))
+        self.weight = len(self.args) + len(self.results) + inline
+
+
+@dataclass(slots=True, eq=False)
+class Origin:
+    """Where an array came from, and who needs it."""
+
+    spec: ArraySpec
+    maker: Record | None
+    """None for an input, and for what can not be run again."""
+    is_input: bool = False
+    source: FileSource | None = None
+    """Where an input is read from, if the client does not have it."""
+    held: bool = True
+    readers: int = 0
+    """Kept records that read it."""
+    copied: bool = False
+    """A checkpoint has put copies of all of it in host memory."""
+    error: ErrorReport | None = None
+    """How it failed, if it is not held any more but read by what came to no controller in time."""
+    lasting: bool = False
+    """There were such copies, so it may be that nothing else leads back to it; any that come back are kept."""
+
+
+@dataclass(slots=True)
+class Unneeded:
+    """What nothing can ask for again."""
+
+    copies: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    slices: list[int] = field(default_factory=list)
+
+
+class Lineage:
+    """The origins of one client's arrays."""
+
+    def __init__(self, records_kept: int = RECORDS_KEPT, values_kept: int = VALUES_KEPT) -> None:
+        self.origins: dict[int, Origin] = {}
+        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._slices: Counter[int] = Counter()
+        """How many programs of kept records touch each slice."""
+        self._records_kept = records_kept
+        self._weight = 0
+        self._values_kept = values_kept
+        self._unneeded = Unneeded()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def programs(self) -> set[int]:
+        """Numbers of the programs of all kept records."""
+        return {record.program.program for record in self._records.values()}
+
+    def touches(self, slice: int) -> bool:
+        """Whether some kept record has something on this slice."""
+        return slice in self._slices
+
+    def add_input(self, array: int, spec: ArraySpec, source: FileSource | None = None) -> None:
+        """The client uploads an array, or it is read from a file."""
+        self.origins[array] = Origin(spec, None, is_input=True, source=source)
+
+    def add_known(self, array: int, spec: ArraySpec) -> None:
+        """The client has an array of which only copies can tell; nothing changes for one with an origin."""
+        self.origins.setdefault(array, Origin(spec, None))
+
+    def refuse_run(self, order: int) -> None:
+        """A run will not be: there is nothing to remember of it."""
+        self._unneeded.runs.append(order)
+
+    def add_run(
+        self,
+        order: int,
+        program: RegisteredProgram,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+    ) -> Record:
+        """A run is submitted; its results are held by the client."""
+        record = Record(order, program, args, results, len(results))
+        origins = self.origins
+        for array, output in zip(results, program.body.outputs, strict=True):
+            origins[array] = Origin(output.spec, record)
+        if results:
+            self._records[order] = record
+            program.kept += 1
+            if program.kept == 1:
+                for slice in program.slices:
+                    self._slices[slice] += 1
+            for arg in arrays_in(args):
+                if (origin := origins.get(arg)) is not None:
+                    origin.readers += 1
+            self._weight += record.weight
+            while len(self._records) > self._records_kept or self._weight > self._values_kept:
+                self._cut(next(iter(self._records.values())))
+        else:
+            self._unneeded.runs.append(order)
+        return record
+
+    def release(self, arrays: Iterable[int]) -> None:
+        """The client no longer holds these arrays, or has donated them."""
+        for array in arrays:
+            origin = self.origins.get(array)
+            if origin is not None and origin.held:
+                origin.held = False
+                self._reconsider(array)
+
+    def copied(self, array: int) -> None:
+        """All of an array is in host memory now: how it was made does not matter any more."""
+        origin = self.origins.get(array)
+        if origin is not None and not origin.copied:
+            origin.copied = origin.lasting = True
+            if origin.maker is not None:
+                self._unwant([origin])
+
+    def was_copied(self, array: int) -> None:
+        """There were copies of all of an array, and they may come back."""
+        origin = self.origins.get(array)
+        if origin is not None:
+            origin.lasting = True
+
+    def copies_lost(self, array: int) -> None:
+        """Not all of an array is in host memory any more, or not at the moment."""
+        origin = self.origins.get(array)
+        if origin is not None:
+            origin.copied = False
+
+    @property
+    def has_unneeded(self) -> bool:
+        """Whether `drain` has something to say."""
+        return bool(self._unneeded.copies or self._unneeded.runs)
+
+    def drain(self) -> Unneeded:
+        """What has become unneeded since the last call."""
+        unneeded, self._unneeded = self._unneeded, Unneeded()
+        return unneeded
+
+    # --- who still needs whom --------------------------------------------------------------------------
+
+    def _reconsider(self, array: int) -> None:
+        """Forget an array that nobody needs, and with it whatever was kept for its sake."""
+        origin = self.origins[array]
+        if origin.held or origin.readers:
+            return
+        self._forget(array, origin)
+        if origin.maker is not None:
+            self._unwant([origin])
+
+    def _forget(self, array: int, origin: Origin) -> None:
+        del self.origins[array]
+        if origin.is_input:
+            self._unneeded.inputs.append(array)
+        self._unneeded.copies.append(array)
+
+    def _unwant(self, origins: list[Origin]) -> None:
+        """These origins do without their makers (a loop: chains are long)."""
+        while origins:
+            origin = origins.pop()
+            maker, origin.maker = origin.maker, None
+            if maker is None:
+                continue
+            maker.wanted -= 1
+            if not maker.wanted:
+                origins += self._drop(maker)
+
+    def _drop(self, record: Record) -> list[Origin]:
+        """Keep a record no longer; what it has read that nobody needs any more."""
+        if self._records.pop(record.order, None) is None:
+            return []
+        self._weight -= record.weight
+        self._unneeded.runs.append(record.order)
+        record.program.kept -= 1
+        if not record.program.kept:
+            self._leave(record.program.slices)
+        unneeded = []
+        for arg in arrays_in(record.args):
+            read = self.origins.get(arg)
+            if read is None:
+                continue
+            read.readers -= 1
+            if not read.readers and not read.held:
+                self._forget(arg, read)
+                unneeded.append(read)
+        return unneeded
+
+    def _leave(self, slices: Iterable[int]) -> None:
+        """No kept record is of one program any more, which touched these slices."""
+        for slice in slices:
+            self._slices[slice] -= 1
+            if not self._slices[slice]:
+                del self._slices[slice]
+                self._unneeded.slices.append(slice)
+
+    def _cut(self, record: Record) -> None:
+        """Too much is kept: what this record made can not be rebuilt from now on."""
+        for array in record.results:
+            origin = self.origins.get(array)
+            if origin is not None and origin.maker is record:
+                origin.maker = None
+        self._unwant(self._drop(record))

@@ -1,0 +1,1 @@
+"""The gang scheduler of one island: its queue, window, policy and admission, and what it has installed."""
