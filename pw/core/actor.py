@@ -3,6 +3,9 @@
 A handler takes one typed message, changes its own state, and sends messages. It never blocks, never
 awaits, and reaches the outside world only through the `Env` it was given, so that the same class runs
 over ZeroMQ, inside one process, and in simulation.
+
+An actor with several concerns is composed of parts. Each part declares the handlers of its own
+messages; the actor dispatches to all of them through one table.
 """
 
 from __future__ import annotations
@@ -63,12 +66,24 @@ def handles(*kinds: type) -> Callable[[Handler], Handler]:
     return mark
 
 
+Receiver = Callable[[Address, Any], None]
+"""A bound handler: takes the sender and the message."""
+
+
+def _both(first: Receiver, second: Receiver) -> Receiver:
+    def handler(sender: Address, message: Any) -> None:
+        first(sender, message)
+        second(sender, message)
+
+    return handler
+
+
 _NEWS = (PeerLost, PeerRefused)
 """What every actor is told of and may not care about."""
 
 
-class Actor:
-    """Base of every actor: dispatches each message to the method marked with `handles`."""
+class Part:
+    """Base of a part of an actor: its methods marked with `handles` are in the actor's table."""
 
     _table: ClassVar[dict[type, str]] = {}
 
@@ -79,11 +94,24 @@ class Actor:
             for kind in getattr(member, "_handles", ()):
                 cls._table[kind] = name
 
+    def handlers(self) -> dict[type, Receiver]:
+        """Return the bound handler of each message type that this part handles."""
+        return {kind: getattr(self, name) for kind, name in self._table.items()}
+
+
+class Actor(Part):
+    """Base of every actor: dispatches each message to the method marked with `handles`."""
+
     def __init__(self, env: Env) -> None:
         self.env = env
-        self._handlers: dict[type, Callable[[Address, Any], None]] = {
-            kind: getattr(self, name) for kind, name in self._table.items()
-        }
+        self._handlers = self.handlers()
+
+    def compose(self, *parts: Part) -> None:
+        """Add the handlers of `parts`. A message that several handle goes to each, in this order."""
+        for part in parts:
+            for kind, handler in part.handlers().items():
+                earlier = self._handlers.get(kind)
+                self._handlers[kind] = handler if earlier is None else _both(earlier, handler)
 
     def receive(self, sender: Address, message: object) -> None:
         """Handle one message; a type this actor does not know is counted and dropped."""
