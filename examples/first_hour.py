@@ -1,7 +1,7 @@
 """What a first hour with `pw` meets: failures, neighbours, data that stays where it is, and what is said.
 
 Run it: `python -m examples.first_hour`, in about half a minute. Each line tells what happened, and the script
-fails if something else did. The README explains every step.
+fails if something else did. docs/guide.md shows the output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first hour goes as the README shows it."""
+"""The first hour goes as the guide shows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.scripts import ROOT
 
 SHOWN = re.search(
     r"^\$ \S*python -m examples\.first_hour\n(.*?)^```",
-    (ROOT / "README.md").read_text(),
+    (ROOT / "docs/guide.md").read_text(),
     re.M | re.S,
 )
 FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
@@ -20,7 +20,7 @@ FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
 
 
 @pytest.mark.processes
-def test_it_prints_what_the_readme_shows() -> None:
+def test_it_prints_what_the_guide_shows() -> None:
     assert SHOWN is not None
     command = [sys.executable, "-W", "error", "-m", "examples.first_hour"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)

@@ -1,4 +1,4 @@
-"""What the README shows works."""
+"""The programs in the README and the guide work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from tests.scripts import ROOT, finish, start_client
 
-README = (ROOT / "README.md").read_text()
-SHOWN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/guide.md"))
+SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = [block for block in SHOWN if "import" in block and "..." not in block]
 
 
@@ -22,7 +22,7 @@ def test_there_are_whole_programs() -> None:
 
 def test_what_its_programs_import_is_installed_the_way_it_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (extra,) = re.findall(r'pip install -e "\.\[(\w+)\]"', README)
+    (extra,) = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXT)
     wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
     installed = {re.split(r"\W", requirement)[0] for requirement in wanted}
     imported = set()
@@ -37,7 +37,7 @@ def test_what_its_programs_import_is_installed_the_way_it_says() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_program_of_the_readme_runs(block: str) -> None:
+def test_a_program_runs(block: str) -> None:
     output = finish(start_client("", block)).strip()
     expected = re.findall(r"^print\(.*\n# (.*)$", block, re.MULTILINE)
     assert output
