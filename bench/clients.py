@@ -61,7 +61,7 @@ def busy_together(steps: int) -> Callable[[Any], Any]:
 def calls(function: Callable[[Any], Any], start: Any) -> Callable[[int], object]:
     """`x = f(x)`, as many calls in flight as the system allows.
 
-    Nobody asks whether the values are there but for the last: each such question is a round trip.
+    Only the last value is waited for: each wait is a round trip.
     """
 
     def case(count: int) -> None:
@@ -76,7 +76,7 @@ def calls(function: Callable[[Any], Any], start: Any) -> Callable[[int], object]
 def move(address: str, size_bytes: str) -> Cases:
     """One array after the other; the next is asked for as soon as the last is there.
 
-    What a computation has made lies in memory of its host alone, and somebody has to copy it. What was put
+    What a computation has made is in the memory of its host only, and must be copied. What was put
     there lies in pages that other processes can read too.
     """
     pw.connect(address)

@@ -150,7 +150,7 @@ def _order(name: str) -> tuple[int, int]:
 
 def _bars(samples: dict[str, measure.Sample], hosts: int) -> list[report.Bar]:
     def bar(bound: float, ours: str, contenders: list[str], theirs: str) -> list[report.Bar]:
-        # Whichever of their ways leaves us worst: pipelining does not make everybody faster on a small machine.
+        # Compare with their fastest way: on a small machine pipelining does not always help.
         ways = [f"{name}: {theirs}{how}" for name in contenders for how in ("", ", blocking")]
         known = [way for way in ways if way in samples]
         if not known:

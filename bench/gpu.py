@@ -6,7 +6,7 @@ bfloat16; dispatch is a scalar addition, each on the result of the one before, o
 op*) or 128 to a `pw.program` (*chained*). Two workers stand beside two processes of plain JAX, which share
 the GPU in the same way; one client drives both.
 
-Nobody takes the GPU's memory in advance here, and nobody may take more than a share of it. With
+No contender preallocates the GPU's memory, and each may use only a share of it. With
 `--platform cpu` the same runs without a GPU, to see that it does.
 """
 

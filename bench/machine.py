@@ -32,7 +32,7 @@ def cores() -> int:
 
 
 def load() -> tuple[float, float, float]:
-    """The machine's load over the last 1, 5 and 15 minutes: was anybody else here?"""
+    """The machine's load over the last 1, 5 and 15 minutes, to see other programs at work."""
     one, five, fifteen = os.getloadavg()
     return round(one, 2), round(five, 2), round(fifteen, 2)
 

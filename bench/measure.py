@@ -2,8 +2,8 @@
 
 A shared machine drifts by more than what separates the contenders, so a single reading says little, and two
 taken a minute apart cannot be compared. What can be trusted is the ratio of two readings of one round. Hence
-rounds, an order that rotates (nobody always runs behind the same neighbour), medians, and quartiles to say how
-far to trust them.
+rounds, an order that rotates (so that no contender always runs behind the same neighbour), medians, and
+quartiles to say how far to trust them.
 """
 
 from __future__ import annotations

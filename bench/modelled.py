@@ -151,7 +151,7 @@ class ModelledCluster:
     def busy(self, count: int, device_us: float) -> float:
         """The same with devices that take `device_us` a launch: the part of the time in which they work.
 
-        Taken over the later three quarters of the launches: the first ones find everybody idle.
+        Taken over the later three quarters of the launches: during the first ones all hosts are idle.
         """
         answer = self._ask(do="launch", count=count, window=512, device_us=device_us)
         return float(answer["busy"])

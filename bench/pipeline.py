@@ -157,7 +157,7 @@ def _row(
 
 def _bars(found: dict[tuple[str, int, int], measure.Sample]) -> list[report.Bar]:
     bars = []
-    # Whichever of its ways leaves us worst: more in flight does not make everybody faster on a small machine.
+    # Compare with its fastest way: on a small machine more in flight does not always help.
     ray = [key for key in found if key[:2] == ("Ray graph", 4)]
     if ray:
         ratio, best = min((found["parallel", 4, 4].over(found[key]).median, key) for key in ray)

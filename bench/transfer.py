@@ -64,7 +64,7 @@ def run(quick: bool) -> Result:
         "one transfer at a time",
         "cold: every transfer gets pages that were never touched (a pool that keeps nothing), memcpy too",
         "all on one machine: 'tcp' is the loopback interface",
-        "again: the array lies in shared memory already, so that nobody copies it",
+        "again: the array lies in shared memory already, so that it is not copied",
     ]
     return result
 
@@ -280,7 +280,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _tell_meanwhile(result: Result, address: str, mover: Peer, rounds: int, calls: int) -> None:
-    """A small call on the host that receives, and where nobody else does anything."""
+    """A small call on the host that receives, and has no other work."""
     pw.connect(address)
     try:
         devices = pw.make_virtual_device_set().add_slice(devices=1, island="island-1").devices

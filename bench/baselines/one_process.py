@@ -118,7 +118,7 @@ def dispatch(mesh: Mesh) -> Mapping[str, Callable[[int], object]]:
 
 
 def main() -> None:
-    """WORK DEVICES PLATFORM LOSSES: serve until nobody asks any more."""
+    """WORK DEVICES PLATFORM LOSSES: serve until standard input ends."""
     work, devices, platform, losses = sys.argv[1:]
 
     def prepare() -> Mapping[str, Callable[[int], object]]:

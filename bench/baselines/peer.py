@@ -170,7 +170,7 @@ class Peer:
 
 
 def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
-    """The other end: make the cases ready, then do what is asked for until nobody asks any more.
+    """The other end: prepare the cases, then serve requests until they end.
 
     A case does its work `count` times and returns when all of it is done; it is run once before it is timed.
     """

@@ -75,7 +75,7 @@ def running() -> Iterator[Any]:
         logging_level=logging.ERROR,
         object_store_memory=512 << 20,
         _temp_dir=folder,
-        # Nobody answers while frozen, which must not be taken for dead.
+        # A frozen daemon does not answer; Ray must not take it for dead.
         _system_config={"health_check_timeout_ms": 600_000},
     )
     try:

@@ -1,7 +1,7 @@
 """The computation that all contenders run: the paper's scalar all-reduce followed by a scalar addition.
 
 Each device holds one element; a step replaces it by the mean of all, plus one. So the value tells how many
-steps were done, whoever did them. The local step leaves the mean out and shows what dispatch alone costs.
+steps were done, in all processes. The local step leaves the mean out and shows what dispatch alone costs.
 """
 
 from __future__ import annotations
