@@ -30,8 +30,8 @@ from typing import Any, Self
 
 import uvloop
 
-from pw.client.children import Child, read_announcement
-from pw.client.threads import incarnation
+from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.threads import incarnation
 from pw.core.actor import Actor, Env, handles
 from pw.core.compact import Compact
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_id

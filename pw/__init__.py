@@ -50,35 +50,35 @@ from pw.core.errors import (
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-    from pw.client.array import Array
+    from pw.client.arrays.array import Array
+    from pw.client.arrays.mesh import Mesh, NamedSharding, make_virtual_device_set
     from pw.client.cancelling import cancel
     from pw.client.checkpoint import Checkpoint, checkpoint, drain
     from pw.client.checkpoint_files import restore
-    from pw.client.cluster import LocalCluster
-    from pw.client.current import connect, disconnect, stats, why
-    from pw.client.host_function import host_function
-    from pw.client.jit import jit
-    from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
-    from pw.client.pmap import pmap
-    from pw.client.program import program
+    from pw.client.connection.cluster import LocalCluster
+    from pw.client.connection.current import connect, disconnect, stats, why
     from pw.client.status import status
+    from pw.client.trace.host_function import host_function
+    from pw.client.trace.jit import jit
+    from pw.client.trace.pmap import pmap
+    from pw.client.trace.program import program
     from pw.client.transfer import block_until_ready, get, put, ready
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
 _LAZY = {
-    "connect": "pw.client.current",
-    "disconnect": "pw.client.current",
-    "LocalCluster": "pw.client.cluster",
-    "make_virtual_device_set": "pw.client.mesh",
-    "Mesh": "pw.client.mesh",
-    "NamedSharding": "pw.client.mesh",
+    "connect": "pw.client.connection.current",
+    "disconnect": "pw.client.connection.current",
+    "LocalCluster": "pw.client.connection.cluster",
+    "make_virtual_device_set": "pw.client.arrays.mesh",
+    "Mesh": "pw.client.arrays.mesh",
+    "NamedSharding": "pw.client.arrays.mesh",
     "PartitionSpec": "jax.sharding",
-    "jit": "pw.client.jit",
-    "pmap": "pw.client.pmap",
-    "program": "pw.client.program",
-    "host_function": "pw.client.host_function",
-    "Array": "pw.client.array",
+    "jit": "pw.client.trace.jit",
+    "pmap": "pw.client.trace.pmap",
+    "program": "pw.client.trace.program",
+    "host_function": "pw.client.trace.host_function",
+    "Array": "pw.client.arrays.array",
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",
     "block_until_ready": "pw.client.transfer",
@@ -88,9 +88,9 @@ _LAZY = {
     "Checkpoint": "pw.client.checkpoint",
     "restore": "pw.client.checkpoint_files",
     "drain": "pw.client.checkpoint",
-    "stats": "pw.client.current",
+    "stats": "pw.client.connection.current",
     "status": "pw.client.status",
-    "why": "pw.client.current",
+    "why": "pw.client.connection.current",
 }
 
 __all__ = [

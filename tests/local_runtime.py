@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.client import current
+from pw.client.connection import current
 from pw.core.errors import Disconnected, InsufficientDevices
 from pw.core.program import Computation, Program, Value
 from pw.core.sharding import ArraySpec, dtype_of

@@ -15,8 +15,8 @@ import pytest
 
 import pw
 from pw.cli.host import HostRuntime
-from pw.client.children import Child
-from pw.client.cluster import visible_gpus
+from pw.client.connection.children import Child
+from pw.client.connection.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
 from pw.devices.jax import compile as jax_compile

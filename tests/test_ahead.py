@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import runtime as runtime_module
-from pw.client.notes import Close, Open, Put, Tell, resolve
-from pw.client.runtime import Runtime
+from pw.client.connection import runtime as runtime_module
+from pw.client.connection.runtime import Runtime
+from pw.client.session.notes import Close, Open, Put, Tell, resolve
 from pw.core.errors import Disconnected
 from pw.core.messages import Attached, Run
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -87,7 +87,7 @@ def waits(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident)
     files = [call.filename for call in traceback.extract_stack(frame)] if frame else [""]
     return files[-1].endswith("threading.py") and any(
-        file.endswith("pw/client/runtime.py") for file in files
+        file.endswith("pw/client/connection/runtime.py") for file in files
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import current, runtime
+from pw.client.connection import current, runtime
 from pw.testing import InProcessCluster
 from pw.transport import codec
 from tests.stage import held, interrupted_in_its_wait, mesh_on, numbers, split

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import runtime, threads
+from pw.client.connection import runtime, threads
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import live, mesh_on, numbers, split, until_live

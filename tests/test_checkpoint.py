@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import current, waiting
-from pw.client.runtime import Runtime
-from pw.client.uploads import KEEP_BYTES, Uploads
+from pw.client.connection import current, waiting
+from pw.client.connection.runtime import Runtime
+from pw.client.session.uploads import KEEP_BYTES, Uploads
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import mesh_on, numbers, split

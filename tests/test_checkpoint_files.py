@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding
 from pw.devices.host import disk
 from pw.testing import InProcessCluster

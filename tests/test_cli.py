@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pw.cli.host import DESCRIPTORS, take_descriptors
-from pw.client.runtime import Runtime, SliceHandle
-from pw.client.threads import remote
+from pw.client.connection.runtime import Runtime, SliceHandle
+from pw.client.connection.threads import remote
 from pw.core.program import Node, Output, Value
 from pw.core.program import Program as Graph
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -365,7 +365,7 @@ def test_a_host_takes_as_many_descriptors_as_it_may(
 
 SCRIPT = """
 import os, signal, sys
-from pw.client import current
+from pw.client.connection import current
 islands = current.connect().status().islands
 print(__name__, sys.argv[1:], [(i.island, sum(h.devices for h in i.hosts)) for i in islands], flush=True)
 if "wait" in sys.argv:

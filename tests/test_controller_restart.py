@@ -18,15 +18,15 @@ import jax
 import numpy as np
 import pytest
 
-from pw.client import current, threads
-from pw.client.array import Array
-from pw.client.jit import jit
-from pw.client.link import ControllerLink
-from pw.client.mesh import NamedSharding, default_mesh
-from pw.client.notes import Allocate, Ask, Close, Forget, Get, Open, Put, Tell, resolve
-from pw.client.runtime import Runtime
-from pw.client.session import ClientSession
-from pw.client.signature import ArrayType
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import NamedSharding, default_mesh
+from pw.client.arrays.signature import ArrayType
+from pw.client.connection import current, threads
+from pw.client.connection.runtime import Runtime
+from pw.client.session.link import ControllerLink
+from pw.client.session.notes import Allocate, Ask, Close, Forget, Get, Open, Put, Tell, resolve
+from pw.client.session.session import ClientSession
+from pw.client.trace.jit import jit
 from pw.client.transfer import put
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError, ArrayLost, CompileError, ConnectionFailed, Disconnected
@@ -829,8 +829,8 @@ SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import pw
-from pw.client import current
-from pw.client.children import Child, read_announcement
+from pw.client.connection import current
+from pw.client.connection.children import Child, read_announcement
 
 hosts, stop = int(sys.argv[1]), getattr(signal, sys.argv[2])
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import pytest
 
 import pw
-from pw.client import threads
-from pw.client.runtime import Runtime
+from pw.client.connection import threads
+from pw.client.connection.runtime import Runtime
 from pw.transport import shared
 from tests.daemons import ROOT, Program
 
@@ -45,8 +45,8 @@ import os, socket, sys
 import encodings.ascii, encodings.idna, importlib.metadata
 import numpy, uvloop, msgspec
 import pw
-from pw.client import threads
-from pw.client.runtime import Runtime
+from pw.client.connection import threads
+from pw.client.connection.runtime import Runtime
 from pw.core import messages
 from pw.transport import bulk, stream_network
 

@@ -32,7 +32,7 @@ def test_a_value_that_has_not_arrived_yet_can_be_sent_on(meshes: list[pw.Mesh], 
 
 
 def test_everything_asked_for_is_settled_when_the_session_ends() -> None:
-    from pw.client import current
+    from pw.client.connection import current
 
     with InProcessCluster(islands=1, devices_per_island=1):
         devices = pw.make_virtual_device_set().add_slice(devices=1).devices

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 from tests.daemons import Program
 from tests.scripts import PRELUDE, ROOT, finish, start_client
 
@@ -49,7 +49,7 @@ def test_the_quickstart_runs_as_it_is() -> None:
 
 SURVIVE = """
 import signal
-from pw.client import current
+from pw.client.connection import current
 
 def runtime_process():
     # None while the host has no place.
@@ -166,7 +166,7 @@ def test_an_exit_is_silent_and_leaves_nothing_behind(how: str, ending: dict[str,
 def test_a_worker_that_cannot_live_ends_the_session_and_says_why(tmp_path: Path) -> None:
     body = """
     import signal
-    from pw.client import current
+    from pw.client.connection import current
     devices = pw.make_virtual_device_set().add_slice(devices=1).devices
     x = pw.put(np.arange(3), devices)
     worker = current.runtime()._thread.worker

@@ -129,7 +129,7 @@ def test_a_killed_client_is_released_and_others_notice_nothing(address: str) -> 
     watcher = start_client(
         address,
         """
-        from pw.client import current
+        from pw.client.connection import current
         deadline = time.monotonic() + 25
         while True:
             clients = current.runtime().status().clients

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client import live, threads
-from pw.client.live import ASK_S, QUIET_S, TICK_S, About, Together, patiently
-from pw.client.waiting import Waiting
+from pw.client.connection import threads
+from pw.client.connection.waiting import Waiting
+from pw.client.show import live
+from pw.client.show.live import ASK_S, QUIET_S, TICK_S, About, Together, patiently
 from pw.core.errors import ConnectionFailed
 from pw.core.messages import Explanation
 from pw.sched.control.explain.story import story
@@ -243,7 +244,7 @@ def test_the_line_is_out_of_the_way_while_something_else_is_written() -> None:
 
 
 def test_a_future_that_waits_is_still_a_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("pw.client.live", "pw.client.waiting"):
+    for module in ("pw.client.show.live", "pw.client.connection.waiting"):
         monkeypatch.setattr(f"{module}.QUIET_S", 0.01)
     monkeypatch.setattr(live, "TICK_S", 0.01)
     shown = Shown()
@@ -334,7 +335,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Shown:
         shown.cleared = 0
         return shown
 
-    for module in ("pw.client.live", "pw.client.waiting"):
+    for module in ("pw.client.show.live", "pw.client.connection.waiting"):
         monkeypatch.setattr(f"{module}.QUIET_S", 0.01)
     monkeypatch.setattr(live, "TICK_S", 0.01)
     monkeypatch.setattr(live, "screen_here", anew)
@@ -408,7 +409,7 @@ SCRIPT = """
 import signal, sys, time
 import numpy as np
 import pw
-from pw.client import live
+from pw.client.show import live
 from pw.testing import InProcessCluster
 from tests.stage import held, mesh_on, numbers
 
@@ -480,8 +481,8 @@ def test_ctrl_c_in_a_long_wait_is_raised_alone(monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pw.client.waiting.QUIET_S", 0.0)
-    monkeypatch.setattr("pw.client.waiting.patiently", interrupted)
+    monkeypatch.setattr("pw.client.connection.waiting.QUIET_S", 0.0)
+    monkeypatch.setattr("pw.client.connection.waiting.patiently", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         Waiting(about=lambda: About("it")).result()
     assert caught.value.__context__ is None

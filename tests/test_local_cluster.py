@@ -20,9 +20,9 @@ pytestmark = [
 
 PRELUDE = """
 import os, signal, sys, threading
-from pw.client import current
-from pw.client.cluster import LocalCluster
-from pw.client.runtime import Runtime
+from pw.client.connection import current
+from pw.client.connection.cluster import LocalCluster
+from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected, Error
 """
 
@@ -208,7 +208,7 @@ def test_clusters_may_be_nested_and_started_from_threads(
                 assert len(session.status().clients) == 1
                 session.close()
 
-        from pw.client import threads as runtime_threads
+        from pw.client.connection import threads as runtime_threads
         with LocalCluster() as outer:
             thread = threading.Thread(target=in_thread)
             thread.start()

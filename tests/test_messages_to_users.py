@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 from pw.core.errors import Error, ErrorReport
 from pw.core.messages import PeerLost, Run
 from pw.sched.island.quarantine import STRIKES, Suspects

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 from tests.local_runtime import LocalRuntime
 
 VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pw.client.array import Array
-from pw.client.jit import jit
-from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
-from pw.client.program import program
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import Mesh, NamedSharding, make_virtual_device_set
+from pw.client.trace.jit import jit
+from pw.client.trace.program import program
 from pw.client.transfer import put
 from tests.local_runtime import LocalRuntime
 

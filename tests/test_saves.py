@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.client.notes import Tell
+from pw.client.session.notes import Tell
 from pw.core.errors import CheckpointFailed, ErrorReport
 from pw.core.ids import scheduler_of
 from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit

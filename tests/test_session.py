@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.client.fetching import Fetching
-from pw.client.hosts import Hosts
-from pw.client.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell, resolve
-from pw.client.requests import RETRIES
-from pw.client.session import ClientSession
+from pw.client.connection.fetching import Fetching
+from pw.client.session.hosts import Hosts
+from pw.client.session.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell, resolve
+from pw.client.session.requests import RETRIES
+from pw.client.session.session import ClientSession
 from pw.core.compact import Compact
 from pw.core.errors import (
     ArgumentError,

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import pw
-from pw.client import current, tables
+from pw.client.connection import current
+from pw.client.show import tables
 from pw.client.status import ClusterStatus
 from pw.core.messages import ClientStatus, HostStatus, IslandStatus, RunStatus, Status, WaitingHost
 from pw.testing import InProcessCluster

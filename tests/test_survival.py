@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 from pw.core.messages import Status
 from tests.daemons import Program, send, start_module, until
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from pw.client import threads
-from pw.client.notes import Forget
-from pw.client.runtime import Runtime
-from pw.client.session import ClientSession
-from pw.client.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
+from pw.client.connection import threads
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
+from pw.client.session.notes import Forget
+from pw.client.session.session import ClientSession
 from pw.core.errors import ConnectionFailed, Disconnected, InternalError
 from pw.core.ids import CONTROLLER, Address
 from pw.testing import InProcessCluster

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pw.client import current
-from pw.client.array import Array
-from pw.client.jit import jit
-from pw.client.mesh import Mesh, NamedSharding, make_virtual_device_set
-from pw.client.pmap import pmap
-from pw.client.program import program
-from pw.client.recent import OPERATORS_KEPT, Recent
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import Mesh, NamedSharding, make_virtual_device_set
+from pw.client.arrays.recent import OPERATORS_KEPT, Recent
+from pw.client.connection import current
+from pw.client.trace.jit import jit
+from pw.client.trace.pmap import pmap
+from pw.client.trace.program import program
 from pw.client.transfer import block_until_ready, get, put
 from pw.core import errors
 from pw.core.messages import INLINE_BYTES
@@ -495,7 +495,7 @@ def test_artifacts_for_another_platform() -> None:
 
 
 def f_key(f: Any, *args: Any) -> Any:
-    from pw.client.jit import signature_of_call, tracing_configuration, tree_flatten
+    from pw.client.trace.jit import signature_of_call, tracing_configuration, tree_flatten
 
     leaves, tree = tree_flatten((args, {}))
     return (tree, signature_of_call(leaves), (), f._mesh, tracing_configuration())

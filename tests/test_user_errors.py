@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 from tests.daemons import until
 from tests.scripts import finish, start_client
 from tests.stage import mesh_on, numbers, split

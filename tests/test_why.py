@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.waiting import POLL_S, Waiting
+from pw.client.connection.waiting import POLL_S, Waiting
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of
 from pw.core.lower import lower
 from pw.core.messages import (

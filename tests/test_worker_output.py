@@ -15,10 +15,11 @@ import pytest
 
 import pw
 from pw.cli import streams
-from pw.client import current, live, worker_output
-from pw.client.notes import Listen, Open
-from pw.client.session import ClientSession
-from pw.client.worker_output import WorkerOutput
+from pw.client.connection import current
+from pw.client.session.notes import Listen, Open
+from pw.client.session.session import ClientSession
+from pw.client.show import live, worker_output
+from pw.client.show.worker_output import WorkerOutput
 from pw.core.ids import CONTROL, client_id, session_of, store_of
 from pw.core.messages import (
     Attached,

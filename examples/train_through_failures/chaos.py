@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pw
-from pw.client import current
+from pw.client.connection import current
 
 LONGEST_DELAY_S = 0.4
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pw.client.runtime import Runtime
-from pw.client.threads import remote
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import remote
 from pw.core.errors import Error
 from pw.core.ids import client_id
 

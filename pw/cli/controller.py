@@ -24,7 +24,7 @@ from pw.cli.process import (
     configure_logging,
     host_of,
 )
-from pw.client.threads import incarnation
+from pw.client.connection.threads import incarnation
 from pw.core.ids import CONTROLLER
 from pw.core.watchdog import STALL_S
 from pw.sched.control.controller import RECOVERY_S

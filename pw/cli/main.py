@@ -164,7 +164,7 @@ def run(
             "a cluster at an --address has its own islands; leave out --islands, --hosts-per-island "
             "and --devices-per-host, or --address"
         )
-    from pw.client.cluster import LocalCluster
+    from pw.client.connection.cluster import LocalCluster
 
     with LocalCluster(
         islands or 1, hosts_per_island or 1, devices_per_host or DEVICES, connect=False

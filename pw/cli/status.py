@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from pw.client import tables
-from pw.client.runtime import Runtime
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import remote
+from pw.client.show import tables
 from pw.client.status import ClusterStatus
-from pw.client.threads import remote
 from pw.core.ids import run_name
 from pw.core.messages import Status
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from pw.client.runtime import Runtime
-from pw.client.threads import remote
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import remote
 from pw.core.messages import Explanation
 
 

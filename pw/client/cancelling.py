@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from pw.client.array import Array
-from pw.client.graph import ProgramTracer
-from pw.client.jit import under_jax_trace
+from pw.client.arrays.array import Array
+from pw.client.trace.jit import under_jax_trace
+from pw.client.trace.recorder import ProgramTracer
 from pw.core.errors import TracerError
 
 __all__ = ["cancel"]

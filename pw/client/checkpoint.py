@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 
-from pw.client import checkpoint_files, current
-from pw.client.array import Array, wait_for
-from pw.client.graph import ProgramTracer
-from pw.client.jit import under_jax_trace
-from pw.client.signature import signature_of
-from pw.client.waiting import Waiting
+from pw.client import checkpoint_files
+from pw.client.arrays.array import Array, wait_for
+from pw.client.arrays.signature import signature_of
+from pw.client.connection import current
+from pw.client.connection.waiting import Waiting
+from pw.client.trace.jit import under_jax_trace
+from pw.client.trace.recorder import ProgramTracer
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 

@@ -15,11 +15,11 @@ import jax
 import msgspec
 import numpy as np
 
-from pw.client.array import Array
-from pw.client.graph import ProgramTracer
-from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.mesh import NamedSharding, default_mesh
-from pw.client.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import NamedSharding, default_mesh
+from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
+from pw.client.trace.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.recorder import ProgramTracer
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, CheckpointFailed, NotOwner, ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES, Described, FileSource

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pw.client import current
-from pw.client.tables import Table, html, plain, renderable
+from pw.client.connection import current
+from pw.client.show.tables import Table, html, plain, renderable
 from pw.core.ids import client_of, run_name
 from pw.core.messages import Status
 

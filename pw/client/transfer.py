@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from pw.client.array import Array, wait_for
-from pw.client.graph import ProgramTracer, Recorder, recording
-from pw.client.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.live import Together
-from pw.client.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
-from pw.client.signature import ArrayType, aval_of, host_value, signature_of
+from pw.client.arrays.array import Array, wait_for
+from pw.client.arrays.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
+from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
+from pw.client.show.live import Together
+from pw.client.trace.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.recorder import ProgramTracer, Recorder, recording
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec

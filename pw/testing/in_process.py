@@ -20,9 +20,9 @@ import jax
 
 from pw.cli.assembly import add_controller
 from pw.cli.in_process import InProcessHost
-from pw.client import current
-from pw.client.runtime import Runtime
-from pw.client.threads import LoopThread, SessionOnNode
+from pw.client.connection import current
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
@@ -101,7 +101,7 @@ class InProcessCluster:
         self.crashes.append("".join(traceback.format_exception(error)))
 
     def client(self, *, share: float = 1.0, priority: int = 0) -> Runtime:
-        """Another client of this cluster; `pw.client.current.use` makes calls go to it."""
+        """Another client of this cluster; `pw.client.connection.current.use` makes calls go to it."""
         name = f"client-{len(self._clients)}"
 
         def start(runtime: Runtime) -> SessionOnNode:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.client.notes import Ask, Await, Forget, Get, Put, Tell
+from pw.client.session.notes import Ask, Await, Forget, Get, Put, Tell
 from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER

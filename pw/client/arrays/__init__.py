@@ -1,0 +1,1 @@
+"""Handles of arrays, and the virtual devices that they lie on."""

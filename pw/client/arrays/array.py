@@ -1,0 +1,370 @@
+"""`Array`: the handle of a logical array, which is a future.
+
+A handle is all a client holds, whatever the number of shards. It knows shape, dtype and sharding at
+once; asking for its value waits for it and brings it here, once. When hosts are lost, that wait lasts
+until the value exists again, or is known to be lost. Dropping the last reference releases
+the array on all hosts. A handle is also a value that JAX knows: functions may close over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+import numpy as np
+
+from pw.client.arrays import jaxtype
+from pw.client.arrays.indexing import elements, item_at
+from pw.client.arrays.jaxtype import outside_traces
+from pw.client.arrays.mesh import NamedSharding, VirtualDevice
+from pw.client.arrays.methods import Methods
+from pw.client.arrays.operators import apply
+from pw.client.arrays.signature import ArrayType
+from pw.client.show import notebook
+from pw.core.errors import (
+    ArgumentError,
+    ArrayDeleted,
+    ConnectionFailed,
+    Disconnected,
+    Error,
+    HostLost,
+    NotOwner,
+    TransferFailed,
+)
+
+__all__ = ["Array"]
+
+giving_up = threading.RLock()
+"""Held while arrays change from usable to deleted, so that of two threads one wins. The collector may run a
+finalizer amid that, in the same thread, which deletes other arrays."""
+
+
+if TYPE_CHECKING:
+    _Annotated = jax.Array  # what users annotate with jax.Array, for tracers, takes these as well
+else:
+    _Annotated = object
+
+
+class Array(Methods, _Annotated):  # type: ignore[misc]
+    """A logical array on virtual devices; made by computations and `pw.put`, never directly."""
+
+    # A future: it is itself, whatever its value is, as `asyncio.gather` asks of what it waits for.
+    __hash__ = object.__hash__
+
+    __slots__ = ("__weakref__", "_fetching", "_gone", "_id", "_runtime", "_type", "_waiting")
+
+    def __init__(self, session: Any, number: int, type_: ArrayType) -> None:
+        self._id = number
+        self._type = type_
+        self._gone: str | None = None
+        self._fetching: Future[Any] | None = None
+        self._waiting: Future[Any] | None = None
+        self._runtime = session
+
+    def __del__(self) -> None:
+        session = getattr(self, "_runtime", None)
+        if session is not None and self._gone is None:
+            session.release(self._id, self._type.size_bytes)
+
+    # --- what is known at once -----------------------------------------------------------------------
+
+    @property
+    def aval(self) -> Any:
+        """Shape, dtype and weak type as JAX's abstract value."""
+        return self._type.aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        return tuple(self._type.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the elements."""
+        return self._type.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._type.aval.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._type.aval.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one full copy in bytes."""
+        return self._type.spec.size_bytes
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether the dtype yields to that of other operands, as a Python number's does."""
+        return bool(self._type.aval.weak_type)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How the array lies on its devices."""
+        return self._type.sharding
+
+    @property
+    def device(self) -> VirtualDevice | NamedSharding:
+        """The virtual device that the array lies on; its sharding, if it lies on several."""
+        devices = self.sharding.mesh.devices.flat
+        return devices[0] if len(devices) == 1 else self.sharding
+
+    def devices(self) -> set[VirtualDevice]:
+        """The virtual devices that the array lies on."""
+        return set(self.sharding.mesh.devices.flat)
+
+    @property
+    def committed(self) -> bool:
+        """True, as of JAX's arrays that were put somewhere: where they lie decides where they are used."""
+        return True
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether each device has a full copy."""
+        return not any(self.sharding.core.spec)
+
+    # --- the future ----------------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """Whether the value exists (or has failed to come into being)."""
+        return self.start_wait().done()
+
+    @property
+    def is_known_to_exist(self) -> bool:
+        """Whether somebody here has seen the value exist; asks nobody."""
+        asked = (self._waiting, self._fetching)
+        return any(f and f.done() and not f.cancelled() and f.exception() is None for f in asked)
+
+    def block_until_ready(self) -> Array:
+        """Wait for the value to exist on its devices; raises the error it failed with."""
+        wait_for(self.start_wait())
+        return self
+
+    def __await__(self) -> Generator[Any, None, Array]:
+        # Shielded: whoever else waits for this array is not cancelled with the caller's task.
+        yield from asyncio.shield(asyncio.wrap_future(self.start_wait())).__await__()
+        return self
+
+    def delete(self) -> None:
+        """Free the array on all hosts now, in order with the computations that use it."""
+        with giving_up:
+            if self._gone is not None:
+                return
+            self._gone = "it was deleted by delete()"
+            self._fetching = None
+        if self._runtime.alive:
+            self._runtime.delete([self._id])
+
+    def is_deleted(self) -> bool:
+        """Whether the array was deleted or donated."""
+        return self._gone is not None
+
+    def _check_usable(self) -> None:
+        """Raise ArrayDeleted, Disconnected or what ended the session unless the array can be used."""
+        if self._gone is not None:
+            raise ArrayDeleted(
+                f"the array {self._type.aval.str_short()} cannot be used any more: {self._gone}"
+            )
+        if not self._runtime.alive:
+            if (ended := self._runtime.ended) is not None:
+                raise ended
+            raise Disconnected(
+                f"the session that the array {self._type.aval.str_short()} belonged to is closed, and "
+                "its arrays with it; fetch values that must outlive a session with pw.get()"
+            )
+
+    def _check_owner(self, session: Any) -> None:
+        """Raise unless the array can be used in a computation of `session`."""
+        self._check_usable()
+        if self._runtime is not session:
+            raise NotOwner(
+                f"the array {self._type.aval.str_short()} belongs to another session; pass its value, "
+                "pw.get(x), instead"
+            )
+
+    def copy_to_host_async(self) -> None:
+        """Begin to bring the value here, for those who ask for it later."""
+        self.start_fetch()
+
+    def start_wait(self) -> Future[Any]:
+        """Return the future of the value's existence; the first call begins the wait."""
+        self._check_usable()
+        if self._waiting is None or _in_vain(self._waiting):
+            self._waiting = self._runtime.wait([(self._id, self._type.spec)])
+        return self._waiting
+
+    def start_fetch(self) -> Future[Any]:
+        """Return the future of the value here (integers for typed keys); the first call fetches it."""
+        self._check_usable()
+        if self._fetching is None or _in_vain(self._fetching):
+            self._fetching = self._runtime.fetch(self._id, self._type.spec)
+        return self._fetching
+
+    def local(self) -> Any:
+        """The value on this machine: numpy, read-only, or for typed keys a jax.Array."""
+        value = wait_for(self.start_fetch())
+        if self._type.key_impl is not None:
+            return jax.random.wrap_key_data(value, impl=self._type.key_impl)
+        return value
+
+    def _value(self) -> np.ndarray[Any, Any]:
+        if self._type.key_impl is not None:
+            raise TypeError(
+                f"a pw.Array of dtype {self.dtype} cannot be converted to a NumPy array. Use "
+                "jax.random.key_data inside a pw.jit function to get at the integers it consists of"
+            )
+        value: np.ndarray[Any, Any] = wait_for(self.start_fetch())
+        if value.flags.writeable:
+            value = value.view()
+            value.flags.writeable = False
+        return value
+
+    # --- the value -----------------------------------------------------------------------------------
+
+    def __array__(  # type: ignore[override]
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray[Any, Any]:
+        value = self._value()
+        if dtype is not None and np.dtype(dtype) != value.dtype:
+            if copy is False:
+                raise ValueError(f"a change of dtype from {value.dtype} to {dtype} needs a copy")
+            return value.astype(dtype)
+        return value.copy() if copy else value
+
+    @property
+    def __jax_array__(self) -> Any:
+        """What JAX's functions call to make an array of their own of this."""
+        if self._type.key_impl is not None and jaxtype.is_random_key():
+            if outside_traces():
+                _refuse(self)
+            raise ArgumentError(
+                f"the keys {self._type.aval.str_short()} are used by a function that closes over them; "
+                "jax.random takes keys that are arguments of the pw.jit function"
+            )
+        return self._as_jax_array
+
+    def _as_jax_array(self) -> Any:
+        if not outside_traces():
+            return _identity(self)  # the handle becomes a constant of the trace
+        if not jaxtype.is_operand():
+            _refuse(self)
+        return self  # their operator gives up, and the reflected one is ours
+
+    def __repr__(self) -> str:
+        if self._gone is not None:
+            return f"array(deleted, shape={self.shape}, dtype={self.dtype})"
+        try:
+            return self._described()
+        except Error as error:  # a debugger that shows variables must not raise
+            return f"array({type(error).__name__}: {error}, shape={self.shape}, dtype={self.dtype})"
+
+    def _described(self) -> str:
+        if self._type.key_impl is not None:
+            return f"array({self.shape}, dtype={self.dtype}) overlaying:\n{wait_for(self.start_fetch())}"
+        if self.size == 0:
+            return f"array([], shape={self.shape}, dtype={self.dtype})"
+        weak = ", weak_type=True" if self.weak_type else ""
+        text = np.array2string(self._value(), prefix="array(", separator=", ", suffix=",")
+        return f"array({text}, dtype={self.dtype}{weak})"
+
+    def _repr_html_(self) -> str:
+        return notebook.array_html(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return notebook.array_bundle(self)
+
+    def __str__(self) -> str:
+        return repr(self) if self._type.key_impl is not None else str(self._value())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._value()[()] if self.ndim == 0 else str(self), spec)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return item_at(self, index) if outside_traces() else self._as_jax_array()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return elements(self) if outside_traces() else iter(self._as_jax_array())
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
+
+    def __int__(self) -> int:
+        return int(self._value())
+
+    def __float__(self) -> float:
+        return float(self._value())
+
+    def __complex__(self) -> complex:
+        return complex(self._value())
+
+    def __index__(self) -> int:
+        return self._value().__index__()
+
+    def item(self, *index: int) -> Any:
+        """One element as a Python number; of an array of one element, that one."""
+        return self._value().item(*index)
+
+    def tolist(self) -> Any:
+        """The value as nested lists of Python numbers."""
+        return self._value().tolist()
+
+    @property
+    def format(self) -> None:
+        """The layout, which JAX asks for: there is none, and before it computes that is not what it means."""
+        if jaxtype.is_computing():
+            _refuse(self)
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Any:
+        return apply("copy", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return apply("copy", self)
+
+    def __reduce__(self) -> Any:
+        raise ArgumentError(
+            f"the array {self._type.aval.str_short()} cannot be pickled: it is the handle of a value "
+            "that lies on devices. Fetch it first, with pw.get(x)"
+        )
+
+
+_identity = jax.jit(lambda x: x)
+
+
+def wait_for(future: Future[Any]) -> Any:
+    """The future's result, for as long as it takes.
+
+    Ctrl-C ends the wait, not what is waited for: asking again waits for the same future.
+    """
+    return future.result()
+
+
+def _in_vain(future: Future[Any]) -> bool:
+    """Whether it was the way to the hosts that failed, not the array: worth another try."""
+    return (
+        future.done()
+        and not future.cancelled()
+        and isinstance(future.exception(), (HostLost, ConnectionFailed, TransferFailed))
+    )
+
+
+def _refuse(array: Array) -> NoReturn:
+    raise jaxtype.not_here(f"the array {array._type.aval.str_short()}")
+
+
+jaxtype.register(Array, lambda array: array._type.aval, _refuse)

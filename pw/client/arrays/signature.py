@@ -1,0 +1,260 @@
+"""What a value is, before anybody asks for its contents: types of arrays and of host values.
+
+Calls are recognised by the types of their arguments, so every array carries an interned `ArrayType`
+that compares by identity, and host values are summarised by what is cheapest to read off them. JAX's
+own configuration belongs to the key as well: it decides the dtypes and the program that a trace yields.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import config as jax_config  # jax has no public name for its tracing configuration
+
+from pw.client.arrays.mesh import NamedSharding
+from pw.client.arrays.operators import Operators
+from pw.core.errors import ArgumentError
+from pw.core.sharding import ArraySpec, dtype_of
+
+__all__ = ["ArrayType", "aval_of", "host_value", "signature_of"]
+
+_trace_context: Callable[[], Hashable] = jax_config.trace_context
+_debug_nans: Any = jax_config.debug_nans
+
+
+def tracing_configuration() -> Hashable:
+    """Everything in JAX's configuration, thread-local overrides included, that a trace depends on."""
+    return (_trace_context(), True) if _debug_nans.value else _trace_context()
+
+
+def checks_nans() -> bool:
+    """Whether JAX's configuration asks for results without NaNs (`jax_debug_nans`)."""
+    return bool(_debug_nans.value)
+
+
+_SCALARS = (bool, int, float, complex)
+
+
+class ArrayType:
+    """Shape, dtype and sharding of a logical array; equal types are one object.
+
+    `aval` is what users and traces see, `spec` what the runtime sees: a typed PRNG key is an array of
+    unsigned integers there, its extra dimensions not split.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "aval",
+        "key_impl",
+        "numpy_dtype",
+        "sharding",
+        "size_bytes",
+        "spec",
+    )
+
+    aval: Any
+    sharding: NamedSharding
+    spec: ArraySpec
+    key_impl: str | None
+    numpy_dtype: np.dtype[Any]
+    size_bytes: int
+
+    @staticmethod
+    def of(aval: Any, sharding: NamedSharding) -> ArrayType:
+        """The type of arrays of `aval` that lie as `sharding`. Raises ShardingError if they cannot."""
+        key = (tuple(aval.shape), aval.dtype, bool(aval.weak_type), sharding)
+        types = sharding.mesh.slice.types
+        with _interning:
+            known: ArrayType | None = types.get(key)
+            if known is None:
+                known = types[key] = _new_type(aval, sharding)
+            return known
+
+    def with_sharding(self, sharding: NamedSharding) -> ArrayType:
+        """The type of the same values lying as `sharding`."""
+        return ArrayType.of(self.aval, sharding)
+
+    def __repr__(self) -> str:
+        return f"{self.aval.str_short()} on {self.sharding}"
+
+
+_interning = threading.RLock()
+
+
+def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
+    made = ArrayType()
+    shape = tuple(aval.shape)
+    sharding.core.check(shape)
+    made.aval = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))
+    made.sharding = sharding
+    made.key_impl = key_impl_of(aval.dtype)
+    if made.key_impl is None:
+        name = str(aval.dtype.name)
+    else:
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype))
+        shape, name = tuple(data.shape), str(data.dtype.name)
+    made.spec = ArraySpec(shape, name, sharding.core, sharding.placement)
+    made.numpy_dtype = dtype_of(name)
+    made.size_bytes = math.prod(shape) * made.numpy_dtype.itemsize
+    return made
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether `dtype` is one of typed PRNG keys."""
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def key_impl_of(dtype: Any) -> str | None:
+    """Name of the generator of keys of `dtype`; None for plain numbers."""
+    return str(dtype._impl.name) if is_key(dtype) else None
+
+
+def signature_of(leaf: Any) -> Any:
+    """The cheapest description of a host value that determines its aval.
+
+    Raises:
+        ArgumentError: the value is nothing that a computation takes.
+    """
+    kind = type(leaf)
+    if kind in _SCALARS:
+        return kind
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return (leaf.shape, leaf.dtype)
+    if isinstance(leaf, jax.Array):
+        return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.aval.weak_type)
+    for scalar in _SCALARS:
+        if isinstance(leaf, scalar):
+            return scalar
+    raise ArgumentError(
+        f"{leaf!r} of type {kind.__name__} is neither an array nor a number; computations take pw "
+        "arrays, jax arrays, numpy arrays and Python numbers. Mark it with static_argnums or "
+        "static_argnames if the function depends on it while it is traced"
+    )
+
+
+def aval_of(signature: Any) -> Any:
+    """The abstract value behind a signature, under JAX's present configuration."""
+    if isinstance(signature, ArrayType):
+        return signature.aval
+    if isinstance(signature, type):
+        return jax.typeof(signature())
+    if isinstance(signature, tuple):
+        shape, dtype = signature
+        try:
+            narrowed = jax.typeof(np.zeros((), dtype)).dtype
+        except TypeError as error:
+            raise ArgumentError(
+                f"arrays of dtype {dtype} cannot be computed with: {error}"
+            ) from None
+        return jax.core.ShapedArray(shape, narrowed)
+    return signature
+
+
+def host_value(leaf: Any, type_: ArrayType) -> np.ndarray[Any, Any]:
+    """`leaf` as the runtime wants to have it: numpy, C order, the dtype of `type_`."""
+    if type_.key_impl is not None:
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf, dtype=type_.numpy_dtype, order="C")
+
+
+def describe_leaf(arguments: tuple[Any, Mapping[str, Any]], index: int) -> str:
+    """How a user would name the `index`-th leaf of a call's arguments."""
+    paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
+    position, *rest = paths[index][0][1:]
+    name = getattr(position, "key", None)
+    first = f"argument {position.idx}" if name is None else f"argument {name!r}"
+    return first + jax.tree_util.keystr(tuple(rest))
+
+
+class Statics:
+    """Which parameters of a function are static or donated, by position and by name.
+
+    JAX's rules: naming a positional parameter one way names it the other way too.
+    """
+
+    def __init__(
+        self,
+        signature: Any,
+        static_argnums: int | Sequence[int] | None,
+        static_argnames: str | Sequence[str] | None,
+    ) -> None:
+        self.nums, self.names = both_ways(signature, static_argnums, static_argnames)
+
+    def __bool__(self) -> bool:
+        return bool(self.nums or self.names)
+
+    def dynamic(self, count: int) -> list[int]:
+        """Positions of the arguments that are not static, in a call with `count` positional ones."""
+        static = {num if num >= 0 else num + count for num in self.nums}
+        return [num for num in range(count) if num not in static]
+
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """Take the static arguments out (None stays in their places), and what identifies them."""
+        dynamic_nums = set(self.dynamic(len(args)))
+        taken: list[Any] = [
+            (num, value) for num, value in enumerate(args) if num not in dynamic_nums
+        ]
+        taken += [(name, value) for name, value in sorted(kwargs.items()) if name in self.names]
+        for where, value in taken:
+            if any(isinstance(leaf, Operators) for leaf in jax.tree_util.tree_leaves(value)):
+                raise ArgumentError(
+                    f"static argument {where!r} has an array in it; static arguments are part of what "
+                    "is compiled, so pass a number, int(x), or do not make the argument static"
+                )
+            try:
+                hash(value)
+            except TypeError:
+                raise ArgumentError(
+                    f"static argument {where!r} is {value!r}, which cannot be hashed; static arguments "
+                    "are compared to find what has been traced before, so use a tuple, a frozen "
+                    "dataclass, or pass it as an array"
+                ) from None
+        dynamic = tuple(value if num in dynamic_nums else None for num, value in enumerate(args))
+        rest = {name: value for name, value in kwargs.items() if name not in self.names}
+        return dynamic, rest, tuple((where, type(value), value) for where, value in taken)
+
+    @staticmethod
+    def restore(
+        args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put static arguments back where `split` took them from."""
+        if not taken:
+            return args, kwargs
+        positional = list(args)
+        named = dict(kwargs)
+        for where, _, value in taken:
+            if isinstance(where, int):
+                positional[where] = value
+            else:
+                named[where] = value
+        return tuple(positional), named
+
+
+def both_ways(
+    signature: Any, nums: int | Sequence[int] | None, names: str | Sequence[str] | None
+) -> tuple[frozenset[int], frozenset[str]]:
+    """Positions and names of the same parameters, each inferred from the other."""
+    positions = {nums} if isinstance(nums, int) else set(nums or ())
+    named = {names} if isinstance(names, str) else set(names or ())
+    if signature is not None:
+        parameters = list(signature.parameters.values())
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        given = set(positions)
+        positions |= {index for index, p in enumerate(positional) if p.name in named}
+        for num in given:
+            index = num if num >= 0 else num + len(positional)
+            if 0 <= index < len(positional):
+                named.add(positional[index].name)
+        unknown = named - {p.name for p in parameters}
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"the function has no parameters named {sorted(unknown)}")
+    return frozenset(positions), frozenset(named)

@@ -1,0 +1,1 @@
+"""The connected runtime: threads, processes, futures and the current session."""

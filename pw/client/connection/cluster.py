@@ -1,0 +1,303 @@
+"""A real cluster on this machine: daemons as child processes, and unix sockets that no other user can reach.
+
+    with pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1) as cluster:
+        ...
+
+It is what a deployment over several machines is, but for the distance: separate processes, ZeroMQ
+between them, `jax.distributed` inside each island. Nothing of it survives this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+import types
+from pathlib import Path
+from typing import Self
+
+from pw.client.connection import current
+from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.runtime import Runtime, SessionThread
+from pw.client.connection.threads import remote
+from pw.client.show import notebook
+from pw.core.watchdog import STALL_S
+from pw.transport import secret
+from pw.transport.private import PrivateFolder
+
+START_S = 30.0
+
+
+class LocalHost:
+    """One host of a local cluster: a supervisor process (`pw-worker`), and the runtime that it watches over.
+
+    Its process ids are there to be sent signals, by whoever wants to see what a cluster survives.
+    """
+
+    def __init__(self, name: str, worker: Child) -> None:
+        self.name = name
+        self._worker = worker
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor."""
+        return self._worker.pid
+
+    def runtime_pid(self) -> int | None:
+        """Process id of the runtime as it is now; None while there is none."""
+        return next(iter(self._runtime_pids()), None)
+
+    def _runtime_pids(self) -> list[int]:
+        """The runtime, and the one that stands by."""
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        except OSError:
+            return []
+        return [int(child) for child in children.split()]
+
+    def exit_code(self) -> int | None:
+        """The supervisor's exit code; None while it runs."""
+        return self._worker.exit_code()
+
+    def kill(self) -> None:
+        """End both at once and for good, as if the machine had lost its power."""
+        # The supervisor would replace the runtime, which would say goodbye to one that is gone.
+        os.kill(self.pid, signal.SIGSTOP)
+        for runtime in self._runtime_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(runtime, signal.SIGKILL)
+        self._worker.kill()
+
+    def __repr__(self) -> str:
+        return f"LocalHost({self.name!r}, pid={self.pid})"
+
+
+class LocalCluster:
+    """Start a controller and workers, connect this process to them, and end them again.
+
+    Islands are called `island-0`, `island-1`, ...
+
+    Args:
+        islands: number of islands.
+        hosts_per_island: worker processes of each island.
+        devices_per_host: devices of each worker.
+        spare_hosts: workers that wait for a place to become free, in whichever island.
+        platform: `cpu`, `cuda` or `tpu`. On `cuda` each worker is shown GPUs of its own, taken in order from
+            those that CUDA_VISIBLE_DEVICES names, if it is set.
+        policy: scheduling policy among clients: `fifo`, `share` or `priority`.
+        connect: connect this process (`pw.connect`) once all islands are formed.
+        lease_s: how long a silent client keeps what it owns, in seconds.
+        standby: have each worker keep its next runtime ready, so that it is back at once after a crash; it
+            takes some 80 MB of memory each.
+        heartbeat_s: how often a worker gives a sign of life; three that are missing make it a lost one.
+        allow_python: let the workers run `pw.host_function`s.
+        compile_cache: a folder where workers keep what they compile, and find what any of them has compiled
+            before, in this cluster or an earlier one; by default `~/.cache/pw/executables`. With `""`
+            nothing is kept.
+        stall_s: after how long without any progress the daemons log why, in seconds.
+        log_level: what the daemons write to standard error.
+
+    Raises:
+        ConnectionFailed: a daemon ended or the islands were not formed in time.
+        ValueError: there are too few GPUs for so many workers.
+    """
+
+    def __init__(
+        self,
+        islands: int = 1,
+        hosts_per_island: int = 1,
+        devices_per_host: int = 1,
+        *,
+        spare_hosts: int = 0,
+        platform: str = "cpu",
+        policy: str = "fifo",
+        connect: bool = True,
+        lease_s: float = 10.0,
+        heartbeat_s: float = 1.0,
+        standby: bool = False,
+        allow_python: bool = False,
+        compile_cache: str | os.PathLike[str] | None = None,
+        stall_s: float = STALL_S,
+        log_level: str = "error",
+    ) -> None:
+        for name, value, least in (
+            ("islands", islands, 1),
+            ("hosts_per_island", hosts_per_island, 1),
+            ("devices_per_host", devices_per_host, 1),
+            ("spare_hosts", spare_hosts, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        self.address = ""
+        self.hosts: list[LocalHost] = []
+        """The hosts of the islands as they were started, and after them the spare ones."""
+        self._children: list[Child] = []
+        self._folder = PrivateFolder.make()
+        secret.create(self._folder.path)
+        self._runtime: Runtime | None = None
+        self._previous: Runtime | None = None
+        self._platform, self._devices_per_host = platform, devices_per_host
+        self._closed = False
+        self._sigterm = False
+        self._owner = os.getpid()
+        common = ["--log-level", log_level, "--stall-after", str(stall_s)]
+        atexit.register(self.close)
+        self._end_on_sigterm()
+        try:
+            self.address = self._start_controller(
+                [
+                    "--bind",
+                    self._folder.controller,
+                    "--policy",
+                    policy,
+                    "--lease",
+                    str(lease_s),
+                    *common,
+                ]
+            )
+            every = [
+                *("--controller", self.address),
+                *("--devices", str(devices_per_host)),
+                *("--platform", platform),
+                *("--heartbeat", str(heartbeat_s)),
+                *("--lease", str(lease_s)),
+                "--standby" if standby else "--no-standby",
+                *(["--allow-python"] if allow_python else []),
+                *([] if compile_cache is None else ["--compile-cache", os.fspath(compile_cache)]),
+                *common,
+            ]
+            for island in range(islands):
+                for host in range(hosts_per_island):
+                    places = [
+                        *("--island", f"island-{island}"),
+                        *("--island-hosts", str(hosts_per_island)),
+                    ]
+                    self._start_worker(f"island-{island}-host-{host}", [*places, *every])
+            for host in range(spare_hosts):
+                self._start_worker(f"spare-{host}", ["--spare", *every])
+            self._wait(islands * hosts_per_island, connect)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_controller(self, arguments: list[str]) -> str:
+        read, write = os.pipe()
+        try:
+            controller = Child(
+                "pw.cli.controller", [*arguments, "--announce-fd", str(write)], [write]
+            )
+        finally:
+            os.close(write)
+        self._children.append(controller)
+        return read_announcement(controller, read, START_S)
+
+    def _start_worker(self, name: str, arguments: list[str]) -> None:
+        environment: dict[str, str] = {}
+        if self._platform == "cuda":
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+            own = visible_gpus(len(self.hosts), self._devices_per_host, shown)
+            environment["CUDA_VISIBLE_DEVICES"] = own
+        arguments = [*arguments, "--name", name]
+        worker = Child("pw.cli.worker", arguments, environment=environment)
+        self._children.append(worker)
+        self.hosts.append(LocalHost(name, worker))
+
+    def _wait(self, hosts: int, connect: bool) -> None:
+        """A session that sees all hosts has seen all islands formed."""
+
+        def start(runtime: Runtime) -> SessionThread:
+            session = remote(self.address)(runtime)
+            session.expect_hosts(hosts, self._children)
+            return session
+
+        session = Runtime(start, 1.0, 0)
+        if connect:
+            self._previous = current.use(session)
+            self._runtime = session
+        else:
+            session.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the daemons: the controller first, then the workers (their supervisors)."""
+        return [child.pid for child in self._children]
+
+    def close(self) -> None:
+        """Disconnect if connected here, end all daemons and wait for them. Idempotent.
+
+        In a process forked from the one that started the cluster it does nothing.
+        """
+        if self._closed or self._owner != os.getpid():
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._runtime is not None:
+            current.leave(self.address, self._previous)  # which may be a later session
+            self._runtime.close()
+        workers, controller = self._children[1:], self._children[:1]
+        for group in (workers, controller):
+            for child in group:
+                child.terminate()
+            for child in group:
+                child.stop()
+        self._folder.leave()
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._sigterm and in_main and signal.getsignal(signal.SIGTERM) is _exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _end_on_sigterm(self) -> None:
+        """Have SIGTERM end the script as an exception would, unless the script handles it itself."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _exit)
+            self._sigterm = True
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "LocalCluster(closed)"
+        return f"LocalCluster(address={self.address!r}, hosts={len(self.hosts)})"
+
+    def _repr_html_(self) -> str:
+        return notebook.cluster_html(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _exit(number: int, frame: types.FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def visible_gpus(worker: int, count: int, shown: str | None) -> str:
+    """What CUDA_VISIBLE_DEVICES is for one of several workers on this machine: no two use the same GPU.
+
+    Args:
+        worker: which one, from 0.
+        count: how many GPUs each has.
+        shown: what CUDA_VISIBLE_DEVICES is for all together; None if nothing says so.
+
+    Raises:
+        ValueError: no GPUs are left for it.
+    """
+    first = worker * count
+    if shown is None:
+        return ",".join(map(str, range(first, first + count)))
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    own = names[first : first + count]
+    if len(own) < count:
+        raise ValueError(
+            f"worker {worker + 1} of this machine is to have {count} GPUs, and those before it have "
+            f"{first}; CUDA_VISIBLE_DEVICES names {len(names)}"
+        )
+    return ",".join(own)

@@ -1,0 +1,181 @@
+"""The runtime that this process's calls go to: connects it, by itself if need be, changes it, closes it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import Any
+
+from pw.client.connection.runtime import RECONNECT_S, Runtime
+from pw.client.session.uploads import KEEP_BYTES
+from pw.client.show.worker_output import is_wanted
+from pw.core.errors import Error
+
+_current: Runtime | None = None
+_guard = threading.RLock()
+
+
+def runtime() -> Runtime:
+    """The connected runtime; connects by itself (see `connect`) if nobody did.
+
+    Raises:
+        Error: the session has ended unasked, and its arrays with it: that is for the user to know.
+    """
+    known = _current
+    if known is not None:
+        if known.alive:
+            return known
+        if known.forked or known.ended is not None:
+            known.check_alive()
+    return connect()
+
+
+def connect(
+    address: str | None = None,
+    *,
+    share: float = 1.0,
+    priority: int = 0,
+    keep_bytes: int | None = None,
+    reconnect_s: float = RECONNECT_S,
+    worker_output: bool | None = None,
+) -> Runtime:
+    """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
+
+    While it is connected, the threads of this process take turns every 0.5 ms (`sys.setswitchinterval`)
+    instead of every 5 ms: the session has a thread of its own, which a thread that computes in Python would
+    hold up at every step of a call. An interval that is shorter already is left alone.
+
+    A session that has ended (its controller was lost and did not come back, or has given it up) is not begun
+    anew unasked: what uses it, or its arrays, raises why it ended, until this is called. Then another one
+    takes its place, with the same controller if no address is given.
+
+    Args:
+        address: the controller's `tcp://host:port`.
+        share: weight of this client under `pw-controller --policy share`.
+        priority: importance of this client under `pw-controller --policy priority`.
+        keep_bytes: memory in this process for copies of what was put on devices, from which an array
+            is made again when its hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. What was sent first
+            goes first. See also `pw.put(..., keep=True)` and `pw.checkpoint`.
+        reconnect_s: how long calls wait, in seconds, for a controller that was there and has gone. When it
+            is started again at its address, everything goes on as if nothing had been.
+        worker_output: show here what `pw.host_function`s print and log on the hosts, and what is warned of
+            there, as `(host) line`; `PW_WORKER_OUTPUT` (0 or 1), else yes. A host sends at most 1,000 lines
+            and 64 KiB a second, and says how many it has left out.
+
+    Returns:
+        The runtime. If this process is connected already, to the same address or none was given, that
+        session is returned.
+
+    Raises:
+        ConnectionFailed: nobody answers at the address.
+        VersionMismatch: the controller runs other versions of pw or jax.
+        ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
+            neither 0 nor 1.
+        Error: this process is connected to another address.
+    """
+    from pw.client.connection import threads
+
+    with _guard:
+        if not address and _current is not None and _current.ended is not None:
+            address = _current.address
+        else:
+            address = address or os.environ.get("PW_ADDRESS") or None
+        if _current is not None and _current.alive:
+            if address is None or address == _current.address:
+                return _current
+            raise Error(
+                f"already connected to {_current.address or 'an embedded cluster'}; call "
+                f"pw.disconnect() before connecting to {address}"
+            )
+        if share <= 0:
+            raise ValueError(f"share must be positive, not {share}")
+        if reconnect_s < 0:
+            raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
+        start = threads.embedded if address is None else threads.remote(address)
+        if _current is not None:
+            _current.close()
+        made = Runtime(
+            start,
+            share,
+            priority,
+            keep_bytes=_keep_bytes(keep_bytes),
+            reconnect_s=reconnect_s,
+            worker_output=is_wanted(worker_output),
+        )
+        use(made)
+        return made
+
+
+def _keep_bytes(given: int | None) -> int:
+    text = os.environ.get("PW_KEEP_BYTES", str(KEEP_BYTES)) if given is None else str(given)
+    if not text.isdecimal():
+        raise ValueError(f"keep_bytes (PW_KEEP_BYTES) must be a number of bytes, not {text!r}")
+    return int(text)
+
+
+def use(other: Any) -> Any:
+    """Make `other` the runtime that this process's calls go to; returns the one before."""
+    global _current
+    with _guard:
+        previous, _current = _current, other
+        return previous
+
+
+def leave(address: str, instead: Any) -> None:
+    """Close the session with this controller, if calls go to it, and have them go to `instead`."""
+    with _guard:
+        if _current is not None and _current.address == address:
+            disconnect()
+            use(instead)
+
+
+def is_current(one: Any) -> bool:
+    """Whether this process's calls go to this runtime."""
+    return _current is one
+
+
+def disconnect() -> None:
+    """Close the session; its arrays, programs and slices are released on every host."""
+    global _current
+    with _guard:
+        former, _current = _current, None
+        if former is not None:
+            former.close()
+
+
+def _forked() -> None:
+    """Another thread of the parent may have held the lock."""
+    global _guard
+    _guard = threading.RLock()
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """Counters of every process of the cluster: `controller`, each host by name, and `client`.
+
+    `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the controller has
+    none, so its are zero); `launches`, `computations` and `compilations` what was done;
+    `live_arrays` and `live_bytes` what is held.
+
+    Raises:
+        HostLost: a host was lost while it was asked.
+        ConnectionFailed: the controller was.
+    """
+    return runtime().stats()
+
+
+def why() -> str:
+    """Why it does not go on: the most likely culprit in the first line, and what was found out below.
+
+    Names the run, the computation and its program, the host that has not received, delivered, enqueued or
+    finished what others wait for, since when, and where its threads are in the code. Call it from
+    another thread (or `pw why` from another terminal) while something waits.
+
+    Raises:
+        ConnectionFailed: the controller does not answer.
+    """
+    return runtime().explain().text
+
+
+atexit.register(disconnect)
+os.register_at_fork(after_in_child=_forked)

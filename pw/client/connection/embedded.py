@@ -1,0 +1,171 @@
+"""The cluster that `pw` starts by itself: a controller in this process and one host beside it.
+
+Where JAX has only CPUs the host is a child process with `PW_EMBEDDED_DEVICES` CPU devices, so that it
+does not matter what the user's own JAX has been set up to. It is a worker like any other: a supervisor, and
+the runtime that it starts again when that has crashed or hangs. Where JAX has accelerators, which one process
+cannot lend to another, the host lives in this process over them; it cannot be started again, so the session
+ends with it.
+
+This is the one module of `pw.client` that knows `pw.cli`, where actors are put together.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import jax
+
+from pw.client.connection.kept import KeptWorker
+from pw.client.connection.threads import LoopThread, SessionOnNode, incarnation
+from pw.client.session.notes import Close
+from pw.core.errors import Error, HostLost
+from pw.core.ids import CONTROLLER
+from pw.transport import secret as secret_file
+from pw.transport.bulk import BulkPlane
+from pw.transport.local import LocalHub
+from pw.transport.node import Node
+from pw.transport.private import PrivateFolder
+from pw.transport.stream_network import StreamNetwork
+
+if TYPE_CHECKING:
+    from pw.client.connection.runtime import Runtime
+
+ISLAND = "embedded"
+HOST = "embedded-0"
+HEARTBEAT_S = 3.0
+"""No other host could take its place, so on a busy machine it may be silent for longer than others."""
+RECONNECT_S = 60.0
+
+
+def device_count() -> int:
+    """How many CPU devices an embedded host gets. Raises Error if PW_EMBEDDED_DEVICES is no number."""
+    text = os.environ.get("PW_EMBEDDED_DEVICES", "8")
+    if not text.isdigit() or not 1 <= int(text) <= 1024:
+        raise Error(f"PW_EMBEDDED_DEVICES must be a number from 1 to 1024, not {text!r}")
+    return int(text)
+
+
+def start(runtime: Runtime) -> SessionOnNode:
+    """Start the cluster and a session with it; closing the session ends both."""
+    if jax.default_backend() == "cpu":
+        return _with_worker(runtime, device_count())
+    return _in_process(runtime)
+
+
+class _SessionWithWorker(SessionOnNode):
+    """A session on the controller's own node, and the worker beside it."""
+
+    worker: KeptWorker
+    _is_ready = False
+
+    def wait_for_hosts(self) -> None:
+        """As of any session; a worker that is ended before that would write that it misses its controller."""
+        self.expect_hosts(1, [self.worker])
+        super().wait_for_hosts()
+        self._is_ready = True
+
+    def close(self) -> None:
+        """End the worker, then everything else. Idempotent."""
+        if not self._closed:
+            self._thread.call(self.worker.terminate)
+            if not self._is_ready:
+                self.worker.stop()
+        super().close()
+
+    def worker_ended(self, code: int) -> None:
+        """It is not started again: the session ends."""
+        error = HostLost(
+            f"the worker of the embedded cluster ended with exit code {code}; its error is above"
+        )
+        self.post(Close(error, Future()))
+
+
+def _with_worker(runtime: Runtime, devices: int) -> SessionOnNode:
+    teardown = ExitStack()
+    folder = PrivateFolder.make()
+    teardown.callback(folder.leave)
+    secret = secret_file.create(folder.path)
+    thread = LoopThread("pw-embedded")
+    teardown.callback(thread.stop)
+    # First, as it takes longest; it looks for the controller until that is there.
+    worker = thread.call(lambda: _start_worker(thread, folder.controller, devices))
+    teardown.callback(worker.stop)
+    teardown.callback(thread.call, worker.terminate)
+
+    def make() -> SessionOnNode:
+        from pw.cli.assembly import add_controller
+
+        network = StreamNetwork(
+            thread.loop, CONTROLLER, incarnation(), bind=folder.controller, secret=secret
+        )
+        node = Node(CONTROLLER, thread.loop, network)
+        services = add_controller(node, thread.loop, secret=secrets.token_bytes(32))
+        teardown.callback(thread.call, services.close)
+        bulk = BulkPlane(thread.loop, folder=folder.path, secret=secret)
+        session = _SessionWithWorker(thread, node, bulk, runtime, None, teardown.close)
+        session.endpoint = folder.controller
+        session.worker, worker.given_up = worker, session.worker_ended
+        return session
+
+    try:
+        return thread.call(make)
+    except BaseException:
+        teardown.close()
+        raise
+
+
+def _start_worker(thread: LoopThread, controller: str, devices: int) -> KeptWorker:
+    has_supervisor = hasattr(os, "memfd_create")  # see pw.cli.worker
+    arguments = [
+        *("--controller", controller, "--island", ISLAND, "--devices", str(devices)),
+        *("--name", HOST, "--allow-python", "--log-level", "error"),
+        *("--heartbeat", str(HEARTBEAT_S)),
+        *(["--no-standby"] if has_supervisor else ["--reconnect", str(RECONNECT_S)]),
+    ]
+    module = "pw.cli.worker" if has_supervisor else "pw.cli.host"
+    return KeptWorker(thread.loop, module, arguments)
+
+
+def _in_process(runtime: Runtime) -> SessionOnNode:
+    from pw.cli.assembly import add_controller
+    from pw.cli.in_process import InProcessHost
+
+    folder = PrivateFolder.make()
+    secret = secret_file.create(folder.path)
+    thread = LoopThread("pw-embedded")
+
+    def make() -> SessionOnNode:
+        hub = LocalHub(thread.loop)
+        node = Node(CONTROLLER, thread.loop, hub.network(CONTROLLER))
+        services = add_controller(node, thread.loop, secret=secrets.token_bytes(32))
+        bulk, hosts_bulk = (
+            BulkPlane(thread.loop, folder=folder.path, secret=secret) for _ in range(2)
+        )
+
+        def ended() -> None:
+            error = HostLost(
+                "the runtime in this process has stopped, since a run was cancelled or took longer than its "
+                "timeout, or failed: devices that this process holds cannot be taken from a computation that "
+                "has not ended. pw.LocalCluster(platform=...) has its runtime in a process of its own, which "
+                "can be started again"
+            )
+            session.post(Close(error, Future()))
+
+        devices = jax.local_devices()
+        host = InProcessHost(thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended)
+
+        def teardown() -> None:
+            thread.call(host.close)
+            thread.call(services.close)
+            thread.stop()
+            folder.leave()
+
+        session = SessionOnNode(thread, node, bulk, runtime, None, teardown, has_frames=False)
+        session.expect_hosts(1, [])
+        return session
+
+    return thread.call(make)

@@ -1,0 +1,264 @@
+"""The background thread of a session: event loop, node, network and bulk plane of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+import uvloop
+
+from pw.client.session.notes import AwaitHosts, Close
+from pw.client.session.session import ClientSession
+from pw.client.show.live import patiently
+from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
+from pw.core.ids import CONTROLLER
+from pw.transport.bulk import BulkPlane
+from pw.transport.endpoints import address_towards
+from pw.transport.node import Node
+from pw.transport.private import beside
+from pw.transport.secret import of_cluster
+from pw.transport.stream_network import StreamNetwork
+
+if TYPE_CHECKING:
+    from pw.client.connection.runtime import Runtime
+
+T = TypeVar("T")
+
+TICK_S = 0.1
+"""How often handles that died are turned into deletes, when no run does it first."""
+CALL_S = 30.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that computes in Python keeps a session's loop waiting. A call needs the interpreter in
+turn with whatever else runs, some four times: with Python's default of 5 ms it takes 31 ms beside one thread
+that computes, with this 3 ms, and that thread is 10 % slower while calls are waited for one by one. Calls
+that are not waited for get 17 % faster, since hosts hear of them sooner."""
+HOSTS_S = 90.0
+CHILDREN_S = 0.2
+"""How often to see whether those who are waited for have ended instead."""
+
+
+class LoopThread:
+    """An event loop in a thread of its own; things are made, called and torn down in it.
+
+    While there is one, the threads of this process take turns more often (`SWITCH_INTERVAL_S`), unless
+    they do so already.
+    """
+
+    _living: ClassVar[set[LoopThread]] = set()
+    _usual_interval_s: ClassVar[float] = 0.0
+
+    def __init__(self, name: str) -> None:
+        if not self._living and sys.getswitchinterval() > SWITCH_INTERVAL_S:
+            LoopThread._usual_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._living.add(self)
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the loop and return what it returns, or raise what it raises."""
+
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(CALL_S)
+
+    def stop(self) -> None:
+        """End the loop and join the thread."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(CALL_S)
+        self._living.discard(self)
+        if not self._living and self._usual_interval_s:
+            if math.isclose(sys.getswitchinterval(), SWITCH_INTERVAL_S):  # nobody has set it since
+                sys.setswitchinterval(self._usual_interval_s)
+            LoopThread._usual_interval_s = 0.0
+
+
+class Daemon(Protocol):
+    """A process that a cluster needs."""
+
+    module: str
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+
+
+class SessionOnNode:
+    """A session's actors on a node, whatever the network below (see `SessionThread`)."""
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        node: Node,
+        bulk: BulkPlane,
+        runtime: Runtime,
+        address: str | None,
+        teardown: Callable[[], None],
+        has_frames: bool = True,
+    ) -> None:
+        self.address = address
+        self.endpoint = address
+        self.has_frames = has_frames
+        self._thread = thread
+        self._node = node
+        self._bulk = bulk
+        self._runtime = runtime
+        self._teardown = teardown
+        self._closed = False
+        self._expected: tuple[int, Sequence[Daemon]] = (0, [])
+        self._on_crash, node.on_crash = node.on_crash, self._crashed
+        self._session = node.add(
+            "session", lambda env: ClientSession(env, bulk, runtime.grant, runtime.session_ended)
+        )
+        self._tick()
+
+    def expect_hosts(self, count: int, children: Sequence[Daemon]) -> None:
+        """The session is ready when `count` hosts are, unless one of `children` ends first."""
+        self._expected = (count, children)
+
+    def wait_for_hosts(self) -> None:
+        """Wait for the expected hosts. Raises ConnectionFailed if they do not come."""
+        count, children = self._expected
+        if not count:
+            return
+        ready: Future[None] = Future()
+        self.post(AwaitHosts(count, ready))
+
+        def settles(timeout_s: float | None) -> bool:
+            deadline_s = time.monotonic() + (HOSTS_S if timeout_s is None else timeout_s)
+            while True:
+                rest_s = deadline_s - time.monotonic()
+                if wait([ready], max(0.0, min(rest_s, CHILDREN_S))).done or rest_s <= 0:
+                    return ready.done()
+                _check_running(children)
+
+        def progress() -> str:
+            return f"{self._session.hosts_ready} of {count} are ready"
+
+        patiently(settles, partial(self._runtime.about_hosts, progress), HOSTS_S)
+        if not ready.done():
+            raise ConnectionFailed(
+                f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s. "
+                + self._runtime.in_the_way()
+            )
+        ready.result()
+
+    def _tick(self) -> None:
+        if not self._closed:
+            self._runtime.tick()
+            self._node.loop.call_later(TICK_S, self._tick)
+
+    def _crashed(self, actor: str, error: BaseException) -> None:
+        """What an actor was told is lost. Somebody may wait for what the session was told, for ever."""
+        self._on_crash(actor, error)
+        if actor == "session":
+            self.post(Close(ErrorReport.of(error).exception(), Future()))
+
+    def post(self, note: object) -> None:
+        """Deliver a note to the session; from any thread."""
+        self._node.post_threadsafe("session", note)
+
+    def counters(self) -> dict[str, int]:
+        """This process's counters. Raises Disconnected if the session ends."""
+        self._check_open()
+        try:
+            return self._thread.call(self._counters)  # the bulk plane belongs to the loop
+        except (RuntimeError, TimeoutError):
+            self._check_open()  # it may have ended meanwhile, and the loop with it
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Disconnected("the pw session was closed")
+
+    def _counters(self) -> dict[str, int]:
+        self._check_open()
+        moved = {f"bulk_{name}": value for name, value in self._bulk.counters().items()}
+        return dict(self._node.counters) | moved
+
+    def close(self) -> None:
+        """Say goodbye, end the thread, and release whatever was started for it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._thread.call(self._close_on_loop)
+        finally:
+            self._teardown()
+
+    def _close_on_loop(self) -> None:
+        self._node.close()
+        self._bulk.close()
+
+
+def _check_running(children: Sequence[Daemon]) -> None:
+    for child in children:
+        if child.exit_code() is not None:
+            raise ConnectionFailed(
+                f"{child.module} ended with exit code {child.exit_code()} before its island was ready; its "
+                "error is above"
+            )
+
+
+def incarnation() -> int:
+    """A number that grows with every start on this machine."""
+    return time.time_ns()
+
+
+def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
+    """Starts a session with the controller at `address`.
+
+    Raises (when called with a runtime):
+        ConnectionFailed: the address is not one, such as `tcp://127.0.0.1:7777`.
+        Error: the cluster's secret cannot be read.
+    """
+
+    def start(runtime: Runtime) -> SessionOnNode:
+        if not address.startswith(("tcp://", "ipc://")):
+            raise ConnectionFailed(
+                f"{address!r} is not the address of a controller; it looks like tcp://host:port"
+            )
+        own_address = address_towards(address)  # hosts dial it, to send what is fetched
+        folder, secret = beside(address), of_cluster(address)
+        thread = LoopThread("pw-session")
+
+        def make() -> SessionOnNode:
+            name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
+            network = StreamNetwork(thread.loop, name, incarnation(), secret=secret)
+            node = Node(name, thread.loop, network)
+            network.introduce(CONTROLLER, address)
+            bulk = BulkPlane(thread.loop, bind_host=own_address, folder=folder, secret=secret)
+            return SessionOnNode(thread, node, bulk, runtime, address, thread.stop)
+
+        try:
+            return thread.call(make)
+        except BaseException:
+            thread.stop()
+            raise
+
+    return start
+
+
+def embedded(runtime: Runtime) -> SessionOnNode:
+    """Starts a cluster of one host that ends with this session (see `pw.client.connection.embedded`)."""
+    from pw.client.connection.embedded import start
+
+    return start(runtime)

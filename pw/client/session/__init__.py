@@ -1,0 +1,1 @@
+"""The client's actor: it talks to the controller and to hosts, and settles futures."""

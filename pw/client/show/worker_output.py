@@ -1,0 +1,100 @@
+"""What programs write on hosts, shown on this process's standard streams.
+
+The session's loop never waits for a terminal: lines are written by a thread of their own, or by a thread
+of the user's that has waited for a result, so that what was written before it is seen before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+
+from pw.client.show.live import aside
+from pw.core.messages import Line
+
+KEPT = 10_000
+"""Lines that may wait for a slow terminal; those beyond are left out."""
+
+_ON = {"1": True, "0": False}
+
+
+def is_wanted(given: bool | None) -> bool:
+    """Whether to show it: as given, else as `PW_WORKER_OUTPUT` says.
+
+    Raises:
+        ValueError: it says neither 0 nor 1.
+    """
+    if given is not None:
+        return bool(given)
+    text = os.environ.get("PW_WORKER_OUTPUT") or "1"
+    if text not in _ON:
+        raise ValueError(f"PW_WORKER_OUTPUT must be 0 or 1, not {text!r}")
+    return _ON[text]
+
+
+class WorkerOutput:
+    """Lines of hosts on their way to the terminal."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[str, Line]] = deque()
+        self._left_out = 0
+        """Lines that there was no room for; and of how many of them that has been said."""
+        self._told_left_out = 0
+        self._writing = threading.RLock()
+        self._there = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def show(self, host: str, lines: tuple[Line, ...]) -> None:
+        """Have lines written; on the session's loop."""
+        room = max(0, KEPT - len(self._lines))
+        self._left_out += len(lines[room:])
+        self._lines.extend((host, line) for line in lines[:room])
+        self._there.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pw-output", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Write what there is, on the calling thread."""
+        if not self._lines:
+            return
+        with self._writing:
+            while self._lines:
+                self._write(self._next())
+            if left_out := self._left_out - self._told_left_out:
+                self._told_left_out += left_out
+                self._write((True, f"(pw) … {left_out:,} lines of hosts left out\n"))
+
+    def close(self) -> None:
+        """Write the last lines; no more will come."""
+        self.flush()
+        self._closed = True
+        self._there.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._there.wait()
+            self._there.clear()
+            self.flush()
+
+    def _next(self) -> tuple[bool, str]:
+        """All that follows each other on one stream, as one text."""
+        is_error = self._lines[0][1].is_error
+        text = ""
+        while self._lines and self._lines[0][1].is_error == is_error:
+            host, line = self._lines.popleft()
+            text += f"({host}) {line.text}\n"
+        return is_error, text
+
+    def _write(self, what: tuple[bool, str]) -> None:
+        is_error, text = what
+        stream = sys.stderr if is_error else sys.stdout  # as they are now: a notebook replaces them
+        if stream is None:
+            return
+        with aside(), contextlib.suppress(OSError, ValueError):  # it is closed, or cannot say this
+            stream.write(text)
+            stream.flush()

@@ -1,0 +1,1 @@
+"""From Python functions to programs: jit, pmap, program, host functions."""

@@ -1,0 +1,193 @@
+"""What a traced function closes over becomes arguments of it, at whatever depth it is used.
+
+JAX keeps a value that a function closes over as a constant of the innermost jaxpr that uses it, and a
+jit inside the function keeps its own, also when it is called in a loop or a branch. A value to be lifted
+out is therefore handed down: every equation on the way gets further operands, and the jaxpr inside it
+further variables. They are put first in both, because that is where loops and custom derivatives
+expect what does not change; each primitive then only has to be told how many there are.
+
+Primitives that are not in the table keep their constants, which are then part of the artifact.
+
+Shardings over virtual devices, which JAX can trace but not lower, become those over the abstract mesh on
+the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from pw.client.arrays.mesh import NamedSharding
+
+__all__ = ["lift"]
+
+
+class _Rule(NamedTuple):
+    """How a primitive calls a jaxpr."""
+
+    body: str
+    counter: str = ""
+    """The parameter that says how many operands are constants of the body."""
+    offset: Callable[[dict[str, Any]], int] = lambda params: 0
+    """Where among the operands the body's first one is."""
+    for_each: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    """Parameters with an entry for each operand, and the entry of a new one."""
+
+
+_UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params["in_shardings"][0]
+
+_RULES: dict[str, tuple[_Rule, ...]] = {
+    "jit": (
+        _Rule(
+            "jaxpr",
+            for_each={"in_shardings": _UNSPECIFIED, "in_layouts": None, "donated_invars": False},
+        ),
+    ),
+    "remat2": (_Rule("jaxpr"),),
+    "shard_map": (_Rule("jaxpr", for_each={"in_specs": PartitionSpec()}),),
+    "scan": (_Rule("jaxpr", "num_consts"),),
+    "while": (
+        _Rule("cond_jaxpr", "cond_nconsts"),
+        _Rule("body_jaxpr", "body_nconsts", lambda params: int(params["cond_nconsts"])),
+    ),
+    "cond": (_Rule("branches", offset=lambda params: 1),),
+    "custom_jvp_call": (_Rule("call_jaxpr", "num_consts"),),
+    "custom_vjp_call": (_Rule("call_jaxpr", "num_consts"),),
+}
+
+Values = dict[int, Any]
+"""Values by identity, in the order in which they were found."""
+
+
+class _Opened(NamedTuple):
+    """A jaxpr whose lifted constants have no variables yet that bind them."""
+
+    jaxpr: Any
+    kept: list[tuple[Any, Any]]
+    lifted: dict[int, tuple[Any, Any]]
+    """Identity of a value -> its variable, and the value."""
+    is_new: bool
+    """Whether anything in it is not as it was."""
+
+    def taking(self, values: Sequence[Any], at: int) -> Any:
+        """The jaxpr with variables for `values` from position `at` of its arguments on."""
+        variables = [_variable(value, self.lifted) for value in values]
+        jaxpr = self.jaxpr
+        names = jaxpr.debug_info.arg_names
+        described = jaxpr.debug_info
+        if names is not None:
+            captured = ["captured"] * len(values)
+            described = described._replace(arg_names=(*names[:at], *captured, *names[at:]))
+        return jaxpr.replace(
+            constvars=[variable for variable, _ in self.kept],
+            invars=[*jaxpr.invars[:at], *variables, *jaxpr.invars[at:]],
+            debug_info=described,
+        )
+
+    def constants(self) -> list[Any]:
+        """The constants that stay."""
+        return [value for _, value in self.kept]
+
+
+def lift(closed: Any, must_lift: Callable[[Any], bool]) -> tuple[Any, list[Any], list[Any]]:
+    """Turn the constants of `closed` that `must_lift` chooses into arguments.
+
+    Returns:
+        The jaxpr, the constants that remain, and the values of the new last arguments.
+    """
+    opened = _open(closed.jaxpr, closed.consts, must_lift)
+    values = [value for _, value in opened.lifted.values()]
+    return opened.taking(values, len(closed.jaxpr.invars)), opened.constants(), values
+
+
+def _open(jaxpr: Any, constants: Sequence[Any], must_lift: Callable[[Any], bool]) -> _Opened:
+    lifted: dict[int, tuple[Any, Any]] = {}
+    renamed: dict[Any, Any] = {}
+    kept: list[tuple[Any, Any]] = []
+    for variable, value in zip(jaxpr.constvars, constants, strict=True):
+        if must_lift(value):
+            renamed[variable] = lifted.setdefault(id(value), (variable, value))[0]
+        else:
+            kept.append((variable, np.asarray(value) if isinstance(value, jax.Array) else value))
+
+    def current(atom: Any) -> Any:
+        return atom if isinstance(atom, jax.extend.core.Literal) else renamed.get(atom, atom)
+
+    equations = []
+    is_new = bool(lifted)
+    for equation in jaxpr.eqns:
+        before = equation.params
+        for rule in _RULES.get(equation.primitive.name, ()):
+            equation = _handed_down(equation, rule, lifted, must_lift)
+        params = {name: _of_jax(value) for name, value in equation.params.items()}
+        is_new = is_new or any(params[name] is not before[name] for name in before)
+        invars = [current(atom) for atom in equation.invars]
+        equations.append(equation.replace(invars=invars, params=params))
+    outvars = [current(atom) for atom in jaxpr.outvars]
+    return _Opened(jaxpr.replace(eqns=equations, outvars=outvars), kept, lifted, is_new)
+
+
+def _of_jax(param: Any) -> Any:
+    """A parameter of an equation with JAX's own shardings in it."""
+    if isinstance(param, NamedSharding):
+        return param.abstract()
+    if type(param) is tuple and any(isinstance(entry, NamedSharding) for entry in param):
+        return tuple(map(_of_jax, param))
+    return param
+
+
+def _handed_down(
+    equation: Any,
+    rule: _Rule,
+    lifted: dict[int, tuple[Any, Any]],
+    must_lift: Callable[[Any], bool],
+) -> Any:
+    """The equation with what its body captures as further operands."""
+    params = dict(equation.params)
+    several = isinstance(params[rule.body], tuple)
+    bodies = params[rule.body] if several else (params[rule.body],)
+    opened = [_open(*_parts(body), must_lift) for body in bodies]
+    found: Values = {k: value for body in opened for k, (_, value) in body.lifted.items()}
+    if not any(body.is_new for body in opened):
+        return equation
+    values = list(found.values())
+    made = tuple(
+        _closed(before, after.taking(values, 0), after.constants())
+        for before, after in zip(bodies, opened, strict=True)
+    )
+    params[rule.body] = made if several else made[0]
+    for field, entry in rule.for_each.items():
+        params[field] = (*([entry] * len(values)), *params[field])
+    if rule.counter:
+        params[rule.counter] += len(values)
+    at = rule.offset(params)
+    operands = [_variable(value, lifted) for value in values]
+    invars = [*equation.invars[:at], *operands, *equation.invars[at:]]
+    return equation.replace(invars=invars, params=params)
+
+
+def _variable(value: Any, lifted: dict[int, tuple[Any, Any]]) -> Any:
+    """The variable of `value`, a new one if it has none yet."""
+    known = lifted.get(id(value))
+    if known is None:
+        known = lifted[id(value)] = (jax.extend.core.Var(jax.typeof(value)), value)
+    return known[0]
+
+
+def _parts(body: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants."""
+    if isinstance(body, jax.extend.core.ClosedJaxpr):
+        return body.jaxpr, body.consts
+    return body, ()
+
+
+def _closed(before: Any, jaxpr: Any, constants: list[Any]) -> Any:
+    """`jaxpr` in the form that the body had before."""
+    if isinstance(before, jax.extend.core.ClosedJaxpr):
+        return jax.extend.core.ClosedJaxpr(jaxpr, constants)
+    return jaxpr

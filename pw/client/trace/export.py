@@ -1,0 +1,237 @@
+"""From a Python function to an artifact that hosts can compile.
+
+A function is traced over an abstract mesh (axis sizes and names, no devices), under the caller's JAX
+configuration, and exported as portable StableHLO for the platform of its slice: a client needs neither
+that platform nor as many devices. Three things change at the boundary. Typed PRNG keys become the
+unsigned integers they consist of, the only form in which the runtime knows them. Arrays that the
+function closes over become arguments: handles stay where they are, and large host constants are
+uploaded instead of being baked into the artifact: jax arrays once for all traces, NumPy arrays, which may
+change in between, for each. And whatever cannot travel, such as a callback
+into this process, is refused with words.
+
+A checked function gets one result more, a vector that says for each of its floating-point results whether there
+is a NaN in it. It is the same on all devices, so all hosts see the same; its users never see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import Mesh, NamedSharding, PartitionSpec
+from pw.client.arrays.signature import ArrayType, host_value, is_key
+from pw.client.arrays.transformed import for_hosts
+from pw.client.trace.captured import lift
+from pw.client.trace.propagation import result_specs
+from pw.core.errors import TracingError
+from pw.core.program import Computation
+
+__all__ = ["Traced", "constant", "trace"]
+
+BAKED_BYTES = 1024
+"""Host constants up to this size stay in the artifact."""
+
+OutShardings = Callable[[Any, Sequence[Any]], Sequence[NamedSharding | None]]
+"""From the tree of a function's results and their avals to their shardings; None where it says nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A computation, its artifact, and what a call needs besides its arguments."""
+
+    computation: Computation
+    artifact: bytes
+    mesh: Mesh
+    inputs: tuple[ArrayType, ...]
+    captured: tuple[Array, ...]
+    """Arrays that follow the explicit arguments."""
+    outputs: tuple[ArrayType, ...]
+    tree: Any
+
+
+def trace(
+    function: Callable[..., Any],
+    arguments: Any,
+    name: str,
+    mesh: Mesh,
+    inputs: Sequence[ArrayType],
+    out_shardings: OutShardings,
+    donated: Sequence[int],
+    check_nans: bool = False,
+) -> Traced:
+    """Trace and export `function`, for arguments in the tree `arguments` with leaves of types `inputs`.
+
+    With `check_nans` hosts make an error of results that have NaNs in them.
+
+    Raises:
+        TracingError: the function can be traced but not sent to the hosts.
+        Exception: whatever the function itself raises.
+    """
+    mesh.check_alive()
+    trees = []
+
+    @functools.wraps(function)
+    def flat(*args: Any, **kwargs: Any) -> list[Any]:
+        results, tree = jax.tree_util.tree_flatten(function(*args, **kwargs))
+        trees.append(tree)
+        return results
+
+    given, named = jax.tree_util.tree_unflatten(arguments, [type_.aval for type_ in inputs])
+    with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        closed = jax.make_jaxpr(flat)(*given, **named)
+    tree = trees[-1]
+    jaxpr, constants, lifted = lift(closed, _must_lift)
+    captured = tuple(_on_mesh(value, mesh) for value in lifted)
+    types = (*inputs, *(_captured_type(array, mesh) for array in captured))
+    avals = closed.out_avals
+    wanted = out_shardings(tree, avals)
+    for aval, sharding in zip(avals, wanted, strict=True):
+        if sharding is not None:
+            sharding.core.check(tuple(aval.shape))
+    checks = _checks(tree, avals) if check_nans else {}
+    exported, artifact = _exported(jaxpr, constants, name, mesh, types, wanted, tuple(checks))
+    shardings = _settled(exported, mesh, avals, wanted)
+    outputs = tuple(map(ArrayType.of, avals, shardings))
+    made = outputs
+    if checks:
+        flags = jax.core.ShapedArray((len(checks),), np.dtype(bool))
+        made = (*outputs, ArrayType.of(flags, NamedSharding.replicated(mesh)))
+    computation = Computation(
+        name,
+        hashlib.sha256(artifact).digest(),
+        mesh.placement,
+        tuple(type_.spec for type_ in types),
+        tuple(type_.spec for type_ in made),
+        tuple(donated),
+        checks=tuple(checks.values()),
+    )
+    return Traced(computation, artifact, mesh, tuple(inputs), captured, outputs, tree)
+
+
+def _settled(
+    exported: jax.export.Exported,
+    mesh: Mesh,
+    avals: Sequence[Any],
+    wanted: Sequence[NamedSharding | None],
+) -> list[NamedSharding]:
+    """The sharding of every result: the one that is wanted, or the compiler's choice."""
+    given = [sharding for sharding in wanted if sharding is not None]
+    if len(given) == len(wanted):
+        return given
+    if mesh.size == 1:
+        return [sharding or NamedSharding.replicated(mesh) for sharding in wanted]
+    # The integers of a typed key have dimensions of their own, behind those of the array.
+    specs = result_specs(exported)[: len(avals)]
+    return [
+        sharding or NamedSharding(mesh, PartitionSpec(*spec[: aval.ndim]))
+        for sharding, spec, aval in zip(wanted, specs, avals, strict=True)
+    ]
+
+
+def _checks(tree: Any, avals: Sequence[Any]) -> dict[int, str]:
+    """Positions of the results that could have NaNs in them, and what users call them."""
+    whole = jax.tree_util.tree_unflatten(tree, range(len(avals)))
+    found = {}
+    for path, index in jax.tree_util.tree_flatten_with_path(whole)[0]:
+        aval = avals[index]
+        if aval.size and jnp.issubdtype(aval.dtype, jnp.inexact):
+            found[index] = f"result{jax.tree_util.keystr(path)}, {aval.str_short()}"
+    return found
+
+
+def _exported(
+    jaxpr: Any,
+    constants: Sequence[Any],
+    name: str,
+    mesh: Mesh,
+    inputs: Sequence[ArrayType],
+    wanted: Sequence[NamedSharding | None],
+    checked: Sequence[int],
+) -> tuple[jax.export.Exported, bytes]:
+    evaluate = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, list(constants)))
+
+    def physical(*buffers: Any) -> list[Any]:
+        arguments = [
+            buffer
+            if type_.key_impl is None
+            else jax.random.wrap_key_data(buffer, impl=type_.key_impl)
+            for type_, buffer in zip(inputs, buffers, strict=True)
+        ]
+        results = list(evaluate(*arguments))
+        if checked:
+            results.append(jnp.stack([jnp.any(results[at] != results[at]) for at in checked]))
+        return [
+            jax.random.key_data(result) if is_key(result.dtype) else result for result in results
+        ]
+
+    asked = [*wanted, NamedSharding.replicated(mesh)] if checked else wanted
+    physical.__name__ = physical.__qualname__ = name if name.isidentifier() else "computation"
+    compiled = jax.jit(
+        physical,
+        in_shardings=tuple(type_.sharding.abstract() for type_ in inputs),
+        out_shardings=[None if sharding is None else sharding.abstract() for sharding in asked],
+    )
+    avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
+    try:
+        exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
+        return exported, bytes(exported.serialize())
+    except Exception as error:
+        raise TracingError(
+            f"the function {name!r} was traced but cannot be sent to the hosts: "
+            f"{type(error).__name__}: {error}. Callbacks into this process (jax.debug.print, "
+            "pure_callback, io_callback) and jax.pmap cannot travel: return such values and print them "
+            "here, and use pw.pmap or jax.shard_map"
+        ) from error
+
+
+def _must_lift(value: Any) -> bool:
+    if hasattr(value, "recorder"):
+        value.__jax_array__()  # a value of the program being traced; says why that cannot be
+    if isinstance(value, Array) or is_key(value.dtype):
+        return True
+    return int(value.size) * int(value.dtype.itemsize) > BAKED_BYTES
+
+
+def _on_mesh(value: Any, mesh: Mesh) -> Array:
+    """A captured array; a captured host constant goes to every device of the mesh."""
+    if isinstance(value, Array):
+        value._check_owner(mesh.runtime)
+        return value
+    return constant(value, ArrayType.of(jax.typeof(value), NamedSharding.replicated(mesh)))
+
+
+def constant(value: Any, type_: ArrayType) -> Array:
+    """A host value on devices; the same jax array lies there once, for whatever closes over it."""
+    slice_ = type_.sharding.mesh.slice
+    table = slice_.constants
+    key = (id(value), type_)
+    source, uploaded = table.get(key, (None, None))
+    if source is not None and source() is value:
+        array: Array | None = uploaded()
+        if array is not None:
+            return array
+    number = slice_.runtime.upload(host_value(value, type_), type_.spec)
+    array = Array(slice_.runtime, number, type_)
+    if isinstance(value, jax.Array):
+
+        def forget(_: Any) -> None:
+            table.pop(key, None)
+
+        table[key] = (weakref.ref(value, forget), weakref.ref(array, forget))
+    return array
+
+
+def _captured_type(array: Array, mesh: Mesh) -> ArrayType:
+    if array.sharding.mesh == mesh:
+        return array._type
+    return array._type.with_sharding(NamedSharding.replicated(mesh))

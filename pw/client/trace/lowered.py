@@ -1,0 +1,62 @@
+"""What a function was compiled from: `f.lower(x)` of a pw function, as far as a client knows it.
+
+Computations are compiled on their hosts, when they are first called. What is sent there, and what comes out, is
+known before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src.interpreters import mlir  # a context that knows all of JAX's dialects
+
+from pw.client.trace.export import Traced
+from pw.core.errors import TracingError
+
+__all__ = ["Lowered"]
+
+
+class Lowered:
+    """A function for one kind of arguments, ready to be sent to its hosts."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+
+    def __repr__(self) -> str:
+        computation = self._traced.computation
+        return f"<{computation.name} lowered for {self._traced.mesh!r}>"
+
+    def as_text(self) -> str:
+        """The StableHLO that is compiled on the hosts.
+
+        Raises:
+            TracingError: the function runs as Python there.
+        """
+        if self._traced.computation.python:
+            raise TracingError(
+                f"{self._traced.computation.name!r} is a host function: it runs as Python on its hosts, and "
+                "has no other form"
+            )
+        exported = jax.export.deserialize(bytearray(self._traced.artifact))
+        with mlir.make_ir_context():
+            module: Any = exported.mlir_module(serialized=False)
+            return str(module.operation.get_asm(enable_debug_info=False))
+
+    @property
+    def out_info(self) -> Any:
+        """The tree of results, as `jax.ShapeDtypeStruct`s with their shardings."""
+        return jax.tree_util.tree_unflatten(
+            self._traced.tree,
+            [
+                jax.ShapeDtypeStruct(type_.aval.shape, type_.aval.dtype, sharding=type_.sharding)
+                for type_ in self._traced.outputs
+            ],
+        )
+
+    def compile(self) -> Any:
+        """Raises; the hosts compile."""
+        raise TracingError(
+            f"{self._traced.computation.name!r} is compiled on its hosts, when it is first called: call "
+            "the function itself"
+        )

@@ -1,0 +1,205 @@
+"""`pw.program`: a block of Python that calls many computations becomes one dataflow program.
+
+The function runs once, on tracers; every call of a `pw.jit` or `pw.pmap` function in it is a node, and
+from then on one message runs them all, ahead of the data. Leaves of its arguments that are neither
+arrays nor numbers, and arguments declared static, are part of what it was traced for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, Self, cast, overload
+
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import NamedSharding, default_mesh
+from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing_configuration
+from pw.client.connection import current
+from pw.client.trace.jit import (
+    P,
+    Q,
+    R,
+    parameters_of,
+    timeout_s_of,
+    tree_flatten,
+    tree_unflatten,
+    under_jax_trace,
+)
+from pw.client.trace.recorder import Launch, Launches, ProgramTracer, Recorder, Recording, recording
+from pw.client.trace.tracebacks import leave_out_runtime
+from pw.core.errors import ArgumentError
+
+__all__ = ["ProgramFunction", "program"]
+
+
+class _StaticLeaf:
+    """A leaf that is no array: part of what a program is traced for."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _StaticLeaf)
+            and type(self.value) is type(other.value)
+            and bool(self.value == other.value)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    if type(leaf) is Array:
+        return leaf._type
+    try:
+        return signature_of(leaf)
+    except ArgumentError:
+        try:
+            hash(leaf)
+        except TypeError:
+            raise ArgumentError(
+                f"{leaf!r} of type {type(leaf).__name__} is neither an array nor a number, and cannot "
+                "be hashed, so a program cannot be traced for it"
+            ) from None
+        return _StaticLeaf(leaf)
+
+
+class ProgramFunction(Generic[P, R]):
+    """A function that runs as one program; made by `pw.program`."""
+
+    def __init__(self, fun: Callable[P, R], statics: Statics, timeout: float | None = None) -> None:
+        functools.update_wrapper(self, fun)
+        self.__wrapped__: Callable[..., Any] = fun
+        self._name: str = getattr(fun, "__name__", type(fun).__name__)
+        self._statics = statics
+        self._has_statics = bool(statics)
+        self._timeout_s = timeout_s_of(timeout)
+        self._launches = Launches()
+
+    def __repr__(self) -> str:
+        return f"<pw.program {self._name}>"
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: ProgramFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            if recording() is not None:
+                return cast(R, self.__wrapped__(*args, **kwargs))
+            given: Any = args
+            named: Any = kwargs
+            statics: tuple[Any, ...] = ()
+            if self._has_statics:
+                given, named, statics = self._statics.split(args, kwargs)
+            leaves, tree = tree_flatten((given, named))
+            if under_jax_trace(leaves):
+                return cast(R, self.__wrapped__(*args, **kwargs))
+            signature = tuple([_leaf_signature(leaf) for leaf in leaves])
+            key = (tree, signature, statics, current.runtime(), tracing_configuration())
+            launch = self._launches.get(key)
+            if launch is None:
+                with self._launches.lock:
+                    launch = self._launches.get(key)
+                    if launch is None:
+                        launch = self._launches.add(key, self._trace(tree, signature, statics))
+            results: R = tree_unflatten(launch.tree, launch(leaves))
+            return results
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
+    def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
+        recorder = Recorder(self._name, self._timeout_s)
+        leaves = [
+            leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
+            for index, leaf in enumerate(signature)
+        ]
+        given, named = tree_unflatten(tree, leaves)
+        args, kwargs = Statics.restore(given, named, statics)
+        with Recording(recorder):
+            results, out_tree = tree_flatten(self.__wrapped__(*args, **kwargs))
+            outputs = [self._result(recorder, result) for result in results]
+            return recorder.finish(outputs, out_tree)
+
+    def _result(self, recorder: Recorder, result: Any) -> ProgramTracer:
+        try:
+            tracer = recorder.lift(result)
+        except ArgumentError:
+            raise ArgumentError(
+                f"the program {self._name!r} returns {result!r} of type {type(result).__name__}; "
+                "programs return trees of arrays and numbers"
+            ) from None
+        if tracer.sharding is not None:
+            return tracer
+        # a host value that no computation has placed
+        type_ = ArrayType.of(tracer.aval, NamedSharding.replicated(default_mesh()))
+        return ProgramTracer(
+            recorder, tracer.aval, type_, recorder.place(tracer, type_, "return"), None
+        )
+
+
+@overload
+def program(
+    fun: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> ProgramFunction[P, R]: ...
+
+
+@overload
+def program(
+    fun: None = None,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> Callable[[Callable[P, R]], ProgramFunction[P, R]]: ...
+
+
+def program(
+    fun: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Make one program of a function that calls several `pw.jit` or `pw.pmap` functions.
+
+    It is traced once for each kind of arguments (tree, shapes, dtypes, shardings, static values); a
+    call then costs one message, however many computations there are.
+
+    Args:
+        fun: a function of trees of arrays and numbers; other leaves (strings, None, functions) are
+            static. It may use Python freely, except for decisions on the values of arrays.
+        static_argnums, static_argnames: numbers it decides on, such as a count of steps.
+        timeout: seconds that a run may take once its first part is launched, as for `pw.jit`; those of the
+            functions it calls do not count.
+
+    Raises:
+        TracerError: at the first call, a value was needed that does not exist while tracing.
+        ArrayDeleted: at the first call, a value is used after it was donated.
+    """
+    if fun is None:
+        return functools.partial(
+            program,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            timeout=timeout,
+        )
+    if not callable(fun):
+        raise TypeError(f"pw.program takes a function, not {fun!r}")
+    statics = Statics(parameters_of(fun), static_argnums, static_argnames)
+    return ProgramFunction(fun, statics, timeout)
