@@ -48,8 +48,8 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, box_slices
-from pw.sched.control.recovery import resume
-from pw.sched.control.recovery.resume import CLIENT_NUMBERS, ClientNumbers
+from pw.sched.control import client_numbers
+from pw.sched.control.client_numbers import CLIENT_NUMBERS, ClientNumbers
 from pw.transport import codec
 from tests.actors import World
 from tests.daemons import Program as Script
@@ -813,8 +813,8 @@ def test_client_numbers_begin_elsewhere_and_are_not_given_twice() -> None:
 
 
 def test_client_numbers_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "CLIENT_NUMBERS", 12)
-    monkeypatch.setattr(resume, "GIVEN_KEPT", 4)
+    monkeypatch.setattr(client_numbers, "CLIENT_NUMBERS", 12)
+    monkeypatch.setattr(client_numbers, "GIVEN_KEPT", 4)
     numbers = ClientNumbers(1, {5})
     given = [numbers.take({7}) for _ in range(30)]
     assert given == ([1, 2, 3, 4, 6, 8, 9, 10, 11] * 4)[:30]

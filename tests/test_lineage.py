@@ -9,8 +9,8 @@ import pytest
 from pw.core.errors import ErrorReport
 from pw.core.messages import Source
 from pw.core.program import Output, Program, Value
+from pw.sched.control.lineage import Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
-from pw.sched.control.recovery.lineage import Lineage, Record
 from pw.sched.control.recovery.plan import ATTEMPTS, RecoveryPlan, plan_recovery
 from tests.scripted import chain, split
 

@@ -34,8 +34,8 @@ from pw.core.messages import (
     SaveArrays,
 )
 from pw.core.sharding import ArraySpec, Binding, Placement, Sharding
+from pw.sched.control.lineage import Lineage, Record
 from pw.sched.control.programs import Home, RegisteredProgram
-from pw.sched.control.recovery.lineage import Lineage, Record
 
 if TYPE_CHECKING:
     from pw.sched.control.recovery.resume import Resumption

@@ -84,7 +84,7 @@ from pw.core.messages import (
 from pw.core.sharding import Binding
 from pw.core.ticker import Ticker
 from pw.sched.control.cancelling import LookAtDeadlines, RunEnder
-from pw.sched.control.checkpoints.copies import Copies, OfferAgain
+from pw.sched.control.checkpoints.replicas import Copies, OfferAgain
 from pw.sched.control.checkpoints.saves import Saves
 from pw.sched.control.clients import Client, Held
 from pw.sched.control.explain.why import Explainer, Overdue

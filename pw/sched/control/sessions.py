@@ -21,9 +21,9 @@ from pw.core.messages import (
     Evicted,
     RemoveClient,
 )
+from pw.sched.control.client_numbers import ClientNumbers
 from pw.sched.control.clients import Client
 from pw.sched.control.ledger import Ledger
-from pw.sched.control.recovery.resume import ClientNumbers
 from pw.sched.control.runs import RUN_CREDITS
 
 

@@ -24,7 +24,7 @@ from pw.core.messages import (
     UploadEnded,
 )
 from pw.sched.control.cancelling import RunEnder
-from pw.sched.control.checkpoints.copies import Copies
+from pw.sched.control.checkpoints.replicas import Copies
 from pw.sched.control.clients import NOWHERE, Array, Client
 from pw.sched.control.ledger import Ledger, drop
 from pw.sched.control.programs import holders

@@ -20,7 +20,7 @@ import numpy as np
 from pw.core.errors import Error
 from pw.core.ids import arrays_in
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
-from pw.sched.control.checkpoints.copies import COPIES
+from pw.sched.control.checkpoints.replicas import COPIES
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.programs import Draft

@@ -35,7 +35,7 @@ from pw.core.messages import (
     SaveArrays,
 )
 from pw.core.sharding import ArraySpec, DeviceAddress
-from pw.sched.control.checkpoints.copies import objection
+from pw.sched.control.checkpoints.replicas import objection
 from pw.sched.control.clients import Client
 from pw.sched.control.ledger import Ledger
 

@@ -15,7 +15,7 @@ from pw.core.ids import arrays_in
 from pw.core.messages import Source
 from pw.core.sharding import ArraySpec, Box
 from pw.sched.control.clients import Array
-from pw.sched.control.recovery.lineage import Lineage, Origin, Record
+from pw.sched.control.lineage import Lineage, Origin, Record
 
 ATTEMPTS = 16
 """How often one run is run again, or one array brought again, before its arrays are given up."""

@@ -41,11 +41,11 @@ from pw.core.messages import (
     UploadAgain,
 )
 from pw.core.ticker import Ticker
-from pw.sched.control.checkpoints.copies import Copies
+from pw.sched.control.checkpoints.replicas import Copies
 from pw.sched.control.clients import Array, Client, RunState
 from pw.sched.control.ledger import Ledger, drop
+from pw.sched.control.lineage import Origin, Record
 from pw.sched.control.programs import RegisteredProgram, holders
-from pw.sched.control.recovery.lineage import Origin, Record
 from pw.sched.control.recovery.plan import ANEW_S, RecoveryPlan, is_in_vain, named, plan_recovery
 from pw.sched.control.recovery.resume import RESTARTED
 

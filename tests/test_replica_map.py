@@ -8,7 +8,7 @@ import pytest
 
 from pw.core.ids import CONTROL, client_id, session_of, store_of
 from pw.core.messages import Directory, Holding, Holdings, OfferReplica, Peer
-from pw.sched.control.checkpoints.copies import OFFER_S, PAUSE_DOUBLINGS, Copies
+from pw.sched.control.checkpoints.replicas import OFFER_S, PAUSE_DOUBLINGS, Copies
 from pw.sched.control.clients import Client
 from pw.sched.control.ledger import Ledger
 from tests.actors import FakeEnv, World
