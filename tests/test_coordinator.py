@@ -18,6 +18,7 @@ from pw.core.plan import Receive, Send
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices.host import coordinator as under_test
+from pw.devices.host import early
 from pw.devices.host.backend import Build, Value
 from pw.devices.host.coordinator import ShardCoordinator
 from tests.actors import World
@@ -78,12 +79,12 @@ class Edge:
         receive = Receive(0, 9, self.wanted, self.routes, 1, self.source)
 
         a = self.ends["a0"]
-        a.actor.expect(run, receive, self.value, self.taker, a.arrived)
+        a.actor.receiving.expect(run, receive, self.value, self.taker, a.arrived)
 
     def decline(self) -> None:
         """The launch at a0 will not come."""
         a = self.ends["a0"].actor
-        a.decline(RUN, Receive(0, 9, self.wanted, self.routes, 1, self.source))
+        a.receiving.decline(RUN, Receive(0, 9, self.wanted, self.routes, 1, self.source))
         a.drop_run(RUN)
 
     def send(
@@ -96,7 +97,9 @@ class Edge:
             value.payload = {rank: self.whole[rank * half : (rank + 1) * half]}
         end = self.ends[f"b{rank}"]
         send = Send(0, 1, self.source, self.routes[rank])
-        end.backend.submit([end.actor.send_op(run, end.actor.begin(run), send, value, self.givers)])
+        began = end.actor.runs.begin(run)
+        op = end.actor.sending.send_op(run, began, send, value, self.givers)
+        end.backend.submit([op])
 
     def arrives(self) -> None:
         """Both halves are sent, all comes, and nothing is left of it."""
@@ -230,14 +233,14 @@ def test_a_stranger_cannot_answer_for_a_source() -> None:
 
 def test_what_is_kept_for_later_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An edge that was not kept fails its launch; it is not waited for."""
-    monkeypatch.setattr(under_test, "PARKED_BYTES", 100)
+    monkeypatch.setattr(early, "EARLY_BYTES", 100)
     edge = Edge(SMALL)
     for serial in range(20):
         for rank in (0, 1):
             edge.send(rank, run=client_id(1, serial))
     edge.world.settle()
     assert edge.world.counters["edges_dropped"] == 37
-    assert edge.ends["a0"].actor._parked_bytes == 96
+    assert edge.ends["a0"].actor.early.size_bytes == 96
     kinds: list[Any] = []
     for serial in range(20):
         edge.value = Value()
@@ -248,7 +251,7 @@ def test_what_is_kept_for_later_launches_is_bounded(monkeypatch: pytest.MonkeyPa
     assert set(kinds) <= {None, "TransferFailed"}
     assert kinds.count("TransferFailed") >= 18
     assert not any(edge.census().values())
-    assert edge.ends["a0"].actor._parked_bytes == 0
+    assert edge.ends["a0"].actor.early.size_bytes == 0
 
 
 def test_parking_again_and_again_leaves_one_timer() -> None:
@@ -263,7 +266,7 @@ def test_parking_again_and_again_leaves_one_timer() -> None:
     assert edge.arrived == 20
     names = sorted(type(alarm.note).__name__ for alarm in edge.world.alarms)
     assert names == ["_Expire", "_Probe"]
-    edge.world.wait(under_test.PARKED_S)
+    edge.world.wait(early.EARLY_S)
     assert edge.world.alarms == [], "nothing is parked, so nobody looks"
 
 
@@ -285,7 +288,7 @@ def test_what_cannot_be_pushed_is_told_only_to_the_host_that_was_to_have_it(left
     edge.world.settle()
     told = edge.world.to(coordinator_of("a0"), EdgeFailed)
     assert [report.error.kind for report in told] == ([] if left else ["TransferFailed"])
-    assert not sender.actor._pushing
+    assert not sender.actor.census()["edges_outgoing"]
 
 
 def test_what_came_a_moment_after_something_else_does_not_wait_twice_as_long() -> None:
@@ -296,9 +299,9 @@ def test_what_came_a_moment_after_something_else_does_not_wait_twice_as_long() -
     edge.send(1)
     edge.world.settle()
     assert edge.census()["edges_parked"] == 2
-    edge.world.wait(under_test.PARKED_S - 0.1)
+    edge.world.wait(early.EARLY_S - 0.1)
     assert edge.census()["edges_parked"] == 1
-    edge.world.wait(under_test.EXPIRY_S)
+    edge.world.wait(early.EXPIRY_S)
     assert edge.census()["edges_parked"] == 0
     assert edge.world.alarms == [], "nothing is parked, so nobody looks"
 
@@ -328,21 +331,21 @@ def test_a_credit_waits_as_long_as_the_run_of_its_sender_is_queued() -> None:
     """Its receiver gives it once, however long what is before that run takes."""
     edge = Edge(LARGE)
     for end in edge.ends.values():
-        end.actor.begin(RUN)
+        end.actor.runs.begin(RUN)
     edge.expect()
     edge.world.settle()
-    edge.world.wait(under_test.PARKED_S + under_test.EXPIRY_S)
+    edge.world.wait(early.EARLY_S + early.EXPIRY_S)
     edge.arrives()
 
 
 def test_a_credit_for_what_is_not_sent_any_more_is_dropped() -> None:
     edge = Edge(LARGE)
-    edge.ends["b0"].actor.begin(RUN)
+    edge.ends["b0"].actor.runs.begin(RUN)
     edge.tell("b0", EdgeCredit(RUN, 0, edge.ends["a0"].bulk.land(LARGE * 4, print)), "a0")
-    edge.world.wait(under_test.PARKED_S)
+    edge.world.wait(early.EARLY_S)
     assert edge.census()["edges_parked"] == 1
-    edge.ends["b0"].actor.end(RUN)
-    edge.world.wait(under_test.PARKED_S)
+    edge.ends["b0"].actor.runs.end(RUN)
+    edge.world.wait(early.EARLY_S)
     assert edge.census()["edges_parked"] == 0
     assert edge.world.alarms == [], "nothing is parked, so nobody looks"
 
@@ -352,7 +355,7 @@ def test_what_is_queued_is_sent_though_its_client_has_left(waited_s: float) -> N
     """Other hosts of the gang have their part, so this one must not be refused its own."""
     edge = Edge(LARGE)
     for end in edge.ends.values():
-        end.actor.begin(RUN)
+        end.actor.runs.begin(RUN)
         end.actor.drop_client(1)
     edge.expect()
     edge.world.settle()
@@ -372,19 +375,18 @@ def test_losses_are_remembered_as_long_as_runs_are_under_way_that_began_before()
 
     to = coordinator_of("b0")
     lose("client-1", "client-2")
-    assert not sender._lost_at, "nothing is under way that could still be sent"
+    assert not sender.runs.losses, "nothing is under way that could still be sent"
     sender.hosts_are(frozenset(("a0", "a1")))
-    sender.begin(RUN)
+    sender.runs.begin(RUN)
     lose("client-3")
-    sender.begin(RUN + 1)
+    sender.runs.begin(RUN + 1)
     sender.hosts_are(frozenset(("a0",)))
     lose("client-4")
-    assert set(sender._lost_at) == {"client-3", "client-4", "a1"}
-    sender.end(RUN)
-    assert set(sender._lost_at) == {"client-4", "a1"}
-    sender.end(RUN + 1)
-    assert not sender._lost_at
-    assert not sender._gone_at
+    assert sender.runs.losses == {"client-3", "client-4", "a1"}
+    sender.runs.end(RUN)
+    assert sender.runs.losses == {"client-4", "a1"}
+    sender.runs.end(RUN + 1)
+    assert not sender.runs.losses
 
 
 def test_a_landing_that_is_too_small_fails_the_edge() -> None:
@@ -406,7 +408,7 @@ def test_a_loss_frees_what_was_kept() -> None:
     edge.world.mailboxes["a0"].append((Address("a0", "net"), to, PeerLost("b0", "silent")))
     edge.world.drain("a0")
     assert not any(edge.census().values())
-    assert edge.ends["a0"].actor._parked_bytes == 0
+    assert edge.ends["a0"].actor.early.size_bytes == 0
 
 
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
@@ -430,7 +432,7 @@ def test_what_is_declined_is_not_sent_however_late_it_is_made(elements: int, beg
     ends = [edge.ends["b0"], edge.ends["b1"]]
     if begun:
         for end in ends:
-            end.actor.begin(RUN)
+            end.actor.runs.begin(RUN)
     edge.decline()
     edge.world.settle()
     edge.world.wait(2 * under_test.ORPHAN_S)
@@ -462,7 +464,7 @@ def test_what_was_sent_before_it_was_declined_leaves_no_credit_behind() -> None:
     edge = Edge(SMALL)
     for rank in (0, 1):
         edge.send(rank)
-        edge.ends[f"b{rank}"].actor.end(RUN)
+        edge.ends[f"b{rank}"].actor.runs.end(RUN)
     edge.world.settle()
     edge.decline()
     edge.world.settle()
@@ -488,8 +490,9 @@ def test_an_edge_that_goes_both_ways_between_two_hosts(elements: int) -> None:
             value.payload = {rank: whole[rank * half : (rank + 1) * half]}
             actor = ends[name].actor
             receive = Receive(0, 9, spec, (routes[other],), 1, spec)
-            actor.expect(RUN, receive, values[name], after, ends[name].arrived)
-            op = actor.send_op(RUN, actor.begin(RUN), Send(0, 1, spec, routes[name]), value, before)
+            actor.receiving.expect(RUN, receive, values[name], after, ends[name].arrived)
+            began, send = actor.runs.begin(RUN), Send(0, 1, spec, routes[name])
+            op = actor.sending.send_op(RUN, began, send, value, before)
             ends[name].backend.submit([op])
             world.steps(1000)
         world.settle()

@@ -976,4 +976,4 @@ def test_only_the_controller_says_who_is_a_host() -> None:
     assert bench.world.counters["messages_refused"] == 1
     bench.tell(Directory((Peer("a0", ""), Peer("spare", "", False))))
     assert bench.host.store.replicas._hosts == {"a0", "spare"}
-    assert bench.host.coordinator._present == {"a0"}
+    assert bench.host.coordinator.runs.hosts == {"a0"}

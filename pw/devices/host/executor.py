@@ -301,7 +301,7 @@ class HostExecutor(HostMember):
         assert message.arguments is not None
         arguments, results = message.arguments.args, message.arguments.results
         body = program.body
-        run = _Run(message.run, program, {}, results, self._coordinator.begin(message.run))
+        run = _Run(message.run, program, {}, results, self._coordinator.runs.begin(message.run))
         self._runs[message.run] = run
         for index in program.plan.inputs:
             arg = arguments[index]
@@ -354,7 +354,7 @@ class HostExecutor(HostMember):
             self._advance()
 
         devices = run.program.devices(receive.spec)
-        self._coordinator.expect(run.run, receive, value, devices, arrived)
+        self._coordinator.receiving.expect(run.run, receive, value, devices, arrived)
 
     def _decline(self, message: Launch, run: _Run | None) -> None:
         """The rest of a run will not come: tell who sends to it, and may have been launched already."""
@@ -364,7 +364,7 @@ class HostExecutor(HostMember):
         for index, segment in segments.items():
             if index > launched:
                 for receive in segment.receives:
-                    self._coordinator.decline(message.run, receive)
+                    self._coordinator.receiving.decline(message.run, receive)
 
     # --- what is next --------------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ class HostExecutor(HostMember):
             for key in work.keys:
                 self._backend.forget(key)
             for number in work.runs:
-                self._coordinator.end(number)
+                self._coordinator.runs.end(number)
             return True
         if isinstance(work, _Copying):
             if any(value in self._arriving for value in work.values()):
@@ -462,7 +462,7 @@ class HostExecutor(HostMember):
             if value in self._arriving:
                 return False
             devices = run.program.devices(instruction.spec)
-            op = self._coordinator.send_op(run.run, run.began, instruction, value, devices)
+            op = self._coordinator.sending.send_op(run.run, run.began, instruction, value, devices)
             self._ops.append(op)
         elif isinstance(instruction, Receive):
             if run.slots.get(instruction.source_slot) in self._arriving:
@@ -547,7 +547,7 @@ class HostExecutor(HostMember):
             return
         devices = run.program.devices(receive.source)
         if run.slots[receive.slot] in self._arriving:
-            op = self._coordinator.local_read(run.run, receive, source, devices)
+            op = self._coordinator.receiving.local_read(run.run, receive, source, devices)
             if op is not None:
                 self._ops.append(op)
         elif receive.edge in run.program.local_edges:
@@ -612,7 +612,7 @@ class HostExecutor(HostMember):
             self._cut_off(run)
         if launch.last:
             self._runs.pop(launch.run, None)
-            self._coordinator.end(launch.run)
+            self._coordinator.runs.end(launch.run)
 
     def _when_there(self, values: Sequence[Value], act: Callable[[], None]) -> None:
         """Do something as soon as no value is still on its way from another host."""
@@ -793,7 +793,9 @@ class HostExecutor(HostMember):
                 slots = (instruction.source_slot,)
             values = [head.run.slots.get(slot) for slot in slots]
         awaited = [value for value in values if value is not None and value in self._arriving]
-        edges = tuple(self._coordinator.edge_of(v) for v in awaited if v not in self._unsettled)
+        edges = tuple(
+            self._coordinator.receiving.edge_of(v) for v in awaited if v not in self._unsettled
+        )
         names = [self._unsettled[value] for value in awaited if value in self._unsettled]
         unsettled = tuple(dict.fromkeys(names))
         if not isinstance(head, _Launched):

@@ -22,7 +22,6 @@ from pw.core.sharding import (
     host_boxes,
 )
 from pw.devices.host.backend import relative
-from pw.devices.host.coordinator import is_local
 
 
 @dataclass(slots=True)
@@ -130,6 +129,22 @@ class Result(NamedTuple):
     devices: tuple[DeviceAddress, ...]
 
 
+def _is_local(receive: Receive, devices: tuple[DeviceAddress, ...], host: str) -> bool:
+    """Whether every shard on `host` is made of exactly one piece, which `host` has itself."""
+    if any(route.source_host != host for route in receive.routes):
+        return False
+    spec = receive.spec
+    shard = tuple((0, size) for size in spec.sharding.shard_shape(spec.shape))
+    covered: list[int] = []
+    for route in receive.routes:
+        for piece in route.pieces:
+            if piece.destination_box != shard:
+                return False
+            covered += piece.destination_devices
+    here = [position for position, device in enumerate(devices) if device.host == host]
+    return sorted(covered) == here
+
+
 def _key(program: int, install: int, index: int) -> bytes:
     return f"{program}/{install}/{index}".encode()
 
@@ -191,7 +206,7 @@ class HostProgram:
         inputs = len(body.inputs)
         program.passed_on = tuple(slot for slot in program.outputs_of_slot if slot < inputs)
         for receive in instructions:
-            if isinstance(receive, Receive) and is_local(
+            if isinstance(receive, Receive) and _is_local(
                 receive, program.devices(receive.spec), plan.host
             ):
                 program.local_edges.add(receive.edge)

@@ -1,0 +1,287 @@
+"""The receiving ends of edges on this host.
+
+As soon as a launch arrives, the receiver tells the senders of its large edges where their bytes go.
+When all routes have delivered, the backend builds the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
+from pw.core.ids import Address, coordinator_of
+from pw.core.landing import Bulk, Bytes
+from pw.core.messages import (
+    INLINE_BYTES,
+    EdgeCredit,
+    EdgeData,
+    EdgeFailed,
+    EdgeGone,
+    EdgeProbe,
+    EdgeReport,
+)
+from pw.core.packing import unpack
+from pw.core.plan import Receive, Route
+from pw.core.reshard import route_layout
+from pw.core.sharding import DeviceAddress
+from pw.core.ticker import Ticker
+from pw.devices.host.backend import Backend, Build, Op, Read, Value
+from pw.devices.host.early import EarlyMessages
+from pw.devices.host.edge_states import Arrived, Incoming, ReceiveEvent, Receiving
+from pw.devices.host.edges_out import is_alone, shards_of, source_boxes
+from pw.devices.host.run_table import RunTable
+
+PROBE_S = 2.0
+"""How long an edge may take before its senders are asked for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Timer: some edges may have been lost with a link."""
+
+
+class EdgesIn(Part):
+    """Receives the edges of the runs on this host."""
+
+    def __init__(
+        self, env: Env, backend: Backend, bulk: Bulk, runs: RunTable, early: EarlyMessages
+    ) -> None:
+        self._env = env
+        self._backend = backend
+        self._bulk = bulk
+        self._runs = runs
+        self._early = early
+        self._host = env.address.node
+        self._incoming: dict[tuple[int, int], Incoming] = {}
+        self._probes = Ticker(env, PROBE_S, _Probe())
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    # --- what the executor asks for ------------------------------------------------------------------
+
+    def expect(
+        self,
+        run: int,
+        receive: Receive,
+        value: Value,
+        devices: tuple[DeviceAddress, ...],
+        arrived: Arrived,
+    ) -> None:
+        """Prepare for an edge of a run that was launched; `arrived` is called once."""
+        routes = {route.source_host: route for route in receive.routes}
+        now_s = self._env.now_s()
+        incoming = Incoming(
+            run, receive, value, devices, arrived, now_s, now_s + PROBE_S, set(routes)
+        )
+        self._incoming[(run, receive.edge)] = incoming
+        for source, route in routes.items():
+            if source == self._host:
+                continue
+            if self._runs.is_absent(source):
+                self._fail(incoming, source, self._lost(source, "it left its island"))
+                continue
+            total = route_layout(route, receive.source)[1]
+            if total > INLINE_BYTES and not self._grant(incoming, route, total):
+                continue
+            early = self._early.take((run, receive.edge, source))
+            if isinstance(early, EdgeData):
+                self._take(incoming, route, early.data)
+            elif isinstance(early, EdgeFailed):
+                self._fail(incoming, source, early.error, alone=early.alone)
+        self._probes.start()
+        if not routes:
+            self._complete(incoming)
+
+    def decline(self, run: int, receive: Receive) -> None:
+        """Tell the senders of an edge that its launch does not come here."""
+        for source in [route.source_host for route in receive.routes]:
+            if source == self._host:
+                continue
+            self._early.take((run, receive.edge, source))
+            if not self._runs.is_absent(source):
+                self._env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
+
+    def local_read(
+        self, run: int, receive: Receive, source: Value, devices: tuple[DeviceAddress, ...]
+    ) -> Op | None:
+        """Return the op that reads this host's own pieces of an edge."""
+        incoming = self._incoming.get((run, receive.edge))
+        route = next((r for r in receive.routes if r.source_host == self._host), None)
+        if incoming is None or route is None:
+            return None
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if isinstance(views, ErrorReport):
+                self._fail(incoming, self._host, views, alone=is_alone(source))
+            else:
+                self._deliver(incoming, route, views)
+
+        return Read(source, source_boxes(route), receive.source, devices, read)
+
+    # --- routes --------------------------------------------------------------------------------------
+
+    def _grant(self, incoming: Incoming, route: Route, total_bytes: int) -> bool:
+        """Tell a sender where its bytes go; False if there is no room, which fails the edge."""
+        run, edge, source = incoming.run, incoming.receive.edge, route.source_host
+        try:
+            landing = self._bulk.land(total_bytes, partial(self._take, incoming, route))
+        except Error as error:
+            self._env.send(coordinator_of(source), EdgeCredit(run, edge, None))
+            self._early.take((run, edge, source))
+            self._fail(incoming, source, ErrorReport.of(error, self._host), alone=True)
+            return False
+        incoming.transfers[source] = landing.transfer
+        self._env.send(coordinator_of(source), EdgeCredit(run, edge, landing))
+        return True
+
+    @handles(EdgeData)
+    def _data(self, sender: Address, message: EdgeData) -> None:
+        incoming = self._incoming.get((message.run, message.edge))
+        if incoming is None:
+            key = (message.run, message.edge, sender.node)
+            self._early.keep(key, message, len(message.data))
+            return
+        for route in incoming.receive.routes:
+            if route.source_host == sender.node:
+                self._take(incoming, route, message.data)
+
+    def _take(self, incoming: Incoming, route: Route, buffer: bytes | Bytes) -> None:
+        """Take the bytes of one route."""
+        spec = incoming.receive.source
+        offsets, total = route_layout(route, spec)
+        if len(buffer) != total:
+            error = ProtocolError(
+                f"edge {incoming.receive.edge} from {route.source_host} came with {len(buffer)} bytes "
+                f"instead of {total}"
+            )
+            report = ErrorReport.of(error, self._host)
+            self._fail(incoming, route.source_host, report, alone=True)
+            return
+        views = [
+            unpack(buffer, offset, spec, piece.source_box)
+            for piece, offset in zip(route.pieces, offsets, strict=True)
+        ]
+        self._deliver(incoming, route, views)
+
+    def _deliver(self, incoming: Incoming, route: Route, views: list[np.ndarray[Any, Any]]) -> None:
+        if route.source_host not in incoming.missing:
+            return
+        if incoming.happens(ReceiveEvent.DELIVERED) is Receiving.ARRIVING:
+            incoming.parts += [
+                (piece.destination_devices, piece.destination_box, view)
+                for piece, view in zip(route.pieces, views, strict=True)
+            ]
+        incoming.missing.discard(route.source_host)
+        if not incoming.missing:
+            self._complete(incoming)
+
+    @handles(EdgeFailed)
+    def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:
+        incoming = self._incoming.get((message.run, message.edge))
+        if incoming is None:
+            self._early.keep((message.run, message.edge, sender.node), message)
+        else:
+            self._fail(incoming, sender.node, message.error, alone=message.alone)
+
+    def _fail(
+        self, incoming: Incoming, source: str, error: ErrorReport, *, alone: bool = False
+    ) -> None:
+        """End a route with an error; the first one poisons the value and lets the launch go on.
+
+        `alone`: other hosts may have the value.
+        """
+        if source not in incoming.missing:
+            return
+        is_first = incoming.state is Receiving.ARRIVING
+        incoming.happens(ReceiveEvent.FAILED)
+        if source in incoming.transfers:
+            self._bulk.cancel(incoming.transfers[source])
+        incoming.missing -= {source, self._host}  # this host's own pieces are not read any more
+        if not incoming.missing:
+            self._complete(incoming)
+        if is_first:
+            incoming.parts.clear()
+            incoming.value.alone = alone
+            incoming.value.error = error
+            incoming.arrived(None)
+
+    def _complete(self, incoming: Incoming) -> None:
+        """Forget an edge without missing routes, and build its value if none has failed."""
+        del self._incoming[(incoming.run, incoming.receive.edge)]
+        if incoming.happens(ReceiveEvent.COMPLETE) is not Receiving.ARRIVED:
+            return
+        build = Build(incoming.value, incoming.receive.spec, incoming.devices, incoming.parts)
+        if build.size_bytes <= INLINE_BYTES:
+            incoming.arrived(build)
+            return
+        # Ops that do not need a large value must not wait until it is built.
+        build.done = lambda error: incoming.arrived(None)
+        self._backend.submit([build])
+
+    # --- lost edges ----------------------------------------------------------------------------------
+
+    def lose(self, node: str, reason: str) -> None:
+        """Fail all routes from a lost host."""
+        error = self._lost(node, reason)
+        for incoming in list(self._incoming.values()):
+            self._fail(incoming, node, error)
+
+    def _lost(self, node: str, reason: str) -> ErrorReport:
+        error = HostLost(f"host {node} was lost while it was sending: {reason}")
+        return ErrorReport.of(error, self._host)
+
+    @handles(_Probe)
+    def _probe(self, sender: Address, timer: _Probe) -> None:
+        """Ask the senders of edges that take long: a link may have been lost, with the bytes."""
+        now_s = self._env.now_s()
+        for (run, edge), incoming in self._incoming.items():
+            if now_s < incoming.probe_s:
+                continue
+            incoming.probe_s = now_s + 2 * (now_s - incoming.since_s)
+            for source in sorted(incoming.missing - {self._host}):
+                self._env.send(coordinator_of(source), EdgeProbe(run, edge))
+        self._probes.ticked(more=bool(self._incoming))
+
+    @handles(EdgeGone)
+    def _gone(self, sender: Address, message: EdgeGone) -> None:
+        incoming = self._incoming.get((message.run, message.edge))
+        if incoming is not None:
+            error = HostLost(f"the bytes from {sender.node} were lost with the link to it")
+            self._fail(incoming, sender.node, ErrorReport.of(error, self._host))
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    def edge_of(self, value: Value) -> tuple[int, int]:
+        """Return the run and edge of a value that is arriving; (0, 0) when all of it is here."""
+        for key, incoming in self._incoming.items():
+            if incoming.value is value:
+                return key
+        return 0, 0
+
+    def reports(self) -> Iterator[EdgeReport]:
+        """Describe every route that is missing."""
+        now_s = self._env.now_s()
+        for (run, edge), incoming in self._incoming.items():
+            for route in incoming.receive.routes:
+                peer = route.source_host
+                if peer not in incoming.missing:
+                    continue
+                transfer = incoming.transfers.get(peer)
+                yield EdgeReport(
+                    run,
+                    edge,
+                    peer,
+                    True,
+                    "awaited" if transfer is None else "credit sent",
+                    shards_of(route),
+                    route_layout(route, incoming.receive.source)[1],
+                    0 if transfer is None else self._bulk.landed_bytes(transfer),
+                    now_s - incoming.since_s,
+                )

@@ -1,0 +1,220 @@
+"""The sending ends of edges on this host.
+
+A small edge is sent in a message when its value is made. A large one is pushed over the bulk plane
+when both its value and the receiver's credit are there (`pw.devices.host.edge_states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
+from pw.core.ids import Address, client_of, coordinator_of
+from pw.core.landing import Bulk
+from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, EdgeGone, EdgeProbe, EdgeReport
+from pw.core.packing import pack
+from pw.core.plan import Route, Send
+from pw.core.sharding import Box, DeviceAddress
+from pw.devices.host.backend import Op, Read, Value
+from pw.devices.host.early import EarlyMessages
+from pw.devices.host.edge_states import EdgeKey, Outgoing, SendEvent, Sending
+from pw.devices.host.run_table import RunTable
+
+_TOLD = {
+    Sending.WAITING: "no value",
+    Sending.GRANTED: "no value",
+    Sending.READY: "no credit",
+    Sending.POISONED: "no credit",
+    Sending.TRANSFER: "sending",
+}
+
+
+class EdgesOut(Part):
+    """Sends the edges of the runs on this host."""
+
+    def __init__(self, env: Env, bulk: Bulk, runs: RunTable, early: EarlyMessages) -> None:
+        self._env = env
+        self._bulk = bulk
+        self._runs = runs
+        self._early = early
+        self._host = env.address.node
+        self._outgoing: dict[EdgeKey, Outgoing] = {}
+        self._void_clients: set[int] = set()
+        """Clients whose edges need a credit that is here already, because they left long ago."""
+
+    def __len__(self) -> int:
+        return len(self._outgoing)
+
+    def send_op(
+        self,
+        run: int,
+        began: int,
+        send: Send,
+        value: Value,
+        devices: tuple[DeviceAddress, ...],
+    ) -> Op:
+        """Return the op that reads and sends one route.
+
+        `began` is the run's place (`RunTable.begin`).
+        """
+        outgoing = Outgoing(run, send, self._env.now_s())
+        key = outgoing.key
+        is_void = self._runs.has_left(key[2], began)
+        if not is_void and self._runs.was_cut_off(key[2], began):
+            is_void = True
+            self._cut_off(key)
+        is_wanted = client_of(run) not in self._void_clients or self._early.has_credit(key)
+        self._runs.sends(key)
+        credit = self._early.take_credit(key)
+        self._outgoing[key] = outgoing
+        if is_void or not is_wanted:
+            self._happens(outgoing, SendEvent.DROPPED)
+        elif credit is not None:
+            self._take_credit(outgoing, credit)
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if outgoing.state is Sending.ENDED:
+                return
+            if isinstance(views, ErrorReport):
+                self._happens(outgoing, SendEvent.FAILED)
+                self._tell_failed(key, views, alone=is_alone(value))
+            elif outgoing.is_small:
+                self._happens(outgoing, SendEvent.VALUE)
+                self._env.send(coordinator_of(key[2]), EdgeData(run, send.edge, pack(views)))
+                self._happens(outgoing, SendEvent.SENT)
+            else:
+                outgoing.views = views
+                if self._happens(outgoing, SendEvent.VALUE) is Sending.TRANSFER:
+                    self._push(outgoing)
+
+        return Read(value, source_boxes(send.route), send.spec, devices, read)
+
+    def _happens(self, outgoing: Outgoing, event: SendEvent) -> Sending:
+        state = outgoing.happens(event)
+        if state is Sending.ENDED:
+            del self._outgoing[outgoing.key]
+        return state
+
+    def _tell_failed(self, key: EdgeKey, error: ErrorReport, *, alone: bool = False) -> None:
+        """Tell the receiver of a route that its bytes do not come."""
+        run, edge, destination = key
+        self._env.send(coordinator_of(destination), EdgeFailed(run, edge, error, alone))
+
+    # --- credits -------------------------------------------------------------------------------------
+
+    @handles(EdgeCredit)
+    def _credit(self, sender: Address, message: EdgeCredit) -> None:
+        key = (message.run, message.edge, sender.node)
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.state is not Sending.TRANSFER:
+            self._take_credit(outgoing, message)
+        elif message.landing is None and not self._runs.is_to_come(key):
+            return  # it was sent, or is never sent: no route would take the credit
+        elif client_of(message.run) in self._runs.gone_clients and not self._runs.is_queued(key):
+            self._refuse(key)
+        else:
+            self._early.keep(key, message)
+
+    def _take_credit(self, outgoing: Outgoing, credit: EdgeCredit) -> None:
+        outgoing.landing = credit.landing
+        event = SendEvent.DECLINED if credit.landing is None else SendEvent.CREDIT
+        if self._happens(outgoing, event) is Sending.TRANSFER:
+            self._push(outgoing)
+
+    def _refuse(self, key: EdgeKey) -> None:
+        """Answer a credit that no sender will use: its receiver must not wait."""
+        error = ErrorReport.of(Disconnected("the client has left"), self._host)
+        self._tell_failed(key, error, alone=True)
+
+    def _push(self, outgoing: Outgoing) -> None:
+        """Push the bytes of a route to the place that its receiver has named."""
+        landing = outgoing.landing
+        assert landing is not None
+
+        def pushed(error: Exception | None) -> None:
+            if outgoing.state is Sending.ENDED:
+                return
+            self._happens(outgoing, SendEvent.SENT)
+            if error is not None:
+                self._tell_failed(outgoing.key, ErrorReport.of(error, self._host))
+
+        if landing.size_bytes < outgoing.total_bytes:
+            pushed(ProtocolError(f"edge {outgoing.key[1]} got a landing that is too small"))
+            return
+        parts = list(zip(outgoing.offsets, outgoing.views, strict=True))
+        self._bulk.push(landing, parts, pushed)
+
+    # --- lost receivers ------------------------------------------------------------------------------
+
+    def drop_orphans(self, is_meant: Callable[[EdgeKey], bool], client: int = 0) -> None:
+        """Drop the routes without a credit, and refuse the credits without a route."""
+        if client:
+            self._void_clients.add(client)
+        for key in self._early.drop(is_meant):
+            self._refuse(key)
+        for key, outgoing in list(self._outgoing.items()):
+            if is_meant(key) and outgoing.landing is None:
+                self._happens(outgoing, SendEvent.DROPPED)
+
+    def lose(self, node: str) -> None:
+        """Drop the routes to a lost host; a transfer that has begun ends by itself."""
+        for key, outgoing in list(self._outgoing.items()):
+            if key[2] == node and outgoing.state is not Sending.TRANSFER:
+                self._happens(outgoing, SendEvent.DROPPED)
+                if not self._runs.is_absent(node):
+                    self._cut_off(key)
+
+    def left(self, node: str) -> None:
+        """Forget the transfers to a host that has left: the next host of that name knows no run."""
+        for key, outgoing in list(self._outgoing.items()):
+            if key[2] == node:
+                self._happens(outgoing, SendEvent.DROPPED)
+
+    def _cut_off(self, key: EdgeKey) -> None:
+        """Tell the receiver of a route that was lost with the link; it may still be there."""
+        error = HostLost("the link between two hosts was lost")
+        self._tell_failed(key, ErrorReport.of(error, self._host))
+
+    @handles(EdgeProbe)
+    def _probed(self, sender: Address, message: EdgeProbe) -> None:
+        """Answer a receiver whose bytes do not come any more."""
+        key = (message.run, message.edge, sender.node)
+        if not (self._runs.is_to_come(key) or key in self._outgoing):
+            self._env.send(coordinator_of(sender.node), EdgeGone(message.run, message.edge))
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    def reports(self) -> Iterator[EdgeReport]:
+        """Describe every route that has not ended."""
+        now_s = self._env.now_s()
+        for (run, edge, peer), outgoing in self._outgoing.items():
+            yield EdgeReport(
+                run,
+                edge,
+                peer,
+                False,
+                _TOLD[outgoing.state],
+                shards_of(outgoing.send.route),
+                outgoing.total_bytes,
+                0,
+                now_s - outgoing.since_s,
+            )
+
+
+def is_alone(value: Value) -> bool:
+    """Whether other hosts may have read a value that this host could not read."""
+    return value.error is None or value.alone
+
+
+def shards_of(route: Route) -> tuple[int, ...]:
+    """Return the mesh positions of the shards that a route carries."""
+    return tuple(sorted({piece.source_device for piece in route.pieces}))
+
+
+def source_boxes(route: Route) -> list[tuple[int, Box]]:
+    """Return the boxes that a route reads at its sender."""
+    return [(piece.source_device, piece.source_box) for piece in route.pieces]
