@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-import zmq
 
 from pw.core.actor import Actor, Env
 from pw.core.ids import Address
@@ -21,24 +20,6 @@ from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork
 
 BOUND_S = 30.0
-
-
-def libzmq_sockets(
-    prepare: Callable[[zmq.Socket[bytes], int], None] = lambda made, kind: None,
-) -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
-    """For a fixture: makes sockets of libzmq, each of a kind and `prepare`d, that end with the test."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def make(kind: int) -> zmq.Socket[bytes]:
-        made = context.socket(kind)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.HEARTBEAT_IVL, 10)
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
-        prepare(made, kind)
-        return made
-
-    yield make
-    context.destroy(linger=0)
 
 
 class Recorder(Actor):

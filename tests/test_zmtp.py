@@ -17,7 +17,7 @@ from pw.core.messages import EdgeData, Hello, Ready
 from pw.transport import codec
 from pw.transport.link import Versions
 from pw.transport.zmtp import LARGEST_COMMAND_BYTES, Zmtp, ZmtpError
-from tests.cluster import Cluster, libzmq_sockets, make_cluster, numbers
+from tests.cluster import Cluster, make_cluster, numbers
 
 LARGEST = 1 << 20
 
@@ -167,7 +167,17 @@ def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 @pytest.fixture
 def libzmq() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
-    yield from libzmq_sockets()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def make(kind: int) -> zmq.Socket[bytes]:
+        made = context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.HEARTBEAT_IVL, 10)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 500)
+        return made
+
+    yield make
+    context.destroy(linger=0)
 
 
 def hello(name: str) -> bytes:

@@ -35,7 +35,6 @@ HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
 _READS_AT_ONCE = 200
-_SEAL_BYTES = 64
 _WRITES_AT_ONCE = 64
 
 
@@ -201,8 +200,7 @@ class Connection:
         if self._send_buffer_bytes:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
         mechanism = self._mechanism(kind) if self._mechanism is not None else None
-        largest = MAX_FRAME_BYTES + (_SEAL_BYTES if mechanism is not None else 0)
-        self._zmtp = Zmtp(kind, largest, mechanism)
+        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES, mechanism)
         self._loop.add_reader(connected, self._read)
         self._say()
 

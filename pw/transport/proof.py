@@ -99,7 +99,6 @@ class ProofMechanism:
     """The exchange as a security mechanism of ZMTP; once it is over, messages travel as with none."""
 
     name = SECRET
-    seals = False
 
     def __init__(self, secret: bytes, as_server: bool, kind: bytes) -> None:
         self.as_server = as_server
@@ -138,11 +137,3 @@ class ProofMechanism:
         assert proof.is_done
         self.peer_metadata = body
         return [(b"READY", self._metadata)] if self.as_server else []
-
-    def seal(self, flags: int, body: bytes) -> bytes:
-        """Messages are not sealed."""
-        raise NotImplementedError
-
-    def unseal(self, message: bytes) -> tuple[int, bytes]:
-        """Messages are not sealed."""
-        raise NotImplementedError

@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import CONTROLLER, Address
@@ -52,10 +51,7 @@ from pw.transport.log import log
 from pw.transport.network import Mailroom
 from pw.transport.peers import is_trusted
 from pw.transport.proof import ProofMechanism
-from pw.transport.zmtp import Mechanism, metadata
-
-if TYPE_CHECKING:
-    from pw.transport.curve import Keys
+from pw.transport.zmtp import Mechanism
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
@@ -85,7 +81,6 @@ class StreamNetwork:
         connect_s: a peer that does not answer the first call for so long is lost.
         send_buffer_bytes: what the kernel holds for one peer before senders wait; 0 for its choice.
         secret: of the cluster; both ends of every link prove that they know it. None for no secret.
-        keys: instead of `secret`: encrypts as well.
 
     Raises:
         ConnectionFailed: `bind` cannot be listened on.
@@ -106,7 +101,6 @@ class StreamNetwork:
         connect_s: float = 10.0,
         send_buffer_bytes: int = 0,
         secret: bytes | None = None,
-        keys: Keys | None = None,
     ) -> None:
         self.name = name
         self.endpoint = ""
@@ -118,7 +112,7 @@ class StreamNetwork:
         self._silence_s = silence_s
         self._connect_s = connect_s
         self._send_buffer_bytes = send_buffer_bytes
-        self._mechanism = _mechanism(secret, keys)
+        self._mechanism = _mechanism(secret)
         self._node: Mailroom
         self._links: dict[str, Link] = {}
         self._served: dict[Connection, Link | None] = {}
@@ -535,11 +529,7 @@ def _heard_s(link: Link) -> float:
     return link.heard_s if link.source is None else max(link.heard_s, link.source.heard_s)
 
 
-def _mechanism(secret: bytes | None, keys: Keys | None) -> Callable[[bytes], Mechanism] | None:
-    if keys is not None:
-        from pw.transport.curve import Curve  # needs PyNaCl, which is not needed without keys
-
-        return lambda kind: Curve(keys, kind == b"ROUTER", metadata(kind))
+def _mechanism(secret: bytes | None) -> Callable[[bytes], Mechanism] | None:
     if secret is not None:
         return lambda kind: ProofMechanism(secret, kind == b"ROUTER", kind)
     return None

@@ -1,7 +1,7 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ, as one end of one connection sees it.
 
 No sockets here: bytes that came in are fed, messages come out, and `output` holds what is to be
-sent. The mechanism is NULL, which neither authenticates nor encrypts, unless another one is given.
+sent. The mechanism is NULL, which does not authenticate, unless another one is given.
 
     greeting -64 bytes of the peer's-> handshake, our READY goes out
     handshake -READY-> open
@@ -21,7 +21,6 @@ _PART_BYTES = 64
 """What a part of a message is counted for, besides its bytes."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
-_SEALED_COMMAND = 2
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
 _PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -39,12 +38,10 @@ class Refusal(ZmtpError):
 
 
 class Mechanism(Protocol):
-    """How two ends make sure of each other, and hide what they say; see `pw.transport.proof` and `curve`."""
+    """How two ends authenticate each other in the handshake (see `pw.transport.proof`)."""
 
     name: bytes
     as_server: bool
-    seals: bool
-    """Whether it has a part in what is said after the handshake."""
     peer_metadata: bytes | None
     """What the peer says of itself; None until it is trusted."""
 
@@ -53,12 +50,6 @@ class Mechanism(Protocol):
 
     def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
         """The commands that answer a command of the handshake."""
-
-    def seal(self, flags: int, body: bytes) -> bytes:
-        """What is sent for one part or command."""
-
-    def unseal(self, message: bytes) -> tuple[int, bytes]:
-        """Flags and body of what was sealed."""
 
 
 def metadata(kind: bytes) -> bytes:
@@ -103,8 +94,6 @@ class Zmtp:
 
     def message(self, body: bytes) -> bytes:
         """A message of one part as it is sent, once the connection is open."""
-        if self._mechanism is not None:
-            body = self._mechanism.seal(0, body)
         size = len(body)
         return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
 
@@ -113,7 +102,7 @@ class Zmtp:
 
         Most of what comes is that, one small frame for each message, and someone waits for it.
         """
-        if not self._between or self._mechanism is not None:
+        if not self._between:
             return None
         flags, here = data[0], len(data)
         if flags == 0 and 2 <= here <= self._largest:
@@ -146,9 +135,6 @@ class Zmtp:
             return None
         while (frame := self._next_frame()) is not None:
             flags, body = frame
-            if self._mechanism is not None and self.open:
-                sealed, body = self._mechanism.unseal(body)
-                flags = sealed & _MORE | (_COMMAND if sealed & _SEALED_COMMAND else 0)
             if flags & _COMMAND:
                 self._obey(body)
                 continue
@@ -215,10 +201,8 @@ class Zmtp:
         return True
 
     def _command(self, name: bytes, body: bytes) -> None:
-        flags, whole = _COMMAND, bytes((len(name),)) + name + body
-        if self._mechanism is not None and self.open:
-            flags, whole = 0, self._mechanism.seal(_SEALED_COMMAND, whole)
-        self.output.append(bytes((flags | _LONG,)) + len(whole).to_bytes(8, "big") + whole)
+        whole = bytes((len(name),)) + name + body
+        self.output.append(bytes((_COMMAND | _LONG,)) + len(whole).to_bytes(8, "big") + whole)
 
     def _commands(self, commands: list[tuple[bytes, bytes]]) -> None:
         for name, body in commands:
@@ -244,8 +228,6 @@ class Zmtp:
         if theirs not in _PEERS[self._kind]:
             raise ZmtpError(f"a peer of type {theirs!r}")
         self.open = True
-        if self._mechanism is not None and not self._mechanism.seals:
-            self._mechanism = None  # its part is over: messages go the short way
 
 
 def _other_mechanism(ours: bytes, theirs: bytes) -> ZmtpError:
