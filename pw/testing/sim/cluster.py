@@ -17,10 +17,8 @@ from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller, ControllerVersions
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
-from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
-from pw.testing.sim.gangs import Gangs
-from pw.testing.sim.host import Groups, SimHost, silence_s
+from pw.testing.sim.host import SimHost, Site, silence_s
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import World
 
@@ -48,16 +46,11 @@ class _Services(Actor):
         """There is nothing to give back."""
 
 
-class SimCluster:
+class SimCluster(Site):
     """Controller and hosts; clients are made by the workload."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.gangs = Gangs(world)
-        self.groups = Groups(self)
-        self.planes: dict[int, SimBulk] = {}
-        self.alterations: list[Callable[[SimHost], None]] = []
-        """What is done to each new incarnation of a host before it speaks (see `mutations`)."""
+        super().__init__(world)
         self.on_spawn: list[Callable[[IslandScheduler], None]] = []
         """What is done to each new scheduler."""
         random = world.streams("cluster")

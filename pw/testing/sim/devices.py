@@ -12,9 +12,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,11 +24,9 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
 from pw.testing.sim.digests import DOES_NOT_COMPILE, lasts_s
+from pw.testing.sim.node import SimNode
+from pw.testing.sim.shards import Installed, Layout, Shards
 from pw.testing.sim.world import Violation
-
-if TYPE_CHECKING:
-    from pw.testing.sim.gangs import Gangs, Layout
-    from pw.testing.sim.node import SimNode
 
 OP_S = 4e-6
 COMPILE_S = 2e-3
@@ -39,26 +36,21 @@ SKEW = 1.1
 """A host of a gang may drop its part of an array a little later than the one that reports for the gang."""
 
 
-class Shards(dict[int, np.ndarray[Any, Any]]):
-    """The buffers of one value on one host, by the ordinal of the device."""
-
-    __slots__ = ("__weakref__",)
-
-
 _DONATED = Shards()
 """In the place of buffers that a computation has taken over."""
 
 
-@dataclass(slots=True)
-class Installed:
-    """A computation as this host runs it."""
+class Gangs(Protocol):
+    """Brings the hosts of a computation together (`pw.testing.sim.gangs`)."""
 
-    name: str
-    artifact: bytes
-    computation: Computation
-    layout: Layout
-    lasts_s: float | None
-    """How long it takes, if that is always the same."""
+    def layout(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> Layout:
+        """Return where a computation's shards lie."""
+
+    def reach(self, backend: SimBackend, installed: Installed, op: ops.Execute) -> None:
+        """Start a computation when all its hosts have reached it."""
+
+    def left(self, backend: SimBackend) -> None:
+        """Remove a host from its group."""
 
 
 class SimBackend:

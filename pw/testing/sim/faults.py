@@ -14,8 +14,8 @@ from pw.core.ids import CONTROLLER
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
 from pw.testing.sim.network import HEARTBEAT_S
-from pw.testing.sim.node import SimNode
 from pw.testing.sim.workload import SimClient
+from pw.testing.sim.world import Process
 
 WATCHDOG_S = 3.0
 """After how long a supervisor kills a runtime that does not answer."""
@@ -93,7 +93,7 @@ class Faults:
             if random.random() < 0.5:  # only the runtime has stopped, and its supervisor watches it
                 self._world.after(WATCHDOG_S, self._watched, node)
 
-    def _stop(self, node: SimNode, length_s: float) -> None:
+    def _stop(self, node: Process, length_s: float) -> None:
         world = self._world
         node.paused_until_s = max(node.paused_until_s, world.now_s + length_s)
         for peer in node.network.peers():
@@ -101,14 +101,14 @@ class Faults:
             if other is not None:
                 world.after(HEARTBEAT_S, other.network.probe, node.name)
 
-    def _watched(self, node: SimNode) -> None:
+    def _watched(self, node: Process) -> None:
         for host in self._cluster.hosts:
             if host.node is node and node.paused:
                 self._world.ledger.note("hung runtime killed", host.name)
                 host.crash(machine=False)
                 host.restart_later(0.1)
 
-    def _random_node(self, random: Random) -> SimNode | None:
+    def _random_node(self, random: Random) -> Process | None:
         names = [name for name in sorted(self._world.nodes) if name != CONTROLLER]
         return self._world.nodes[random.choice(names)] if names else None
 

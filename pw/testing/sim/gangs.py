@@ -13,48 +13,12 @@ import numpy as np
 
 from pw.core.errors import ComputationFailed, ErrorReport, HostLost
 from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
+from pw.core.sharding import DeviceAddress, dtype_of
 from pw.devices.host import backend as ops
-from pw.testing.sim.devices import COMPUTE_S, Installed, Shards, SimBackend
+from pw.testing.sim.devices import COMPUTE_S, SimBackend
 from pw.testing.sim.digests import RAISES, compute
+from pw.testing.sim.shards import Installed, Layout, Shards, cut
 from pw.testing.sim.world import Violation, World
-
-_Index = tuple[slice, ...]
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where the shards of one argument or result lie."""
-
-    spec: ArraySpec
-    by_host: dict[str, list[tuple[int, _Index]]]
-    """Ordinals and boxes on each host."""
-    whole: tuple[str, int] | None
-    """A device that has all of it."""
-    replicated: bool
-
-
-class Layout:
-    """Where a computation's shards lie, worked out once for all hosts."""
-
-    def __init__(self, computation: Computation, devices: tuple[DeviceAddress, ...]) -> None:
-        virtual = dict(zip(computation.placement.devices, devices, strict=True))
-        self.hosts = tuple(dict.fromkeys(device.host for device in devices))
-        self.inputs = [_place(spec, virtual) for spec in computation.inputs]
-        self.outputs = [_place(spec, virtual) for spec in computation.outputs]
-
-
-def _place(spec: ArraySpec, virtual: dict[int, DeviceAddress]) -> _Place:
-    by_host: dict[str, list[tuple[int, _Index]]] = {}
-    whole = None
-    boxes = set()
-    for position, index in enumerate(spec.placement.devices):
-        device, box = virtual[index], spec.box(position)
-        boxes.add(box)
-        by_host.setdefault(device.host, []).append((device.ordinal, box_slices(box)))
-        if all(stop - start == size for (start, stop), size in zip(box, spec.shape, strict=True)):
-            whole = whole or (device.host, device.ordinal)
-    return _Place(spec, by_host, whole, len(boxes) < len(spec.placement.devices))
 
 
 @dataclass(slots=True)
@@ -202,7 +166,7 @@ class Gangs:
             world.checked["executions"] += 1
         for member in members:
             results = [
-                _cut(whole, place, member.backend.host)
+                cut(whole, place, member.backend.host)
                 for whole, place in zip(shared, first.layout.outputs, strict=False)
             ]
             spread_s = 1e-5 * self._random.random() * member.backend.node.slowness
@@ -234,10 +198,3 @@ class Gangs:
                             raise Violation("replicas are equal", what)
             inputs.append(whole.tobytes())
         return inputs
-
-
-def _cut(whole: np.ndarray[Any, Any], place: _Place, host: str) -> Shards:
-    shards = Shards()
-    for ordinal, box in place.by_host[host]:
-        shards[ordinal] = whole[box]
-    return shards

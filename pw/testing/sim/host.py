@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROLLER, client_of
@@ -22,10 +22,9 @@ from pw.devices.host.store import ObjectStore
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.devices import SimBackend
+from pw.testing.sim.gangs import Gangs
 from pw.testing.sim.node import SimNode
-
-if TYPE_CHECKING:
-    from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.world import World
 
 _Kept = Callable[[ErrorReport | None], None]
 _Joined = Callable[[IslandJoined | IslandJoinFailed], None]
@@ -42,12 +41,24 @@ def silence_s(peer: str) -> float:
     return CLIENT_SILENCE_S if peer.startswith("client") else HOST_SILENCE_S
 
 
+class Site:
+    """What all hosts of a cluster share."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.gangs = Gangs(world)
+        self.groups = Groups(self)
+        self.planes: dict[int, SimBulk] = {}
+        self.alterations: list[Callable[[SimHost], None]] = []
+        """Changes to each new incarnation of a host before it sends anything (see `mutations`)."""
+
+
 class SimHost:
     """One host of an island (see `pw.devices.host.membership.HostProcess`)."""
 
     def __init__(
         self,
-        cluster: SimCluster,
+        cluster: Site,
         name: str,
         island: str,
         island_hosts: int,
@@ -235,7 +246,7 @@ class SimHost:
 class Groups:
     """Where the hosts of an epoch meet (the role of jax.distributed)."""
 
-    def __init__(self, cluster: SimCluster) -> None:
+    def __init__(self, cluster: Site) -> None:
         self._cluster = cluster
         self._world = cluster.world
         self._waiting: dict[tuple[str, int], list[tuple[SimHost, SimNode, FormIsland, _Joined]]]

@@ -47,8 +47,7 @@ from pw.core.sharding import Box
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
-from pw.testing.sim.node import SimNode
-from pw.testing.sim.world import Violation
+from pw.testing.sim.world import Process, Violation
 
 PROMPT_S = 2e-3
 """Within which a host answers what it can answer: a busy one has some hundred messages to handle first."""
@@ -154,7 +153,7 @@ class Monitors:
             return None
         return partial(self._promise, node, store, (sender.node, message.request))
 
-    def _promise(self, node: SimNode, store: Any, key: tuple[str, int]) -> None:
+    def _promise(self, node: Process, store: Any, key: tuple[str, int]) -> None:
         request = store._requests.get(key)
         if request is not None:
             within_s = PROMPT_S * node.slowness
@@ -162,7 +161,7 @@ class Monitors:
             self._world.after(within_s, self._check_answered, *args)
 
     def _check_answered(
-        self, node: SimNode, store: Any, key: tuple[str, int], request: Any, asked_s: float
+        self, node: Process, store: Any, key: tuple[str, int], request: Any, asked_s: float
     ) -> None:
         self._world.checked["prompt"] += 1
         if node.alive and node.paused_until_s < asked_s and store._requests.get(key) is request:

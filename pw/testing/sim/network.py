@@ -13,13 +13,11 @@ whenever something has happened that silences a peer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pw.core.ids import Address
 from pw.core.messages import PeerLost
-
-if TYPE_CHECKING:
-    from pw.testing.sim.node import SimNode
+from pw.testing.sim.world import Process
 
 CONNECT_S = 8.0
 HEARTBEAT_S = 1.0
@@ -81,7 +79,7 @@ class _Link:
 class SimNetwork:
     """A node's links to all others (see `pw.transport.network.Network`)."""
 
-    def __init__(self, node: SimNode, endpoint: str, silence_s: Callable[[str], float]) -> None:
+    def __init__(self, node: Process, endpoint: str, silence_s: Callable[[str], float]) -> None:
         self.node = node
         self.name = node.name
         self.endpoint = endpoint
@@ -92,7 +90,7 @@ class SimNetwork:
         self._endpoints: dict[str, str] = {}
         self._to_ship: list[_Link] = []
         if endpoint:
-            node.world.listeners[endpoint] = self
+            node.world.listeners[endpoint] = node
 
     # --- what actors ask for -------------------------------------------------------------------------
 
@@ -155,7 +153,7 @@ class SimNetwork:
         self._unlisten()
 
     def _unlisten(self) -> None:
-        if self._world.listeners.get(self.endpoint) is self:
+        if self._world.listeners.get(self.endpoint) is self.node:
             del self._world.listeners[self.endpoint]
 
     def connection_lost(self, peer: str, wire: _Wire) -> None:
@@ -232,19 +230,19 @@ class SimNetwork:
     ) -> None:
         """A frame that this node sent has come to the other end of the wire."""
         world = self._world
-        there = world.listeners.get(wire.endpoint) if side == 0 else wire.dialler
+        there = world.listeners.get(wire.endpoint) if side == 0 else wire.dialler.node
         if side == 0 and wire.acceptor is None and (there is None or wire.waiting):
             if not wire.waiting:
                 world.after(RETRY_S, self._connect, wire, target)
             wire.waiting.append((kind, sequence, payload))
             return
-        if there is None or not there.node.alive:
-            return  # nobody listens there (any more)
-        if there.node.paused_until_s > world.now_s:
+        if there is None or not there.alive:
+            return  # no process listens there any more
+        if there.paused_until_s > world.now_s:
             again = (wire, side, target, kind, sequence, payload)
-            world.at(there.node.paused_until_s, self._arrive, *again)
+            world.at(there.paused_until_s, self._arrive, *again)
             return
-        there.frame(wire, side, self.name, kind, sequence, payload)
+        there.network.frame(wire, side, self.name, kind, sequence, payload)
 
     def _connect(self, wire: _Wire, target: str) -> None:
         """Try once more to reach whoever may listen at the endpoint by now."""
@@ -392,5 +390,5 @@ class SimNetwork:
         """Whether what we say comes to the peer's present process."""
         wire = link.out
         if wire.dialler is self:
-            return self._world.listeners.get(wire.endpoint) is there
+            return self._world.listeners.get(wire.endpoint) is there.node
         return wire.dialler is there

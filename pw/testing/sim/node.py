@@ -130,24 +130,19 @@ class SimNode:
         skew = world.profile.clock_skew
         self.clock_rate = 1.0 + random.uniform(-skew, skew)
         self.clock_offset_s = random.uniform(0.0, 1e6) if skew else 0.0
-        self._actors: dict[str, Actor] = {}
+        self.actors: dict[str, Actor] = {}
         self._mailbox: deque[tuple[str, Address | None, Any]] = deque()
         self._turn_requested = False
         self._busy_until_s = 0.0
         self._busy_with = 0
-        self.network = SimNetwork(self, endpoint, silence_s)
+        self.network: SimNetwork = SimNetwork(self, endpoint, silence_s)
         world.nodes[name] = self
 
     def add(self, actor: str, factory: Callable[[Env], A]) -> A:
         """Make an actor with an environment of its own and start to deliver to it."""
         made = factory(SimEnv(self, actor))
-        self._actors[actor] = made
+        self.actors[actor] = made
         return made
-
-    @property
-    def actors(self) -> dict[str, Actor]:
-        """The actors by name."""
-        return self._actors
 
     @property
     def paused(self) -> bool:
@@ -163,7 +158,7 @@ class SimNode:
 
     def post_to_all(self, message: object) -> None:
         """Put a message into the mailbox once for every actor."""
-        for actor in self._actors:
+        for actor in self.actors:
             self.post(actor, message)
 
     def call(self, function: Callable[[], None]) -> None:
@@ -215,7 +210,7 @@ class SimNode:
                 if not actor:
                     message()
                     continue
-                target = self._actors.get(actor)
+                target = self.actors.get(actor)
                 if type(message) is _Alarm:
                     if message.cancelled:
                         continue

@@ -10,22 +10,44 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from pw.core.actor import Actor
 from pw.core.ids import Address
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.profiles import Profile
 from pw.testing.sim.streams import Streams
 from pw.testing.sim.trace import Trace
 
-if TYPE_CHECKING:
-    from pw.testing.sim.network import SimNetwork
-    from pw.testing.sim.node import SimNode
-
 Watcher = Callable[[Address, Address, Any], "Callable[[], None] | None"]
 """Called with sender, receiver and message; may return what is to be called when it has been handled."""
 Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
 """What is sent in a message's place; None for the message itself."""
+
+
+class Process(Protocol):
+    """One incarnation of a simulated process, as its links and the world see it (`SimNode`)."""
+
+    name: str
+    incarnation: int
+    alive: bool
+    slowness: float
+    paused_until_s: float
+    counters: Counter[str]
+    world: World
+    actors: dict[str, Actor]
+    network: Any
+    """Its `SimNetwork`."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the process is stopped now."""
+
+    def post(self, actor: str, message: object, sender: Address | None = None) -> None:
+        """Put a message into the mailbox."""
+
+    def post_to_all(self, message: object) -> None:
+        """Put a message into the mailbox once for every actor."""
 
 
 class Violation(Exception):
@@ -72,9 +94,9 @@ class World:
         self.ledger = Ledger()
         self.now_s = 0.0
         self.events = 0
-        self.nodes: dict[str, SimNode] = {}
-        self.listeners: dict[str, SimNetwork] = {}
-        """Who accepts connections at an endpoint."""
+        self.nodes: dict[str, Process] = {}
+        self.listeners: dict[str, Process] = {}
+        """The processes that accept connections, by endpoint."""
         self.blocked: dict[tuple[str, str], float] = {}
         """Directions in which nothing passes, and until when."""
         self.held_until_s = 0.0
