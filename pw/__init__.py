@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
     from pw.client.arrays.array import Array
-    from pw.client.arrays.mesh import Mesh, NamedSharding, make_virtual_device_set
+    from pw.client.arrays.devices import make_virtual_device_set
+    from pw.client.arrays.mesh import Mesh
+    from pw.client.arrays.sharding import NamedSharding
     from pw.client.cancelling import cancel
     from pw.client.checkpoint import Checkpoint, checkpoint, drain
     from pw.client.checkpoint_files import restore
@@ -70,9 +72,9 @@ _LAZY = {
     "connect": "pw.client.connection.current",
     "disconnect": "pw.client.connection.current",
     "LocalCluster": "pw.client.connection.cluster",
-    "make_virtual_device_set": "pw.client.arrays.mesh",
+    "make_virtual_device_set": "pw.client.arrays.devices",
     "Mesh": "pw.client.arrays.mesh",
-    "NamedSharding": "pw.client.arrays.mesh",
+    "NamedSharding": "pw.client.arrays.sharding",
     "PartitionSpec": "jax.sharding",
     "jit": "pw.client.trace.jit",
     "pmap": "pw.client.trace.pmap",

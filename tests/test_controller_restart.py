@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import NamedSharding, default_mesh
+from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.connection import current, threads
 from pw.client.connection.runtime import Runtime

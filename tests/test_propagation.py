@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh, NamedSharding, make_virtual_device_set
+from pw.client.arrays.devices import make_virtual_device_set
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.transfer import put

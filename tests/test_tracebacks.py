@@ -83,7 +83,7 @@ def test_no_frame_of_pw_is_shown(call: Callable[[], Any]) -> None:
 def test_errors_of_pw_keep_their_frames() -> None:
     with pytest.raises(pw.ArgumentError) as caught:
         pw.jit(dividing)("text")
-    assert frames(caught.value)[-1][2] == "client"
+    assert frames(caught.value)[-1][2] == "trace"
 
 
 def test_all_frames_are_there_if_jax_is_asked_for_all() -> None:
@@ -94,7 +94,7 @@ def test_all_frames_are_there_if_jax_is_asked_for_all() -> None:
             pw.jit(dividing)(1.0)
     finally:
         jax.config.update("jax_traceback_filtering", was)
-    assert {"client", "tests"} <= {folder for _, _, folder in frames(caught.value)}
+    assert {"trace", "tests"} <= {folder for _, _, folder in frames(caught.value)}
 
 
 def test_names_of_arguments_are_the_users(rt: LocalRuntime) -> None:

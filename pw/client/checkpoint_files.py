@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import NamedSharding, default_mesh
+from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
 from pw.client.trace.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.recorder import ProgramTracer

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 
 from pw.client.arrays.array import Array, wait_for
-from pw.client.arrays.mesh import NamedSharding, PartitionSpec, default_mesh, mesh_of
+from pw.client.arrays.mesh import default_mesh, mesh_of
+from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
 from pw.client.trace.jit import spread, tree_flatten, tree_unflatten, under_jax_trace

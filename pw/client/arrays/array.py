@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 
 from pw.client.arrays import jaxtype
+from pw.client.arrays.devices import VirtualDevice
 from pw.client.arrays.indexing import elements, item_at
 from pw.client.arrays.jaxtype import outside_traces
-from pw.client.arrays.mesh import NamedSharding, VirtualDevice
 from pw.client.arrays.methods import Methods
 from pw.client.arrays.operators import apply
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
-from pw.client.show import notebook
+from pw.client.show.tables import facts, is_notebook
 from pw.core.errors import (
     ArgumentError,
     ArrayDeleted,
@@ -37,6 +38,11 @@ from pw.core.errors import (
 )
 
 __all__ = ["Array"]
+
+SHOWN_ELEMENTS = 1000
+"""A notebook shows values up to this size: numpy prints as many elements without an ellipsis."""
+LOOK_S = 0.1
+"""How long a notebook waits to learn whether an array exists."""
 
 giving_up = threading.RLock()
 """Held while arrays change from usable to deleted, so that of two threads one wins. The collector may run a
@@ -277,10 +283,35 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return f"array({text}, dtype={self.dtype}{weak})"
 
     def _repr_html_(self) -> str:
-        return notebook.array_html(self)
+        return facts("pw.Array", self._facts())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return notebook.array_bundle(self)
+        # A notebook also asks for the text, which elsewhere is the value: it may take long to come.
+        if not is_notebook():
+            return {}
+        known = self._facts()
+        text = ", ".join(f"{name}={value}" for name, value in known if name != "value")
+        return {"text/plain": f"<pw.Array: {text}>", "text/html": facts("pw.Array", known)}
+
+    def _facts(self) -> list[tuple[str, Any]]:
+        """What a notebook shows."""
+        state, value = self._state()
+        known = [("shape", self.shape), ("dtype", self.dtype), ("sharding", self.sharding._words)]
+        known += [("state", state), ("on", self.sharding.mesh._where)]
+        return known if value is None else [*known, ("value", value)]
+
+    def _state(self) -> tuple[str, str | None]:
+        """Whether the array exists, and its value if it is small; takes at most `LOOK_S`."""
+        is_small = self.size <= SHOWN_ELEMENTS
+        try:
+            future = self.start_fetch() if is_small else self.start_wait()
+        except Error as error:
+            return f"gone: {error}", None
+        if not wait([future], LOOK_S).done:
+            return "not known yet: it is being computed, or on its way", None
+        if (failure := future.exception()) is not None:
+            return f"failed: {type(failure).__name__}: {failure}", None
+        return "ready", np.array2string(future.result(), separator=", ") if is_small else None
 
     def __str__(self) -> str:
         return repr(self) if self._type.key_impl is not None else str(self._value())

@@ -26,6 +26,15 @@ EXACT = 1 << 24
 
 _of_host_values = Recent()
 
+_compile: Callable[[str | Callable[..., Any]], Callable[..., Any]]
+"""Compiles a small function, or the one of jax.numpy with this name."""
+
+
+def compile_with(compiler: Callable[[str | Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Set the compiler of operators; `pw.client.trace.jit` does, whose functions return arrays."""
+    global _compile
+    _compile = compiler
+
 
 def apply(name: str, *operands: Any) -> Any:
     """Run or record the operator called `name` (a function of jax.numpy)."""
@@ -45,10 +54,7 @@ def apply_built(key: Any, build: Callable[[], Callable[..., Any]] | None, *opera
     kinds = (key, *[_kind(operand) for operand in operands])
     function = table.get(kinds)
     if function is None:
-        # Imported late: operators are computations, whose results have operators.
-        from pw.client.trace.jit import operator
-
-        function = table.add(kinds, operator(key if build is None else build()))
+        function = table.add(kinds, _compile(key if build is None else build()))
     return function(*operands)
 
 

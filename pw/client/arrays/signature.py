@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax._src import config as jax_config  # jax has no public name for its tracing configuration
 
-from pw.client.arrays.mesh import NamedSharding
 from pw.client.arrays.operators import Operators
+from pw.client.arrays.sharding import NamedSharding
 from pw.core.errors import ArgumentError
 from pw.core.sharding import ArraySpec, dtype_of
 

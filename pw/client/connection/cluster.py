@@ -22,7 +22,7 @@ from pw.client.connection import current
 from pw.client.connection.children import Child, read_announcement
 from pw.client.connection.runtime import Runtime, SessionThread
 from pw.client.connection.threads import remote
-from pw.client.show import notebook
+from pw.client.show.tables import Table, html
 from pw.core.watchdog import STALL_S
 from pw.transport import secret
 from pw.transport.private import PrivateFolder
@@ -261,7 +261,12 @@ class LocalCluster:
         return f"LocalCluster(address={self.address!r}, hosts={len(self.hosts)})"
 
     def _repr_html_(self) -> str:
-        return notebook.cluster_html(self)
+        codes = [(host, host.exit_code()) for host in self.hosts]
+        rows = tuple(
+            (host.name, host.pid, "running" if code is None else f"ended with exit code {code}")
+            for host, code in codes
+        )
+        return html(f"{self!r}", [Table("Hosts", ("host", "pid", "state"), rows)])
 
     def __enter__(self) -> Self:
         return self

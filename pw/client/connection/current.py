@@ -7,6 +7,7 @@ import os
 import threading
 from typing import Any
 
+from pw.client.connection import embedded, threads
 from pw.client.connection.runtime import RECONNECT_S, Runtime
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.worker_output import is_wanted
@@ -74,8 +75,6 @@ def connect(
             neither 0 nor 1.
         Error: this process is connected to another address.
     """
-    from pw.client.connection import threads
-
     with _guard:
         if not address and _current is not None and _current.ended is not None:
             address = _current.address
@@ -92,7 +91,7 @@ def connect(
             raise ValueError(f"share must be positive, not {share}")
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
-        start = threads.embedded if address is None else threads.remote(address)
+        start = embedded.start if address is None else threads.remote(address)
         if _current is not None:
             _current.close()
         made = Runtime(

@@ -255,10 +255,3 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
             raise
 
     return start
-
-
-def embedded(runtime: Runtime) -> SessionOnNode:
-    """Starts a cluster of one host that ends with this session (see `pw.client.connection.embedded`)."""
-    from pw.client.connection.embedded import start
-
-    return start(runtime)

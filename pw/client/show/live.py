@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pw.client.show.tables import is_notebook
 from pw.core.errors import Error
 
 QUIET_S = 3.0
@@ -236,8 +237,6 @@ def screen_here() -> Screen | None:
     """The terminal or notebook of this process; None if there is none, or `PW_PROGRESS=0` says so."""
     if os.environ.get("PW_PROGRESS") == "0":
         return None
-    from pw.client.show.notebook import is_notebook
-
     if is_notebook():
         return Cell()
     if sys.stderr is None or not sys.stderr.isatty():

@@ -96,6 +96,13 @@ def _console(**how: Any) -> Console:
 # --- notebooks ---------------------------------------------------------------------------------------
 
 
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
 def html(head: str, tables: Iterable[Table]) -> str:
     """The same for a notebook."""
     return f"<div>{escape(head)}</div>" + "".join(map(_html_of, tables))

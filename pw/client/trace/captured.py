@@ -22,7 +22,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import NamedSharding
+from pw.client.arrays.sharding import NamedSharding
 
 __all__ = ["lift"]
 

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import Mesh, NamedSharding, PartitionSpec
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.captured import lift

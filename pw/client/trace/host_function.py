@@ -16,7 +16,8 @@ import cloudpickle
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten
 
-from pw.client.arrays.mesh import Mesh, NamedSharding, mesh_of
+from pw.client.arrays.mesh import Mesh, mesh_of
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.export import Traced
 from pw.client.trace.jit import JitFunction

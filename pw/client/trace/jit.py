@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.jaxtype import outside_traces
-from pw.client.arrays.mesh import Mesh, NamedSharding, default_mesh, mesh_of
+from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
+from pw.client.arrays.operators import compile_with
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import (
     ArrayType,
     Statics,
@@ -540,3 +542,6 @@ def operator(named: str | Callable[..., Any]) -> JitFunction[..., Any]:
 
     apply.__name__ = name
     return _Operator(apply, None)
+
+
+compile_with(operator)

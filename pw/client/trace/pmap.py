@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pw.client.arrays.mesh import Mesh, NamedSharding, default_mesh, mesh_of
+from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
 from pw.client.trace.jit import (
     JitFunction,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, Self, cast, overload
 
 from pw.client.arrays.array import Array
-from pw.client.arrays.mesh import NamedSharding, default_mesh
+from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing_configuration
 from pw.client.connection import current
 from pw.client.trace.jit import (

@@ -23,8 +23,9 @@ import numpy as np
 from pw.client.arrays import jaxtype
 from pw.client.arrays.array import Array, giving_up
 from pw.client.arrays.indexing import elements, item_at
-from pw.client.arrays.mesh import Mesh, NamedSharding
+from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.methods import Methods
+from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.connection import current
 from pw.client.trace.export import Traced, constant

@@ -1,0 +1,170 @@
+"""Slices of virtual devices; the resource manager binds them to physical devices, and may rebind them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from pw.client.arrays.recent import Recent
+from pw.client.connection import current
+from pw.client.show.tables import Table, facts, html
+
+__all__ = ["Slice", "VirtualDevice", "VirtualDeviceSet", "make_virtual_device_set"]
+
+
+class Slice:
+    """Virtual devices of one island, owned by this client until nothing refers to them."""
+
+    __slots__ = (
+        "__weakref__",
+        "compiled",
+        "constants",
+        "id",
+        "island",
+        "kind",
+        "platform",
+        "runtime",
+        "size",
+        "types",
+    )
+
+    def __init__(self, session: Any, handle: Any) -> None:
+        self.runtime = session
+        self.id: int = handle.slice
+        self.island: str = handle.island
+        self.platform: str = handle.platform
+        self.kind: str | None = handle.kind
+        self.size: int = handle.size
+        self.compiled = Recent()
+        """Compiled operators and moves for these devices."""
+        self.constants: dict[Any, Any] = {}
+        """Values that functions closed over and that lie here (see `pw.client.trace.export`)."""
+        self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        """The interned types of arrays here (see `pw.client.arrays.signature`)."""
+
+    @property
+    def devices(self) -> tuple[VirtualDevice, ...]:
+        """The slice's devices, in order."""
+        return tuple(VirtualDevice(self, index) for index in range(self.size))
+
+    @property
+    def tpus(self) -> tuple[VirtualDevice, ...]:
+        """The slice's devices, under the paper's name."""
+        return self.devices
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"Slice(island={self.island!r}, devices={self.size}, platform={self.platform!r})"
+
+    def _repr_html_(self) -> str:
+        known = [("island", self.island), ("devices", self.size), ("platform", self.platform)]
+        return facts("Slice", [*known, *([("kind", self.kind)] if self.kind else [])])
+
+    def __del__(self) -> None:
+        session = getattr(self, "runtime", None)
+        if session is not None and session.alive:
+            session.release_slice(self.id)
+
+
+class VirtualDevice:
+    """One device of a slice; the cluster chooses the physical device behind it."""
+
+    __slots__ = ("index", "slice")
+
+    def __init__(self, slice: Slice, index: int) -> None:
+        self.slice = slice
+        self.index = index
+
+    @property
+    def platform(self) -> str:
+        """Kind of backend: "cpu", "cuda" or "tpu"."""
+        return self.slice.platform
+
+    @property
+    def island(self) -> str:
+        """The island that the device is on."""
+        return self.slice.island
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, VirtualDevice):
+            return NotImplemented
+        return self.slice is other.slice and self.index == other.index
+
+    def __hash__(self) -> int:
+        return hash((id(self.slice), self.index))
+
+    def __repr__(self) -> str:
+        return (
+            f"VirtualDevice({self.index} of {self.slice.size}, island={self.island!r}, "
+            f"platform={self.platform!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        which = f"{self.index} of {self.slice.size}"
+        known = [("device", which), ("island", self.island), ("platform", self.platform)]
+        return facts("VirtualDevice", known)
+
+
+class VirtualDeviceSet:
+    """The slices that a script has allocated, in the paper's words."""
+
+    def __init__(self, session: Any) -> None:
+        self._runtime = session
+        self._slices: list[Slice] = []
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The slices added so far."""
+        return tuple(self._slices)
+
+    def add_slice(
+        self,
+        devices: int | None = None,
+        kind: str | None = None,
+        island: str | None = None,
+        topology: Sequence[int] | None = None,
+        *,
+        tpu_devices: int | None = None,
+    ) -> Slice:
+        """Allocate virtual devices for computations; returns when they are bound.
+
+        Args:
+            devices: how many.
+            kind: device kind they must have, such as "cpu" or "NVIDIA H100"; any if None.
+            island: name of the island they must be on; any if None.
+            topology: extent of the interconnect they must span; any if None.
+            tpu_devices: the paper's name for `devices`.
+
+        Raises:
+            InsufficientDevices: no island can satisfy the request.
+        """
+        if (devices is None) == (tpu_devices is None):
+            raise TypeError("add_slice takes one number of devices: add_slice(devices=4)")
+        asked: Any = tpu_devices if devices is None else devices
+        try:
+            count = 0 if isinstance(asked, bool) else index(asked)
+        except TypeError:
+            count = 0
+        if count < 1:
+            raise ValueError(f"a slice has at least one device, and a whole number; not {asked!r}")
+        shape = None if topology is None else tuple(map(index, topology))
+        handle = self._runtime.allocate_slice(count, kind, island, shape)
+        added = Slice(self._runtime, handle)
+        self._slices.append(added)
+        return added
+
+    def __repr__(self) -> str:
+        return f"VirtualDeviceSet({self._slices!r})"
+
+    def _repr_html_(self) -> str:
+        rows = tuple((s.island, s.size, s.platform, s.kind or "") for s in self._slices)
+        return html("", [Table("Slices", ("island", "devices", "platform", "kind"), rows)])
+
+
+def make_virtual_device_set() -> VirtualDeviceSet:
+    """Return an empty set of slices; connects to a cluster if this process is not connected."""
+    return VirtualDeviceSet(current.runtime())
