@@ -364,10 +364,8 @@ class FakeHost:
     def census(self) -> dict[str, int]:
         """All that a host may hold, which must be nothing in the end."""
         mine = {
-            "programs": len(self.executor._programs),
-            "runs": len(self.executor._runs),
-            "queue": len(self.executor._lanes),
             "installed": len(self.backend.installed),
             "landings": len(self.bulk.landings),
         }
-        return self.store.census() | self.coordinator.census() | mine
+        actors = self.executor.census() | self.store.census() | self.coordinator.census()
+        return actors | mine

@@ -592,8 +592,8 @@ def test_a_run_that_seemed_to_have_ended_is_refused_with_its_results() -> None:
     (run,) = world.control.ledger.clients[client.number].lineage._records
     error = ErrorReport("OutOfDeviceMemory", "too late", "a1")
     executor = world.actors["a1"]["executor"]
-    executor.env.send(executor._scheduler, GangBroken(1, "too late", run, error, (made,)))
-    executor._broken = True
+    executor.env.send(executor.order.scheduler, GangBroken(1, "too late", run, error, (made,)))
+    executor.order.is_broken = True
     world.settle()
     world.wait(1)
     assert kind(client.value(made)) == "OutOfDeviceMemory"

@@ -60,8 +60,8 @@ from pw.core.plan import Execute
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.devices.host import backend as ops
-from pw.devices.host.executor import PROGRESS_SHARE
 from pw.devices.host.held import KEEP_S, Saved
+from pw.devices.host.launch_end import PROGRESS_SHARE
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 
@@ -399,7 +399,7 @@ def test_what_comes_from_a_host_that_has_gone_fails_at_once() -> None:
     bench.tell(PeerLost("b0", "silent"), actor="coordinator")
     bench.settle()
     assert len(bench.told(Progress)) >= 1
-    assert not bench.host.executor._lanes
+    assert not bench.host.executor.census()["queue"]
 
 
 def test_discards_take_their_place_behind_launches() -> None:
@@ -630,7 +630,7 @@ def test_only_what_no_later_computation_of_the_gang_reads_is_guarded() -> None:
     body = chain([bench.wide] * 3)
     aside = Node(0, (Value(0, 0),))
     bench.install(replace(body, nodes=(*body.nodes, aside)))
-    (program,) = bench.host.executor._programs.values()
+    (program,) = bench.host.executor.programs.values()
     (segment,) = program.segments.values()
     executed = [i for i in segment.instructions if isinstance(i, Execute)]
     unread = [segment.instructions[position] for position in sorted(segment.unread)]
@@ -698,10 +698,10 @@ def test_a_launch_has_ended_when_the_last_computation_on_each_device_has() -> No
     )
     work = frozenset({(run, 0)})
     made[2].payload = [X]
-    assert bench.host.executor._described(1, work).launches[-1].state != "finished"
+    assert bench.host.executor.explanations.describe(1, work).launches[-1].state != "finished"
     made[2].payload = None
     assert bench.finished() == {0: False}
-    assert bench.host.executor._described(1, work).launches[-1].state == "finished"
+    assert bench.host.executor.explanations.describe(1, work).launches[-1].state == "finished"
 
 
 def test_slices_that_share_a_device_end_with_the_last_computation_there() -> None:

@@ -1,14 +1,13 @@
-"""A host's place in an island: it registers, joins an epoch's group, and leaves when the epoch is over.
+"""A host's place in an island: it registers, joins an epoch, and leaves when the epoch is over.
 
-One incarnation of a host is in at most one epoch. JAX cannot be trusted with a second group in a process
-whose collectives may hang, so whoever leaves an epoch ends, and comes back as a new process. What it
-can save it hands over: values that are ready on its devices now, and the replicas it keeps for others.
-The next incarnation tells the controller what it was given before anything else, because it may
-be needed, whether or not there is a place for the host itself.
+One incarnation of a host is in at most one epoch, because JAX may hang when a process joins a second
+group. A host that leaves an epoch ends, and comes back as a new process. It leaves to the next
+incarnation the values that are ready on its devices and the replicas in its memory. The next
+incarnation announces these first, whether or not there is a place for the host itself.
 
-Without the controller a host goes on with what was launched, and gives clients what it has, while it looks
-for another controller. That one knows nothing of the epoch and ends it; as nothing is wrong with the
-hosts, what was launched may end first, for a moment.
+Without a controller a host goes on with the launches that it has, and answers clients, while it looks
+for another controller. That one does not know the epoch and ends it. As the hosts are well, they get
+a moment to end their launches.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actor import Env, Part, handles
 from pw.core.errors import ConnectionFailed, ErrorReport
 from pw.core.ids import RESOURCES, Address
 from pw.core.messages import (
@@ -36,39 +35,42 @@ from pw.core.messages import (
 )
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.held import Saved
+from pw.devices.host.interpreter import Interpreter
+from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.store import ObjectStore
 
 RECONNECT_S = 60.0
 """How long a host looks for another controller."""
 REDIAL_S = 0.5
-"""How often it does."""
+"""Time between two attempts."""
 ENDING_S = 2.0
-"""How long what was launched may take to end when another controller has come."""
+"""How long launches may take to end when another controller has come."""
 LOOK_S = 0.02
+"""Time between two looks whether all launches are enqueued."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Redial:
-    """Note to oneself: a controller may be there by now."""
+    """Timer: look for a controller again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GiveUp:
-    """Note to oneself: the controller that was lost then should have been replaced by now."""
+    """Timer: stop if the controller that was lost at `lost_s` has not been replaced."""
 
     lost_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _LookWhetherEnded:
-    """Note to oneself: all that was launched may be with the devices by now."""
+    """Timer: leave if all launches have ended, or it is `until_s`."""
 
     reason: str
     until_s: float
 
 
 class HostProcess(Protocol):
-    """What only the process around the actors can do."""
+    """What the process around a host's actors does for them."""
 
     def join(
         self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
@@ -79,53 +81,53 @@ class HostProcess(Protocol):
         """End this incarnation; with an error, for good."""
 
     def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
-        """Keep these for the next incarnation, however this one ends, in place of what was kept before.
+        """Keep these for the next incarnation, in place of earlier ones; they survive a crash.
 
         Returns at once. `kept` is called on the loop thread, perhaps before this returns: with None when
-        the next incarnation will find them, with the reason when it will not, and what was kept before
-        is kept. Until then this is not called again.
+        the next incarnation will find them, with an error when it will find the earlier ones.
+        This is not called again before `kept`.
         """
 
     def hand_over(self, replicas: Iterable[Saved]) -> None:
-        """At the end of this incarnation: keep these, taken one by one, in place of what was kept before."""
+        """At the end of this incarnation, keep these in place of earlier ones; takes them one by one."""
 
     def finish(self, reason: str) -> None:
-        """End for good, because all is well: no incarnation follows."""
+        """End for good, without an error."""
 
 
-class HostMember(Actor):
-    """What every host does, whatever runs on it."""
+class Membership(Part):
+    """Registers a host, joins an epoch and leaves it."""
 
     def __init__(
         self,
         env: Env,
+        order: LaunchOrder,
         registration: RegisterHost,
         process: HostProcess,
         store: ObjectStore,
         coordinator: ShardCoordinator,
-        reconnect_s: float = RECONNECT_S,
+        interpreter: Interpreter,
+        reconnect_s: float,
     ) -> None:
-        super().__init__(env)
+        self._env = env
+        self._order = order
         self._registration = registration
         self._process = process
         self._store = store
         self._coordinator = coordinator
-        self._host = env.address.node
-        self._epoch = 0
-        self._broken = False
-        """Nothing more of this epoch can be done here."""
-        self._leaving = False
+        self._interpreter = interpreter
         self._reconnect_s = reconnect_s
         self._place: FormIsland | None = None
+        self._leaving = False
         self._is_known = False
         """A controller has spoken to this host."""
         self._lost_s: float | None = None
         """When the controller was lost; None while there is one."""
         self._is_calling = False
-        """Whoever may be the controller by now has been called, and has not been lost."""
+        """This host has called a controller, and the call is not lost."""
 
     def register(self) -> None:
-        """Say what the last incarnation handed over, and ask for a place in the island."""
+        """Announce the replicas that are kept here, and ask for a place in the island."""
         place, registration = self._place, self._registration
         if place is None:
             self._store.replicas.held.announce()
@@ -137,12 +139,7 @@ class HostMember(Actor):
                 epoch=place.epoch,
                 members=place.hosts,
             )
-        self.env.send(RESOURCES, registration)
-
-    def when_ended(self, act: Callable[[], None]) -> bool:
-        """Call `act` when all that was launched has ended; false while not all of it is handed over."""
-        act()
-        return True
+        self._env.send(RESOURCES, registration)
 
     @handles(HostRejected)
     def _rejected(self, sender: Address, message: HostRejected) -> None:
@@ -155,10 +152,10 @@ class HostMember(Actor):
 
     @handles(FormIsland)
     def _form(self, sender: Address, message: FormIsland) -> None:
-        if self._epoch:
+        if self._order.epoch:
             self._begin_again(f"asked to join {message.island} once more")
             return
-        self._epoch = message.epoch
+        self._order.epoch = message.epoch
         self._place = message
         self._heard()
         self._store.joins(message.island, message.epoch, message.secret)
@@ -166,63 +163,62 @@ class HostMember(Actor):
         def joined(answer: IslandJoined | IslandJoinFailed) -> None:
             if self._leaving:
                 return
-            told = "could not join" if isinstance(answer, IslandJoinFailed) else "joined"
+            event = "could not join" if isinstance(answer, IslandJoinFailed) else "joined"
             place = f"{message.rank + 1}/{len(message.hosts)}"
-            self.env.log("info", told, island=message.island, epoch=message.epoch, host=place)
-            self.env.send(RESOURCES, answer)
+            self._env.log("info", event, island=message.island, epoch=message.epoch, host=place)
+            self._env.send(RESOURCES, answer)
 
         self._process.join(message, joined)
 
     @handles(Directory)
     def _directory(self, sender: Address, message: Directory) -> None:
         if sender.node != RESOURCES.node:
-            self.env.count("messages_refused")
+            self._env.count("messages_refused")
             return
+        host = self._order.host
         is_asked = self._lost_s is None or self._is_calling
-        if not self._epoch and is_asked and any(p.node == self._host for p in message.peers):
+        if not self._order.epoch and is_asked and any(p.node == host for p in message.peers):
             self._heard()  # only an answer proves that the controller has heard of the loss
         for peer in message.peers:
-            if peer.node != self._host:
-                self.env.introduce(peer.node, peer.endpoint)
+            if peer.node != host:
+                self._env.introduce(peer.node, peer.endpoint)
         self._coordinator.hosts_are(frozenset(p.node for p in message.peers if p.member))
         self._store.replicas.hosts_are(frozenset(peer.node for peer in message.peers))
 
     @handles(LeaveIsland)
     def _leave(self, sender: Address, message: LeaveIsland) -> None:
-        if message.epoch != self._epoch:
+        if message.epoch != self._order.epoch:
             return
         reason = f"island {message.island} is formed anew: {message.reason}"
         if self._lost_s is None:
             self._begin_again(reason)
         else:
             self._heard()
-            self._look_whether_ended(
-                self.env.address, _LookWhetherEnded(reason, self.env.now_s() + ENDING_S)
-            )
+            look = _LookWhetherEnded(reason, self._env.now_s() + ENDING_S)
+            self._look_whether_ended(self._env.address, look)
 
     @handles(_LookWhetherEnded)
-    def _look_whether_ended(self, sender: Address, note: _LookWhetherEnded) -> None:
-        """Leave when all that was launched has ended, or has had its time."""
-        if self.env.now_s() >= note.until_s:
-            self._begin_again(note.reason)
-        elif self.when_ended(lambda: self._begin_again(note.reason)):
-            last = _LookWhetherEnded(note.reason, 0.0)
-            self.env.call_later(note.until_s - self.env.now_s(), last)
+    def _look_whether_ended(self, sender: Address, look: _LookWhetherEnded) -> None:
+        if self._env.now_s() >= look.until_s:
+            self._begin_again(look.reason)
+        elif self._interpreter.when_ended(lambda: self._begin_again(look.reason)):
+            last = _LookWhetherEnded(look.reason, 0.0)
+            self._env.call_later(look.until_s - self._env.now_s(), last)
         else:
-            self.env.call_later(LOOK_S, note)
+            self._env.call_later(LOOK_S, look)
 
     def _begin_again(self, reason: str) -> None:
-        """End this incarnation, and leave the next one all that can be had."""
+        """End this incarnation, and leave to the next one all that can be saved."""
         if self._leaving:
             return
-        self._leaving = self._broken = True
+        self._leaving = self._order.is_broken = True
         self._process.hand_over(self._store.save())
         self._process.stop(reason, None)
 
     @handles(Leave)
     def _leave_for_good(self, sender: Address, message: Leave) -> None:
         if not self._leaving:
-            self._leaving = self._broken = True
+            self._leaving = self._order.is_broken = True
             self._process.finish(message.reason)
 
     # --- without a controller ------------------------------------------------------------------------
@@ -235,27 +231,27 @@ class HostMember(Actor):
             self._give_up_controller(f"the controller {message.reason}")
             return
         if self._lost_s is None:
-            self._lost_s = self.env.now_s()
-            self.env.log("warning", "controller lost", reason=message.reason)
-            self.env.call_later(self._reconnect_s, _GiveUp(self._lost_s))
+            self._lost_s = self._env.now_s()
+            self._env.log("warning", "controller lost", reason=message.reason)
+            self._env.call_later(self._reconnect_s, _GiveUp(self._lost_s))
         self._is_calling = False
-        self.env.call_later(REDIAL_S, _Redial())
+        self._env.call_later(REDIAL_S, _Redial())
 
     def _heard(self) -> None:
         self._is_known, self._lost_s = True, None
 
     @handles(_Redial)
-    def _redial(self, sender: Address, note: _Redial) -> None:
+    def _redial(self, sender: Address, timer: _Redial) -> None:
         if self._lost_s is not None and not self._leaving and not self._is_calling:
             self._is_calling = True
             self.register()
 
     @handles(_GiveUp)
-    def _give_up(self, sender: Address, note: _GiveUp) -> None:
-        if self._lost_s == note.lost_s and not self._leaving:
+    def _give_up(self, sender: Address, timer: _GiveUp) -> None:
+        if self._lost_s == timer.lost_s and not self._leaving:
             self._give_up_controller("the controller did not come back; giving up")
 
     def _give_up_controller(self, words: str) -> None:
-        self._leaving = self._broken = True
+        self._leaving = self._order.is_broken = True
         error = ErrorReport.of(ConnectionFailed(words))
         self._process.stop("the controller was lost", error)

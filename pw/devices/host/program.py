@@ -178,8 +178,8 @@ class HostProgram:
     """Computations that run here and on other hosts."""
     superseded: tuple[bytes, ...] = ()
     """Names that earlier installings gave: runs that have begun go on with them."""
-    judged: set[int] = field(default_factory=set)
-    """Computations of whose results nobody may see anything before it is known what became of them."""
+    unsettled: set[int] = field(default_factory=set)
+    """Computations whose results no op may use before their outcome is known."""
 
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
@@ -216,7 +216,7 @@ class HostProgram:
                 program.gangs.add(index)
             computation = body.computations[index]
             if computation.checks or (computation.python and index in program.gangs):
-                program.judged.add(index)
+                program.unsettled.add(index)
         program.segments = {
             part.segment: Segment.of(part.instructions, body, program.gangs, program._own)
             for part in plan.segments

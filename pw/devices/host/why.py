@@ -1,85 +1,136 @@
-"""What a host can say about work that does not end: how far each launch has got here.
+"""Explains why work on a host does not end: how far each launch is, and what it waits for.
 
-The executor does not watch what it hands over; only some hosts of a gang report. So that every host
-can be asked all the same, the last launches are remembered, each with weak references to the last values
-that it makes: a value itself tells how far it is, and one that nobody holds any more has been enqueued
-at least.
+Not every launch is watched, since only some hosts of a gang report. So the last launches are
+remembered, with weak references to the last values that they make: a value tells how far it is,
+and a value that no component holds any more has been enqueued at least.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from weakref import ReferenceType
 
-from pw.core.messages import HostReport, LaunchReport
-from pw.core.plan import Execute, Instruction
-from pw.devices.host.backend import Backend, Value
-from pw.devices.host.program import NO_SEGMENT, HostProgram
+from msgspec.structs import replace
 
-KEPT = 512
-"""Launches that are remembered: more than may be under way on an island."""
+from pw.core.actor import Env, Part, handles
+from pw.core.ids import Address, client_id
+from pw.core.messages import ExplainHost, HostReport, LaunchReport
+from pw.core.plan import Execute, Receive, Send
+from pw.core.watchdog import Look, Watchdog
+from pw.devices.host.backend import Backend, Value
+from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.interpreter import Interpreter
+from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.program import NO_SEGMENT, HostProgram
+from pw.devices.host.work import HostLaunch, Replicating, Work
 
 _STAGES = ("handed over", "entered", "enqueued", "finished")
 
-_Handed = tuple[int, int, HostProgram, tuple[ReferenceType[Value], ...]]
 
+class Explanations(Part):
+    """Answers the controller, and writes a line to the log when nothing goes on."""
 
-class Account:
-    """The launches that this host has handed over last."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._recent: deque[_Handed] = deque(maxlen=KEPT)
-
-    def handed(
-        self, run: int, segment: int, program: HostProgram, made: tuple[ReferenceType[Value], ...]
+    def __init__(
+        self,
+        env: Env,
+        order: LaunchOrder,
+        interpreter: Interpreter,
+        coordinator: ShardCoordinator,
+        backend: Backend,
+        watchdog: Watchdog,
     ) -> None:
-        """All instructions of a launch have become ops; these are the last values that they make."""
-        self._recent.append((run, segment, program, made))
+        self._env = env
+        self._order = order
+        self._interpreter = interpreter
+        self._coordinator = coordinator
+        self._backend = backend
+        self._watchdog = watchdog
 
-    def reports(self, wanted: Collection[tuple[int, int]]) -> Iterator[LaunchReport]:
-        """How far these launches (run, segment) are."""
-        for run, segment, program, made in self._recent:
-            if (run, segment) in wanted:
-                values = [one() for one in made]
-                stages = ["enqueued" if v is None else self._backend.stage(v) for v in values]
-                least = min(stages, key=_STAGES.index, default="finished")
-                yield launch_report(run, segment, program, least)
+    @handles(ExplainHost)
+    def _explain(self, sender: Address, message: ExplainHost) -> None:
+        self._env.send(sender, self.describe(message.request, frozenset(message.work)))
 
+    @handles(Look)
+    def _look(self, sender: Address, timer: Look) -> None:
+        if self._watchdog.stalled(bool(self._interpreter.lanes)):
+            self._env.count("stalls")
+            for line in _lines(self.describe(0, frozenset())):
+                self._env.log("warning", "stalled", why=line)
 
-def launch_report(
-    run: int,
-    segment: int,
-    program: HostProgram,
-    state: str,
-) -> LaunchReport:
-    """One launch in words."""
-    instructions = program.segments.get(segment, NO_SEGMENT).instructions
-    names = computations(program, instructions)
-    return LaunchReport(run, segment, program.body.name, names, state)
-
-
-def computations(program: HostProgram, instructions: tuple[Instruction, ...]) -> tuple[str, ...]:
-    """Names of the computations among these instructions, each once."""
-    return tuple(
-        dict.fromkeys(
-            program.body.computations[instruction.computation].name
-            for instruction in instructions
-            if isinstance(instruction, Execute)
+    def describe(self, request: int, work: frozenset[tuple[int, int]]) -> HostReport:
+        """Describe this host: the next work of each client first, then these launches."""
+        order, lanes = self._order, self._interpreter.lanes
+        launches = [self._head(head) for head in lanes.heads()]
+        for queued in lanes.others():
+            if isinstance(queued, HostLaunch) and queued.name in work:
+                launches.append(_report(*queued.name, queued.run.program, "queued"))
+        for run, segment, program, last in self._interpreter.recent:
+            if (run, segment) in work:
+                launches.append(_report(run, segment, program, self._stage(last)))
+        found = {(launch.run, launch.segment) for launch in launches}
+        launches += [LaunchReport(*one, "", (), "missing") for one in sorted(work - found)]
+        state = "" if order.epoch else "it waits to be told of its island"
+        if order.is_broken:
+            state = "it has left its island, and waits until that is formed again"
+        return HostReport(
+            request,
+            order.host,
+            state,
+            self._watchdog.quiet_s,
+            len(lanes),
+            tuple(launches),
+            self._coordinator.edges(),
+            self._backend.whereabouts(),
         )
-    )
+
+    def _stage(self, last: tuple[ReferenceType[Value], ...]) -> str:
+        values = [one() for one in last]
+        stages = ["enqueued" if v is None else self._backend.stage(v) for v in values]
+        return min(stages, key=_STAGES.index, default="finished")
+
+    def _head(self, head: Work) -> LaunchReport:
+        """Describe the next work of a client, and the values that it waits for."""
+        values: list[Value | None] = []
+        if isinstance(head, Replicating):
+            values = list(head.values())
+        elif isinstance(head, HostLaunch) and head.position < len(head.segment.instructions):
+            instruction = head.segment.instructions[head.position]
+            slots: tuple[int, ...] = ()
+            if isinstance(instruction, Execute):
+                slots = instruction.args
+            elif isinstance(instruction, Send):
+                slots = (instruction.slot,)
+            elif isinstance(instruction, Receive):
+                slots = (instruction.source_slot,)
+            values = [head.run.slots.get(slot) for slot in slots]
+        arriving = self._interpreter.arriving
+        awaited = [value for value in values if value is not None and value in arriving]
+        edge_of, unsettled = self._coordinator.receiving.edge_of, arriving.unsettled
+        edges = tuple(edge_of(value) for value in awaited if value not in unsettled)
+        names = tuple(dict.fromkeys(unsettled[value] for value in awaited if value in unsettled))
+        if isinstance(head, HostLaunch):
+            report = _report(*head.name, head.run.program, "waiting" if awaited else "queued")
+            return replace(report, waits_for=edges, unsettled=names)
+        client = client_id(head.client, 0) if isinstance(head, Replicating) else 0
+        return LaunchReport(client, 0, "copies", (), "waiting", edges, names)
 
 
-def told(report: HostReport) -> Iterator[str]:
-    """What the log of a host says of the client's work that has waited for longest."""
+def _report(run: int, segment: int, program: HostProgram, state: str) -> LaunchReport:
+    instructions = program.segments.get(segment, NO_SEGMENT).instructions
+    computations = program.body.computations
+    names = [computations[i.computation].name for i in instructions if isinstance(i, Execute)]
+    return LaunchReport(run, segment, program.body.name, tuple(dict.fromkeys(names)), state)
+
+
+def _lines(report: HostReport) -> Iterator[str]:
+    """Return what the log says of the work that has waited longest."""
     head = report.launches[0] if report.launches else None
     if head is None:
         return
     names = ", ".join(map(repr, head.computations)) or "no computation"
     yield (
         f"{head.program!r} ({names}) waits since "
-        f"{report.quiet_s:.0f} s; {report.queued} launches have not been handed over"
+        f"{report.quiet_s:.0f} s; {report.queued} launches have not been enqueued"
     )
     for edge in report.edges:
         if edge.incoming and (edge.run, edge.edge) in head.waits_for:

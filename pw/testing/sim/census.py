@@ -31,7 +31,15 @@ PERMANENT = frozenset(
         *("_next_sequence", "_lost", "limited", "_numbers", "_places", "_unsettled"),
         "_busy_until_s",
         # bounded memories of what is gone
-        *("_dropped", "_gone_clients", "gone_clients", "_void_clients", "_recent", "_strikes"),
+        *(
+            "_dropped",
+            "_gone_clients",
+            "gone_clients",
+            "_void_clients",
+            "_recent",
+            "recent",
+            "_strikes",
+        ),
     )
 )
 """Names of what need not be empty in the end."""

@@ -169,7 +169,7 @@ class SimCluster(Site):
             for host in self.hosts
             if host.node is not None
             and not host.node.paused
-            and host.executor._epoch == epochs.get(host.name)
+            and host.executor.order.epoch == epochs.get(host.name)
         ]
 
     def census(self) -> Counter[str]:

@@ -45,6 +45,7 @@ from pw.core.messages import (
 )
 from pw.core.sharding import Box
 from pw.devices.host.executor import HostExecutor
+from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.world import Process, Violation
@@ -113,12 +114,12 @@ class Monitors:
     ) -> Callable[[], None] | None:
         """A launch comes to its host."""
         node = self._world.nodes[to.node]
-        executor: Any = node.actors.get(to.actor)
-        if not isinstance(executor, HostExecutor) or executor._broken:
+        executor = node.actors.get(to.actor)
+        if not isinstance(executor, HostExecutor) or executor.order.is_broken:
             return None
-        if message.epoch != executor._epoch:
-            return partial(self._not_taken, executor, executor._expected)
-        if message.segment == CANCELLED or message.sequence != executor._expected:
+        if message.epoch != executor.order.epoch:
+            return partial(self._not_taken, executor.order, executor.order.expected)
+        if message.segment == CANCELLED or message.sequence != executor.order.expected:
             return None
         self._world.checked["once"] += 1
         seen = (f"{to.node}#{node.incarnation}", message.epoch, message.run, message.segment)
@@ -131,9 +132,9 @@ class Monitors:
             raise Violation("gangs", f"{to.node} got a launch of {', '.join(gang)}")
         return None
 
-    def _not_taken(self, executor: Any, expected: int) -> None:
-        if executor._expected != expected and not executor._broken:
-            raise Violation("epochs", f"{executor._host} took a launch of another epoch")
+    def _not_taken(self, order: LaunchOrder, expected: int) -> None:
+        if order.expected != expected and not order.is_broken:
+            raise Violation("epochs", f"{order.host} took a launch of another epoch")
 
     # --- answers -------------------------------------------------------------------------------------
 

@@ -165,8 +165,9 @@ def _timeless(cluster: SimCluster) -> None:
 
     def careless(host: SimHost) -> None:
         executor: Any = host.executor
-        in_sequence = executor._in_sequence
-        executor._in_sequence = lambda epoch, *rest: in_sequence(executor._epoch, *rest)
+        order = executor.order
+        take = order.take
+        order.take = lambda epoch, *rest: take(order.epoch, *rest)
 
     cluster.alterations.append(careless)
 
@@ -193,7 +194,7 @@ def _unruly(cluster: SimCluster) -> None:
     """A gang of one client passes another's that waits for an input on this host."""
 
     def careless(host: SimHost) -> None:
-        lanes: Any = host.executor._lanes
+        lanes: Any = host.executor.interpreter.lanes
         put = lanes.put
         lanes.put = lambda client, work, together=False: put(client, work)
 
@@ -205,7 +206,7 @@ def _no_lanes(cluster: SimCluster) -> None:
     """What a client wants passes what it has wanted before, and waits for an input on this host."""
 
     def careless(host: SimHost) -> None:
-        lanes: Any = host.executor._lanes
+        lanes: Any = host.executor.interpreter.lanes
         put, serial = lanes.put, count()
         lanes.put = lambda client, work, together=False: put(next(serial), work, together)
 

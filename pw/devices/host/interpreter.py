@@ -1,0 +1,324 @@
+"""Turns the instructions of launches into ops for the devices.
+
+The ops of a launch are submitted at once: control runs ahead of the data. Only one thing holds a
+launch: an instruction that reads a value which has not arrived (`Arriving`). The client's later work
+waits then as well, and so do gangs (`pw.devices.host.lanes`).
+
+Errors. An error that all hosts of a gang have alike belongs to the values that are not made, and to
+all that is computed from them. An error that this host may have alone must not get into a gang of
+several hosts, because the others already wait in the collective: the host stops
+(`LaunchOrder.break_gang`). An error of the INFRASTRUCTURE counts as alone, except on a run
+that was cut short, which ends alike on all hosts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from weakref import ref
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
+from pw.core.ids import Address
+from pw.core.messages import CANCELLED, CallEnded, Held
+from pw.core.plan import Execute, Instruction, Receive, Send
+from pw.core.watchdog import Watchdog
+from pw.devices.host import backend as ops
+from pw.devices.host.backend import Backend, Op, Value
+from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.lanes import Lanes
+from pw.devices.host.launch_end import LaunchEnds
+from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.outcomes import Outcomes
+from pw.devices.host.store import ObjectStore
+from pw.devices.host.work import (
+    Arriving,
+    Forgetting,
+    HostLaunch,
+    HostRun,
+    OpQueue,
+    RecentLaunch,
+    Work,
+)
+
+RECENT = 512
+"""Enqueued launches that are remembered: more than may be in flight on an island."""
+
+
+class Interpreter(Part):
+    """Does the work of this host in the order of its lanes."""
+
+    def __init__(
+        self,
+        env: Env,
+        backend: Backend,
+        store: ObjectStore,
+        coordinator: ShardCoordinator,
+        order: LaunchOrder,
+        watchdog: Watchdog,
+    ) -> None:
+        self._env = env
+        self._backend = backend
+        self._store = store
+        self._coordinator = coordinator
+        self._order = order
+        self._watchdog = watchdog
+        self._cut_short = ErrorReport.of(
+            HostLost("another island that the run needed was lost"), order.host
+        )
+        self.runs: dict[int, HostRun] = {}
+        self.lanes: Lanes[Work] = Lanes(self._go, self._on_pass)
+        self.arriving = Arriving()
+        self.queue = OpQueue(backend, store)
+        self.ends = LaunchEnds(env, order, self.queue, self.arriving)
+        self.recent: deque[RecentLaunch] = deque(maxlen=RECENT)
+        self._outcomes = Outcomes(order.host, env.send)
+        self._passed: set[tuple[int, int]] = set()
+        """Waiting launches that others have passed, by run and segment."""
+        self._news: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        """What the scheduler has to hear: launches that were passed, and that were enqueued then."""
+
+    # --- lanes ---------------------------------------------------------------------------------------
+
+    def put(self, client: int, work: Work, together: bool = False) -> None:
+        """Do a piece of work after all earlier work of its client."""
+        if self.lanes.put(client, work, together):
+            self._watchdog.went_on()
+        self._flush()
+
+    def advance(self) -> None:
+        """Do all work that can be done now."""
+        if self.lanes.go_on():
+            self._watchdog.went_on()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.lanes:
+            self._watchdog.watch()
+        if any(self._news):
+            passed, enqueued = map(tuple, self._news)
+            self._news = ([], [])
+            if self._order.scheduler is not None:
+                self._env.send(self._order.scheduler, Held(self._order.epoch, passed, enqueued))
+        self.queue.flush()
+
+    def _on_pass(self, work: Work) -> None:
+        """A piece of work waits, and another client's later work has passed it."""
+        if isinstance(work, HostLaunch):
+            self._passed.add(work.name)
+            self._news[0].append(work.name)
+
+    def when_ended(self, act: Callable[[], None]) -> bool:
+        """Call `act` when all launches have ended; return False while some work waits in a lane."""
+        if self.lanes:
+            return False
+
+        def enqueued(_: ErrorReport | None) -> None:
+            values = self._store.values_under_way()
+            self._backend.submit([ops.Watch(values, lambda error: act())])
+
+        self._backend.submit([ops.Watch((), enqueued)])
+        return True
+
+    def _go(self, work: Work) -> bool:
+        """Do as much of a piece of work as possible; return whether all of it is done."""
+        if isinstance(work, HostLaunch):
+            return self._go_on(work)
+        if isinstance(work, Forgetting):
+            self._flush()
+            for key in work.keys:
+                self._backend.forget(key)
+            for number in work.runs:
+                self._coordinator.runs.end(number)
+            return True
+        if any(value in self.arriving for value in work.values()):
+            return False
+        reads = (self._store.replicas.copy(copy, value) for copy, value in work.copies)
+        self.queue.ops += [read for read in reads if read is not None]
+        for job, values in work.files:
+            self.queue.ops += self._store.files.write(job, values)
+        return True
+
+    # --- launches ------------------------------------------------------------------------------------
+
+    def _go_on(self, launch: HostLaunch) -> bool:
+        instructions = launch.segment.instructions
+        while launch.position < len(instructions):
+            if not self._step(launch, instructions[launch.position]):
+                return False
+            if launch.to_watch and launch.position in launch.segment.watch_after:
+                self.ends.watch_results(launch)
+            launch.position += 1
+        self._end(launch)
+        if self._passed and launch.name in self._passed:
+            self._passed.remove(launch.name)
+            self._news[1].append(launch.name)
+        return True
+
+    def _step(self, launch: HostLaunch, instruction: Instruction) -> bool:
+        """Do one instruction; return False if a value that it reads has not arrived."""
+        run = launch.run
+        if isinstance(instruction, Execute):
+            return self._execute(launch, instruction)
+        if isinstance(instruction, Send):
+            value = run.slots[instruction.slot]
+            if value in self.arriving:
+                return False
+            devices = run.program.devices(instruction.spec)
+            op = self._coordinator.sending.send_op(run.run, run.began, instruction, value, devices)
+            self.queue.ops.append(op)
+        elif isinstance(instruction, Receive):
+            if run.slots.get(instruction.source_slot) in self.arriving:
+                return False
+            self._receive(launch, instruction)
+        else:
+            for slot in instruction.slots:
+                run.slots.pop(slot, None)
+        return True
+
+    def _execute(self, launch: HostLaunch, instruction: Execute) -> bool:
+        run, slots = launch.run, launch.run.slots
+        if self.arriving and any(slots[slot] in self.arriving for slot in instruction.args):
+            return False
+        for slot in instruction.results:
+            if slot not in slots:
+                slots[slot] = Value()
+        results = tuple([slots[slot] for slot in instruction.results])
+        key = run.program.keys[instruction.computation]
+        assert key is not None
+        args = tuple([slots[slot] for slot in instruction.args])
+        together = instruction.computation in run.program.gangs
+        for value in args:
+            if value.error is None:
+                continue
+            lost = value.error.kind in INFRASTRUCTURE
+            if together and (value.alone or lost) and value.error is not self._cut_short:
+                self._order.break_gang(run, value.error)
+                return False
+            if lost:
+                self._lose(launch, value.error, results)
+        failed = partial(self._order.break_gang, run) if together else None
+        kept = launch.segment.kept.get(launch.position, ())
+        is_last = launch.position in launch.segment.watched
+        watched = is_last and launch.message.report
+        guarded = not watched and launch.position in launch.segment.unread
+        self.queue.ops.append(ops.Execute(key, args, results, kept, failed, guarded))
+        if is_last:
+            launch.last += (ref(results[-1]),)
+        if results and instruction.computation in run.program.unsettled:
+            self._await_outcome(launch, instruction, results)
+        else:
+            for slot in instruction.results:
+                self.made(run, slot)
+        if watched:
+            # All results of a computation are ready at once; the last is least often donated.
+            launch.to_watch = results[-1:]
+        return True
+
+    def _lose(self, launch: HostLaunch, error: ErrorReport, results: tuple[Value, ...]) -> None:
+        """Mark results as lost now: later launches must know before the backend finds out."""
+        launch.lost = error
+        for value in results:
+            value.error = error
+
+    def _await_outcome(
+        self, launch: HostLaunch, instruction: Execute, results: tuple[Value, ...]
+    ) -> None:
+        """Let no op use these results before their outcome is known."""
+        run, computation = launch.run, launch.run.program.body.computations[instruction.computation]
+        assert self._order.scheduler is not None
+        for value in results:
+            self.arriving[value] = []
+            self.arriving.unsettled[value] = computation.name
+        if launch.began_s is None:
+            launch.began_s = self._env.now_s()
+
+        def known(error: ErrorReport | None) -> None:
+            if error is not None:
+                for value in results:
+                    value.fail(error)
+                if error.kind in INFRASTRUCTURE:
+                    launch.lost = error
+            for slot in instruction.results:
+                self.made(run, slot)
+            for value in results:
+                del self.arriving.unsettled[value]
+                self.arriving.arrive(value)
+            self.advance()
+
+        op: Op
+        if computation.python:
+            devices = run.program.at(computation.placement)
+            call = (run.run, instruction.results[0])
+            gang = tuple(dict.fromkeys(device.host for device in devices))
+            op = self._outcomes.of_call(
+                self._order.epoch, self._order.scheduler, call, gang, results, known
+            )
+        else:
+            devices = run.program.devices(computation.outputs[-1])
+            op = self._outcomes.of_check(computation, devices, results, known)
+        self.queue.ops.append(op)
+
+    @handles(CallEnded)
+    def _call_ended(self, sender: Address, message: CallEnded) -> None:
+        if not self._order.is_stale(message.epoch):
+            self._outcomes.ended(message)
+
+    def _receive(self, launch: HostLaunch, receive: Receive) -> None:
+        """Do the local part of an edge: all of it, or this host's pieces."""
+        run = launch.run
+        source = run.slots.get(receive.source_slot)
+        if source is None:
+            return
+        devices, result = run.program.devices(receive.source), run.slots[receive.slot]
+        if result in self.arriving:
+            op = self._coordinator.receiving.local_read(run.run, receive, source, devices)
+            if op is not None:
+                self.queue.ops.append(op)
+        elif receive.edge in run.program.local_edges:
+            pieces = tuple(piece for route in receive.routes for piece in route.pieces)
+            here = run.program.devices(receive.spec)
+            move = ops.Move(source, receive.source, devices, result, receive.spec, here, pieces)
+            self.queue.ops.append(move)
+            if source.error is not None and source.error.kind in INFRASTRUCTURE:
+                self._lose(launch, source.error, (result,))
+            self.made(run, receive.slot)
+
+    def made(self, run: HostRun, slot: int) -> None:
+        """Note that the op that makes the value of a slot is in the queue."""
+        outputs = run.program.outputs_of_slot.get(slot)
+        if outputs is not None:
+            run.made.add(slot)
+            value = run.slots[slot]
+            self.queue.made += [(run.results[output], value) for output in outputs]
+
+    def _end(self, launch: HostLaunch) -> None:
+        """All instructions of a launch have become ops."""
+        message, run = launch.message, launch.run
+        self.recent.append(RecentLaunch(*launch.name, run.program, launch.last))
+        awaited: list[Value] = []
+        if message.arguments is not None:
+            for slot in run.program.passed_on:
+                awaited.append(run.slots[slot])
+                self.arriving.when_here(awaited[-1:], partial(self.made, run, slot))
+        if message.report:
+            awaited += [
+                run.slots[receive.slot]
+                for receive in launch.segment.receives
+                if receive.slot in run.program.outputs_of_slot
+            ]
+            self.ends.enqueued(launch, awaited)
+        if message.segment == CANCELLED:
+            self._cut_off(run)
+        if message.last:
+            self.runs.pop(message.run, None)
+            self._coordinator.runs.end(message.run)
+
+    def _cut_off(self, run: HostRun) -> None:
+        """Fail the results that a cancelled run has not made here."""
+        for slot in run.program.outputs_of_slot:
+            value = run.slots[slot]
+            if slot not in run.made and value not in self.arriving:
+                value.error = value.error or self._cut_short
+                self.made(run, slot)

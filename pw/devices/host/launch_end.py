@@ -1,0 +1,146 @@
+"""The end of a launch: from its last instruction to the report to the scheduler.
+
+1. `watch_results`: when the last computation on a device is enqueued, its last result is watched. This
+   happens at once, so that no memory is held until the rest of the launch is enqueued.
+2. `enqueued`: all instructions have become ops. Results that come from other hosts are awaited.
+3. `_all_here`: these results are watched, too. From now on the launch uses its devices.
+4. `_watched_ended`: one watch has ended. After the last of them, the launch is charged with its
+   device time and reported.
+5. `_report`: reports are sent together. A report may wait for others while the scheduler has many
+   launches in flight here.
+
+A device computes one launch after the other, so its time is divided among them: a launch is charged
+with the time from its start, or the end of the launch before, to its own end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import INFRASTRUCTURE, ErrorReport
+from pw.core.ids import Address
+from pw.core.messages import Finished, Progress
+from pw.core.ticker import Ticker
+from pw.devices.host.backend import Value, Watch
+from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.work import Arriving, HostLaunch, OpQueue
+
+PROGRESS_S = 0.005
+"""How long a report may wait for others."""
+
+PROGRESS_SHARE = 4
+"""The scheduler is told at once when one in so many of the launches in flight has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SendProgress:
+    """Timer, or the end of this turn: send the reports."""
+
+    late: bool = False
+
+
+class LaunchEnds(Part):
+    """Watches launches until they have ended, and tells the scheduler."""
+
+    def __init__(self, env: Env, order: LaunchOrder, queue: OpQueue, arriving: Arriving) -> None:
+        self._env = env
+        self._order = order
+        self._queue = queue
+        self._arriving = arriving
+        self._in_flight = 0
+        """Enqueued launches that are not reported yet."""
+        self._on_device: dict[int, dict[int, HostLaunch]] = {}
+        """Launches on each device by their numbers, in the order in which they were enqueued."""
+        self._busy_until_s: dict[int, float] = {}
+        """Until when the time of each device has been charged."""
+        self._finished: list[Finished] = []
+        self._is_sending = False
+        self._late = Ticker(env, PROGRESS_S, _SendProgress(late=True))
+
+    def watch_results(self, launch: HostLaunch) -> None:
+        """Watch the last result of a computation, as soon as it may be used."""
+        values, launch.to_watch = launch.to_watch, ()
+        launch.pending += 1
+        if values[0] in self._arriving:
+            self._arriving[values[0]].append(partial(self._watch, launch, values, True))
+        else:
+            self._watch(launch, values, True)
+
+    def enqueued(self, launch: HostLaunch, awaited: Sequence[Value]) -> None:
+        """All instructions are ops; `awaited` are the results that are not made on this host."""
+        if awaited:
+            self._arriving.when_here(awaited, partial(self._all_here, launch, tuple(awaited)))
+        else:
+            self._all_here(launch, ())
+
+    def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
+        launch.enqueued_s = self._env.now_s()
+        has_watches = not awaited and launch.pending > 1
+        if not has_watches:  # a watch without values waits for all that was submitted
+            self._watch(launch, awaited, False)
+        self._in_flight += 1
+        for device in launch.segment.devices:
+            self._on_device.setdefault(device, {})[launch.message.sequence] = launch
+        if has_watches:
+            self._watched_ended(launch)
+
+    def _watch(self, launch: HostLaunch, values: tuple[Value, ...], is_made_here: bool) -> None:
+        """Wait until these values are ready, or one has failed."""
+
+        def done(error: ErrorReport | None) -> None:
+            if error is not None and is_made_here and values[0].alone:
+                self._order.break_gang(launch.run, error)
+            if error is not None and error.kind in INFRASTRUCTURE:
+                launch.lost = launch.lost or error
+            self._watched_ended(launch)
+
+        watch = Watch(values, done, hurried=self._in_flight < PROGRESS_SHARE)
+        self._queue.ops.append(watch)
+
+    def _watched_ended(self, launch: HostLaunch) -> None:
+        launch.pending -= 1
+        if launch.pending:
+            return
+        now_s = self._env.now_s()
+        for device in launch.segment.devices:
+            launches = self._on_device[device]
+            first = next(iter(launches.values()))
+            if first is not launch:
+                # A device computes in order, but its news comes in any: the time was the first one's.
+                self._charge(first, now_s)
+            del launches[launch.message.sequence]
+            if not launches:
+                del self._on_device[device]
+        self._charge(launch, now_s)
+        self._report(Finished(launch.message.sequence, int(launch.busy_s * 1e6), launch.lost))
+
+    def _charge(self, launch: HostLaunch, now_s: float) -> None:
+        """Charge a launch with the time of its devices that no other launch is charged with."""
+        started_s = launch.enqueued_s if launch.began_s is None else launch.began_s
+        busy = self._busy_until_s
+        for device in launch.segment.devices:
+            started_s = max(started_s, busy.get(device, 0.0))
+            busy[device] = now_s
+        launch.busy_s += now_s - started_s
+
+    def _report(self, finished: Finished) -> None:
+        self._in_flight -= 1
+        self._finished.append(finished)
+        if finished.lost is None and len(self._finished) * PROGRESS_SHARE < self._in_flight:
+            self._late.start()
+        elif not self._is_sending:  # together with the launches that end in this turn
+            self._is_sending = True
+            self._env.send(self._env.address, _SendProgress())
+
+    @handles(_SendProgress)
+    def _send_progress(self, sender: Address, note: _SendProgress) -> None:
+        if note.late:
+            self._late.ticked(more=False)
+        else:
+            self._is_sending = False
+        finished, self._finished = tuple(self._finished), []
+        if self._order.scheduler is not None and finished:
+            self._env.send(self._order.scheduler, Progress(self._order.epoch, finished))

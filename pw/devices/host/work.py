@@ -1,0 +1,148 @@
+"""The work of a host: its runs, the pieces of work in its lanes, and the ops made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+from weakref import ReferenceType
+
+from pw.core.errors import ErrorReport
+from pw.core.messages import Copy, CopyFile, Launch
+from pw.devices.host.backend import Backend, Op, Value
+from pw.devices.host.program import HostProgram, Segment
+from pw.devices.host.store import ObjectStore
+
+
+@dataclass(slots=True)
+class HostRun:
+    """One run of a program on this host, from its first launch here to its last."""
+
+    run: int
+    program: HostProgram
+    slots: dict[int, Value]
+    results: tuple[int, ...]
+    began: int
+    """Its place among the runs of this host."""
+    made: set[int] = field(default_factory=set)
+    """Slots of results whose making op has been submitted."""
+    launched: int = -1
+    """Its newest segment here; segments are launched in their order."""
+
+
+@dataclass(slots=True)
+class HostLaunch:
+    """The launch of one segment on this host, and how far it is."""
+
+    message: Launch
+    run: HostRun
+    segment: Segment
+    position: int = 0
+    """The next instruction."""
+    last: tuple[ReferenceType[Value], ...] = ()
+    """The last values that it makes on each device."""
+    to_watch: tuple[Value, ...] = ()
+    """A result to be watched as soon as its sends are submitted."""
+    pending: int = 1
+    """Ends that it waits for: its own enqueueing, and one for each watched result."""
+    enqueued_s: float = 0.0
+    """When it was enqueued, and its results from other hosts had arrived."""
+    lost: ErrorReport | None = None
+    """Why it has read a value that was lost."""
+    began_s: float | None = None
+    """When its first computation was enqueued whose results wait for their outcome."""
+    busy_s: float = 0.0
+    """The device time that it is charged with."""
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Its run and segment."""
+        return self.run.run, self.message.segment
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetting:
+    """Work: the backend forgets computations, and runs end."""
+
+    keys: tuple[bytes, ...]
+    runs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Replicating:
+    """Work: shards are copied to host memory, or to files."""
+
+    client: int
+    copies: tuple[tuple[Copy, Value | None], ...]
+    files: tuple[tuple[CopyFile, tuple[Value | None, ...]], ...]
+
+    def values(self) -> Iterator[Value | None]:
+        """All values that it reads."""
+        yield from (value for _, value in self.copies)
+        yield from (value for _, values in self.files for value in values)
+
+
+Work = HostLaunch | Forgetting | Replicating
+
+
+class RecentLaunch(NamedTuple):
+    """A launch that was enqueued; it holds no value, so that memory is freed as if it were not kept."""
+
+    run: int
+    segment: int
+    program: HostProgram
+    last: tuple[ReferenceType[Value], ...]
+
+
+class Arriving(dict[Value, list[Callable[[], None]]]):
+    """The values that no op may use yet, each with the calls to be made when it arrives.
+
+    They are on their way from another host, or their outcome is not known (`pw.devices.host.outcomes`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsettled: dict[Value, str] = {}
+        """Values without an outcome, with the names of their computations."""
+
+    def arrive(self, value: Value) -> None:
+        """Make the calls that wait for a value."""
+        for act in self.pop(value):
+            act()
+
+    def when_here(self, values: Sequence[Value], act: Callable[[], None]) -> None:
+        """Call `act` as soon as none of these values is missing."""
+        missing = [value for value in dict.fromkeys(values) if value in self]
+        if not missing:
+            act()
+            return
+
+        def arrived(value: Value) -> None:
+            missing.remove(value)
+            if not missing:
+                act()
+
+        for value in missing:
+            self[value].append(partial(arrived, value))
+
+
+class OpQueue:
+    """Collects the ops of a message, and submits them together."""
+
+    def __init__(self, backend: Backend, store: ObjectStore) -> None:
+        self._backend = backend
+        self._store = store
+        self.ops: list[Op] = []
+        self.made: list[tuple[int, Value]] = []
+        """Arrays whose making op is in `ops`, or was."""
+
+    def flush(self) -> None:
+        """Submit the ops, then tell the store which arrays they make."""
+        if self.ops:
+            batch, self.ops = self.ops, []
+            self._backend.submit(batch)
+        if self.made:
+            made, self.made = self.made, []
+            for array, value in made:
+                self._store.submitted(array, value)
