@@ -1,4 +1,4 @@
-"""The training example without a cluster: the pipeline computes what the uncut model would."""
+"""The training example without a cluster: the pipeline computes the same as the uncut model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw_batch(corpus: Corpus, step: int) -> Batch:
 
 
 def gradients_by_schedule(params: Any, batch: Batch, schedule: Schedule) -> Any:
-    """Walks the schedule as the pipeline does, with the pipeline's own tasks, on one device."""
+    """Compute the gradients as the pipeline does, with its own tasks, on one device."""
     gradients0 = pipeline.zero_gradients(params[0])
     accumulator1 = pipeline.zero_gradients_and_loss(params[1])
     activations, activation_gradients = {}, {}
@@ -54,6 +54,11 @@ def gradients_by_schedule(params: Any, batch: Batch, schedule: Schedule) -> Any:
                     CONFIG, params[0], gradients0, inputs, activation_gradients[task.micro_batch]
                 )
     return gradients0, *accumulator1
+
+
+# Compiled: without that, JAX compiles each operation alone, which takes longer.
+loss_of_whole = jax.jit(partial(whole_loss, CONFIG))
+forward = jax.jit(partial(stage0_forward, CONFIG))
 
 
 def test_splitting_a_batch_gives_its_micro_batches(corpus: Corpus) -> None:
@@ -78,9 +83,9 @@ def test_batches_depend_on_seed_and_step_only(corpus: Corpus) -> None:
     assert first.inputs.shape == (3, 4, CONFIG.context)
 
 
-def test_a_fresh_model_guesses_uniformly(corpus: Corpus) -> None:
+def test_an_untrained_model_guesses_uniformly(corpus: Corpus) -> None:
     batch = draw_batch(corpus, 0)
-    loss = whole_loss(CONFIG, init_params(CONFIG, 0), batch.inputs[0], batch.targets[0])
+    loss = loss_of_whole(init_params(CONFIG, 0), batch.inputs[0], batch.targets[0])
     assert float(loss) == pytest.approx(np.log(256), abs=0.1)
 
 
@@ -89,24 +94,21 @@ def test_the_model_is_causal() -> None:
     inputs = np.arange(CONFIG.context, dtype=np.int32)[None]
     changed = inputs.copy()
     changed[0, -1] = 99
-    before = stage0_forward(CONFIG, stage0, inputs)
-    after = stage0_forward(CONFIG, stage0, changed)
+    before, after = forward(stage0, inputs), forward(stage0, changed)
     assert np.allclose(before[:, :-1], after[:, :-1])
     assert not np.allclose(before[:, -1], after[:, -1])
 
 
-def test_the_stages_make_the_whole(corpus: Corpus) -> None:
+def test_the_stages_together_have_the_loss_of_the_whole(corpus: Corpus) -> None:
     batch, params = draw_batch(corpus, 0), init_params(CONFIG, 0)
     inputs, targets = batch.inputs[0], batch.targets[0]
-    whole = whole_loss(CONFIG, params, inputs, targets)
-    activations = stage0_forward(CONFIG, params[0], inputs)
-    assert float(stage1_loss(CONFIG, params[1], activations, targets)) == pytest.approx(
-        float(whole)
-    )
+    whole = loss_of_whole(params, inputs, targets)
+    loss = jax.jit(partial(stage1_loss, CONFIG))(params[1], forward(params[0], inputs), targets)
+    assert float(loss) == pytest.approx(float(whole))
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_pipeline_gradients_are_those_of_the_whole(corpus: Corpus, ahead: int) -> None:
+def test_pipeline_gradients_equal_those_of_the_whole(corpus: Corpus, ahead: int) -> None:
     batch, params = draw_batch(corpus, 0), init_params(CONFIG, 0)
     rows = (batch.inputs.reshape(-1, CONFIG.context), batch.targets.reshape(-1, CONFIG.context))
     loss, expected = jax.jit(jax.value_and_grad(partial(whole_loss, CONFIG)))(params, *rows)
@@ -160,10 +162,10 @@ def test_schedule_is_complete_and_bounded() -> None:
         assert task.needs() is None or task.needs() in seen
         seen.add(task)
     assert seen == {*stage0, *stage1}
-    under_way = 0
+    in_flight = 0
     for task in stage0:
-        under_way += 1 if task.kind is Kind.FORWARD else -1
-        assert under_way <= 2
+        in_flight += 1 if task.kind is Kind.FORWARD else -1
+        assert in_flight <= 2
 
 
 def test_schedule_prints_as_a_table() -> None:
@@ -173,7 +175,7 @@ def test_schedule_prints_as_a_table() -> None:
     ]
 
 
-def test_schedule_that_waits_for_itself_is_refused() -> None:
+def test_a_schedule_whose_stages_wait_for_each_other_is_refused() -> None:
     stage0, stage1 = one_forward_one_backward(2)
     with pytest.raises(ValueError, match="wait for each other"):
         merge((tuple(reversed(stage0)), stage1))
