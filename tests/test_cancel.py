@@ -28,8 +28,8 @@ from pw.core.program import Program
 from pw.core.sharding import Placement
 from pw.sched.control.cancelling import GRACE_S, Deadlines, LookAtDeadlines
 from pw.sched.island import window
+from pw.sched.island.in_flight import HEAD_S
 from pw.sched.island.quarantine import STRIKES
-from pw.sched.island.scheduler import HEAD_S
 from tests.fake_devices import FakeBackend
 from tests.scripted import LARGE, SMALL, chain, split
 from tests.test_rebuild import Cluster, Survivor, X

@@ -46,6 +46,7 @@ from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.island.admission import PATIENCE
 from pw.sched.island.memory import Claim, DeviceMemory
+from pw.testing.sim.census import held
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, chain, copy, join, split
 from tests.test_lower import BINDINGS, programs
@@ -546,7 +547,7 @@ class MemoryBench(Bench):
 
     @property
     def memory(self) -> DeviceMemory:
-        memory = self.scheduler._admission.memory
+        memory = self.scheduler.admission.memory
         assert memory is not None
         return memory
 
@@ -633,7 +634,7 @@ def test_the_queue_of_a_refused_run_stands_still_until_the_controller_has_cancel
     assert bench.launched() == [other.run]
     bench.tell(CancelRun(too_big.run))
     assert bench.launched()[-1] == behind.run
-    assert not bench.scheduler._admission._refused
+    assert "scheduler.admission.refused" not in held("scheduler", bench.scheduler)
 
 
 def test_one_run_at_a_time_is_refused_for_what_others_hold() -> None:
@@ -818,9 +819,9 @@ def test_without_a_limit_nothing_is_counted() -> None:
     bench.tell(ArrayPlaced(client_id(1, 5), (DEVICE,), 20))
     program = bench.program(1, needs(10**15))
     bench.run(program)
-    assert bench.scheduler._admission.memory is None
+    assert bench.scheduler.admission.memory is None
     assert len(bench.launched()) == 1
-    assert all(task.here.request is None for task in bench.scheduler._in_flight.values())
+    assert all(task.here.reservation is None for task in bench.scheduler.in_flight)
 
 
 def test_memory_is_taken_only_when_everything_else_is_there() -> None:
@@ -903,9 +904,9 @@ def host_with(world: World, island: str, limit_bytes: int | None) -> None:
 
 def check_memory_is_free(world: World) -> None:
     for island, scheduler in world.schedulers.items():
-        admission = scheduler._admission
-        assert not admission._blocked
-        assert not admission._refused
+        admission = scheduler.admission
+        waiting = ("gathering", "blocked", "refused")
+        assert not held("", scheduler).keys() & {f".admission.{name}" for name in waiting}
         if admission.memory is not None:
             assert admission.memory.claims == 0
             assert not admission.memory.arriving
@@ -955,9 +956,9 @@ def test_what_is_counted_at_rest_is_what_is_alive() -> None:
         (z,) = client.run(stay, y)
         np.testing.assert_array_equal(client.value(z), np.arange(LARGE) + 3)
         used = {
-            island: scheduler._admission.memory.used_bytes(DeviceAddress(f"{island}0", 0))
+            island: scheduler.admission.memory.used_bytes(DeviceAddress(f"{island}0", 0))
             for island, scheduler in world.schedulers.items()
-            if scheduler._admission.memory is not None
+            if scheduler.admission.memory is not None
         }
         assert used == {"a": LARGE_SHARD, "b": 2 * LARGE_SHARD}
         client.delete(kept, y, z)
@@ -977,7 +978,7 @@ def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
     if deleted:
         client.delete(array)
     world.settle()
-    memory = world.schedulers["a"]._admission.memory
+    memory = world.schedulers["a"].admission.memory
     assert memory is not None
     assert memory.arriving == {array}
     assert memory.used_bytes(DeviceAddress("a0", 0)) == LARGE_SHARD

@@ -19,7 +19,7 @@ import pw
 from pw.client.connection import current
 from pw.core.errors import Error, ErrorReport
 from pw.core.messages import PeerLost, Run
-from pw.sched.island.quarantine import STRIKES, Suspects
+from pw.sched.island.quarantine import STRIKES, Quarantine
 from pw.testing import InProcessCluster
 from pw.transport import codec
 from tests import test_controller, test_lineage, test_rebuild, test_session
@@ -188,12 +188,11 @@ def test_no_controller() -> None:
 
 def test_a_program_that_crashes_its_hosts() -> None:
     for crash, kind in (("compiling", pw.CompileError), ("running", pw.ComputationFailed)):
-        suspects, body = Suspects(), chain([split(1, 2)])
-        suspects.install(1, body)
+        quarantine, body = Quarantine(), chain([split(1, 2)])
+        quarantine.install(1, body)
         for _ in range(STRIKES):
-            at_work = {1: ["h"]} if crash == "compiling" else {}
-            suspects.host_lost("h", at_work, [1])
-        refusal = suspects.install(1, body) or suspects.refusal(1)
+            quarantine.host_lost([1] if crash == "compiling" else [], [1])
+        refusal = quarantine.install(1, body) or quarantine.refusal(1)
         assert refusal is not None
         error = refusal.exception()
         assert type(error) is kind

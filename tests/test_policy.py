@@ -10,8 +10,9 @@ import pytest
 
 from pw.core.messages import UploadEnded
 from pw.sched.island import window
-from pw.sched.island.policy import Account, ProportionalShare
-from pw.sched.island.scheduler import UNKNOWN_AT_ONCE
+from pw.sched.island.launching import UNKNOWN_AT_ONCE
+from pw.sched.island.policy import ProportionalShare
+from pw.sched.island.window import Account
 from tests.test_scheduler import Bench, runs_on
 
 

@@ -37,6 +37,7 @@ from pw.core.messages import (
     Release,
     RemoveClient,
     Replicate,
+    RunRefused,
     SegmentDone,
     SegmentLaunched,
     Submit,
@@ -46,8 +47,11 @@ from pw.core.plan import Execute, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.sched.island import window
+from pw.sched.island.launching import UNKNOWN_AT_ONCE
 from pw.sched.island.policy import POLICIES
-from pw.sched.island.scheduler import UNKNOWN_AT_ONCE, IslandScheduler
+from pw.sched.island.quarantine import STRIKES
+from pw.sched.island.scheduler import IslandScheduler
+from pw.testing.sim.census import held
 from pw.transport import codec
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, join, split
@@ -163,8 +167,8 @@ def test_a_client_may_go_at_any_moment() -> None:
         for scheduler in world.schedulers.values():
             assert not scheduler.queued
             assert not scheduler.launched
-            assert not scheduler._waiting_uploads
-            assert not scheduler._programs
+            other_client = {"scheduler.queues.clients", "scheduler.window.part_of"}
+            assert held("scheduler", scheduler).keys() <= other_client
 
 
 def test_a_launch_that_is_missing_ends_the_epoch_of_its_island_only() -> None:
@@ -471,7 +475,7 @@ def test_a_segment_has_ended_when_all_have_said_so_who_see_its_end() -> None:
     bench.end(launch, 5)
     assert bench.world.to(CONTROL, SegmentDone) == [SegmentDone(submit.run, 7, 7)]
     assert bench.scheduler.launched == 0
-    assert not bench.scheduler._reporting
+    assert "scheduler.in_flight.reporting" not in held("scheduler", bench.scheduler)
 
 
 def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
@@ -483,12 +487,14 @@ def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
     bench.end(bench.launches()[0])
     hangs = bench.submission(2, hosts=("h0",))
     bench.tell(hangs)
-    blamed: list[int] = []
-    bench.scheduler._suspects.host_lost = lambda host, compiling, running: blamed.extend(running)  # type: ignore[method-assign]
     bench.tell(CancelRun(hangs.run, "overdue", 0.0))
     assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
-    bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
-    assert blamed == [client_id(2, 1)]
+    assert bench.scheduler.in_flight.programs_on("h0") == [client_id(2, 1)]
+    for _ in range(STRIKES):
+        bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
+        bench.tell(IslandFormed("i", 1, bench.hosts), hangs)
+    (refused,) = bench.world.to(CONTROL, RunRefused)
+    assert refused.run == hangs.run
 
 
 def test_who_has_gone_well_for_long_is_not_blamed_for_a_crash() -> None:
@@ -504,10 +510,8 @@ def test_who_has_gone_well_for_long_is_not_blamed_for_a_crash() -> None:
     bench.end(bench.launches()[1])
     bench.world.now_s += 100
     bench.tell(bench.submission(4, hosts=("h1",)))
-    blamed: list[int] = []
-    bench.scheduler._suspects.host_lost = lambda host, compiling, running: blamed.extend(running)  # type: ignore[method-assign]
-    bench.tell(IslandLost("i", 1, ErrorReport("HostLost", "gone"), "h0"))
-    assert blamed == [client_id(3, 1), client_id(1, 1)]
+    at_work = bench.scheduler.in_flight.programs_on("h0")
+    assert at_work == [client_id(3, 1), client_id(1, 1)]
 
 
 def test_who_waits_for_an_input_is_behind_those_who_pass() -> None:
@@ -518,7 +522,7 @@ def test_who_waits_for_an_input_is_behind_those_who_pass() -> None:
     waits, hangs, behind = (bench.submission(client) for client in (1, 2, 3))
     bench.tell(waits, hangs, behind)
     scheduler, held = bench.scheduler, executor_of("h0")
-    at_work = scheduler._at_work
+    at_work = scheduler.in_flight.programs_on
     assert at_work("h0") == [client_id(1, 1)]
     bench.tell(Held(1, ((waits.run, 7),), ()), sender=held)
     assert at_work("h0") == [client_id(2, 1)]
@@ -635,7 +639,7 @@ def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
     (refused,) = bench.world.to(CONTROL, ProgramInstalled)
     assert (refused.program, refused.install) == (number, 3)
     assert "no frame holds it" in refused.error.message
-    assert not bench.scheduler._programs[number].compiling
+    assert not bench.scheduler.programs[number].compiling
 
 
 def test_deletes_never_overtake_runs() -> None:
@@ -650,7 +654,7 @@ def test_deletes_never_overtake_runs() -> None:
     assert kinds[-2:] == [Launch, Discard]
     (discard,) = bench.world.to(executor_of("h0"), Discard)
     assert (discard.arrays, discard.programs) == ((5,), (program,))
-    assert not bench.scheduler._programs, "what is known of a program goes with it"
+    assert not bench.scheduler.programs, "what is known of a program goes with it"
 
 
 def test_what_all_hosts_of_a_gang_drop_in_a_turn_is_one_message() -> None:
@@ -675,7 +679,7 @@ def test_the_uploads_a_gone_client_waited_for_are_forgotten() -> None:
     bench.tell(bench.submission(1, awaits=(client_id(1, 9),)))
     bench.end(Launch(1, 0, 0, 0, 0, True, None, True))
     bench.tell(RemoveClient(1))
-    assert not bench.scheduler._waiting_uploads
+    assert not held("scheduler", bench.scheduler)
     (discard,) = bench.world.to(executor_of("h1"), Discard)
     assert discard.clients == (1,)
 
@@ -741,6 +745,6 @@ def test_a_client_that_leaves_while_hosts_compile_leaves_nothing() -> None:
     plan = HostPlan("h0", (), (), (), ())
     program, body = client_id(1, 2), Program("p", (), (), (), ())
     bench.tell(InstallProgram(program, body, (plan,), (), install=1), RemoveClient(1))
-    assert not bench.scheduler._programs
+    assert not bench.scheduler.programs
     bench.tell(Installed(1, program, None, install=1), sender=executor_of("h0"))
     assert not bench.world.to(CONTROL, ProgramInstalled)

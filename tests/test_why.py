@@ -39,7 +39,7 @@ from pw.core.messages import (
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.sched.control.explain.story import BUSY_S, story
-from pw.sched.island.names import Names
+from pw.sched.island.layout import names_of
 from pw.testing import InProcessCluster
 from tests.actors import Alarm, World
 from tests.daemons import start_module, until
@@ -463,5 +463,5 @@ def test_a_part_of_a_program_is_called_after_what_all_its_hosts_compute() -> Non
     at = {4: Binding(4, "a", (DeviceAddress("a0", 0), DeviceAddress("a1", 0)))}
     places = [msgspec.structs.replace(split(4, 1), placement=Placement(4, (n,))) for n in (0, 1)]
     body = chain(places)
-    names = Names.of(InstallProgram(1, body, lower(body, at).hosts, ()))
+    names = names_of(InstallProgram(1, body, lower(body, at).hosts, ()))
     assert names.segments == {0: ("stage 0", "stage 1")}

@@ -12,8 +12,9 @@ from pw.core.plan import Execute, Free, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.sched.island import window
+from pw.sched.island.layout import sites_of
 from pw.sched.island.policy import ProportionalShare
-from pw.sched.island.window import Footprint, Window, places_of
+from pw.sched.island.window import Footprint, Window
 from tests.test_policy import Wants
 
 PLACES = "abcdef"
@@ -80,7 +81,7 @@ def test_where_each_segment_of_a_program_runs() -> None:
         "p", (computation(0, 2), computation(3), computation(2, python=True)), (), (), ()
     )
     plans = (plan("h0", (wide,), (), (Free((1,)),)), plan("h1", (wide, one), (function,)))
-    assert places_of(InstallProgram(1, body, plans, ())) == {
+    assert sites_of(InstallProgram(1, body, plans, ())) == {
         0: {devices[0], devices[2], devices[3]},
         1: {"h1"},
         2: {"h0"},
@@ -102,7 +103,7 @@ def test_parts_are_joined_when_what_divided_them_has_gone() -> None:
     assert ahead.is_open(ahead.footprint((7,)), False)
     del whole
     ahead.tidy()
-    assert not ahead._part_of
+    assert not ahead.sites
 
 
 def test_nobody_owes_for_where_it_never_was() -> None:

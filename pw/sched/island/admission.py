@@ -1,43 +1,56 @@
-"""Which runs may take memory on an island, and when (DESIGN G5).
+"""Admits runs to the device memory of an island (DESIGN G5).
 
-Theory of operation. A run is admitted before its first segment is launched: its peak is reserved beside
-what live arrays and admitted runs hold. From then on it never waits for memory. A run that is chosen and
-does not fit waits, and others that fit may pass it, but only `PATIENCE` times: after that nobody else is
-admitted before it, so the island drains until it fits. Three ends are possible: it fits; it could not
-have the island to itself, and is refused at once; or nothing is in flight on the island any more that
-could free memory, and it is refused with the names of those who hold it. (A run that is alone on the
-island, arrays included, either fits or never will.) An upload under way is in flight, too: its array may
-have been deleted meanwhile, and what waits for it may free others. But one that begins later is not, or
-somebody who uploads all the time could keep a run from its end. A refused run stays at the head of its
-client's queue until the controller cancels it, so that later runs that need its results cannot slip by.
+Theory of operation. A run is admitted before its first segment is launched: its peak is reserved
+beside the memory of live arrays and admitted runs. From then on it never waits for memory. A run
+that is picked and does not fit waits. Others that fit may pass it, but only `PATIENCE` times: after
+that no other run is admitted before it, so the island drains until it fits. There are three ends.
+The run fits. Or it would not even fit alone, and is refused at once. Or nothing in flight on the
+island can free memory any more, and the run is refused with the names of those that hold it. (A run
+that has the island to itself, arrays included, either fits or never will.) An upload also counts as
+in flight: its array may have been deleted meanwhile, and runs that wait for it may free others.
+Uploads that begin later do not count, or a client that uploads all the time could keep a run from
+its end. A refused run stays at the head of its client's queue until the controller cancels it, so
+that later runs that need its results stay behind it.
 
-Runs on several islands. If a run were launched on one island while it waits for memory on another, two
-runs could each hold what the other waits for. So such a run is admitted on all of its islands before it
-is launched on any, in two rounds. First, each island tells the run's first island (by name) when the run
-is at the head of its client's queue there, and all its uploads have come. Then the islands reserve one
-after the other, in the order of their names; the last tells all that the run is admitted. An island
-whose memory has no limit takes part, too, and lets everything pass.
+Runs on several islands. If a run were launched on one island while it waits for memory on another,
+two runs could each hold the memory that the other waits for. So such a run is admitted on all of
+its islands before it is launched on any, in two rounds. First, each island tells the run's first
+island (by name) when the run is at the head of its client's queue there and all its uploads have
+ended. Then the islands reserve one after the other, in the order of their names; the last one tells
+all others that the run is admitted. An island without a memory limit takes part and lets everything
+pass.
 
-Why no circle of waiting can come of it. Whoever holds memory is at the head of its client's queue on
-each of its islands, so it never waits for another run of its client. Suppose some run waits for memory
-and nothing ever changes, and let I be the island with the greatest name on which any run waits for
-memory. Those who hold memory on I hold it for live arrays, or are runs. Such a run is either admitted
+Why runs cannot wait in a circle. A run that holds memory is at the head of its client's queue on
+each of its islands, so it never waits for another run of its client. Suppose that some run waits
+for memory and nothing ever changes. Let I be the island with the greatest name on which any run
+waits for memory. Memory on I is held by live arrays or by runs. Such a run is either admitted
 everywhere, or waits for memory on an island with a greater name, which was excluded. A run that is
-admitted everywhere and at the head of its queues waits for nothing but the launches of its own producers,
-which do not form a circle (`pw.core.segments`), and for the window, which opens because launched work
-waits only for work launched before it (G4). So it ends. Hence in time no run holds memory on I, and
-then the run that waits there fits or is refused. Passing, and not being allowed to pass, change only
-which of those who wait on the same island goes first.
+admitted everywhere and at the head of its queues waits only for the launches of its own producers,
+which form no circle (`pw.core.segments`), and for the window, which opens because launches in
+flight wait only for launches before them (G4). So it ends. In time no run holds memory on I, and
+then the run that waits there fits or is refused. Passing changes only which of the runs that wait
+on one island goes first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pw.core.actor import Env
+from pw.core.actor import Env, Part, handles
 from pw.core.errors import ErrorReport, OutOfDeviceMemory
-from pw.core.ids import CONTROL, client_of, scheduler_of
-from pw.core.messages import ReserveRun, RunAdmitted, RunAtHead, RunRefused, Submit
+from pw.core.ids import CONTROL, Address, client_of, scheduler_of
+from pw.core.messages import (
+    ArrayPlaced,
+    IslandFormed,
+    IslandLost,
+    RemoveClient,
+    ReserveRun,
+    RunAdmitted,
+    RunAtHead,
+    RunRefused,
+    Submit,
+    UploadEnded,
+)
 from pw.sched.island.memory import Claim, DeviceMemory
 
 PATIENCE = 32
@@ -45,7 +58,7 @@ PATIENCE = 32
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Reservation:
     """One run's way to admission on this island."""
 
     run: int
@@ -58,44 +71,70 @@ class Request:
     heads_missing: int
     """On the first island: islands on which the run is not at the head of its queue."""
     has_told: bool = False
-    """This island has said that the run is at the head of its queue."""
+    """This island has told the first island that the run is at the head of its queue."""
     has_turn: bool = False
+    """It is this island's turn to reserve for a run on several islands."""
     is_admitted: bool = False
     was_launched: bool = False
     claim: Claim | None = None
     passed: int = 0
     """How many runs were admitted while this one waited for memory."""
     tried_at: int = -1
-    """`DeviceMemory.frees` when it was found not to fit."""
+    """`DeviceMemory.frees` when it last did not fit."""
     hopes: frozenset[int] | None = None
-    """Arrays that were on their way when first nothing else could make room."""
+    """Uploads in flight when nothing else could free memory for the first time."""
 
 
-class Admission:
+@dataclass(eq=False, repr=False)
+class Admission(Part):
     """Admits runs to the memory of one island."""
 
-    def __init__(self, env: Env, island: str) -> None:
-        self._env = env
-        self._island = island
-        self.memory: DeviceMemory | None = None
-        """None where nothing limits it."""
-        self._blocked: dict[int, Request] = {}
-        """Runs that were chosen and did not fit, the oldest first."""
-        self._refused: set[int] = set()
-        """Runs that the controller has been asked to cancel."""
+    env: Env
+    island: str
+    memory: DeviceMemory | None = field(default=None, init=False)
+    """None where nothing limits it."""
+    _gathering: dict[int, Reservation] = field(default_factory=dict, init=False)
+    """Runs on several islands that have not ended here."""
+    _blocked: dict[int, Reservation] = field(default_factory=dict, init=False)
+    """Runs that were picked and did not fit, the oldest first."""
+    _refused: set[int] = field(default_factory=set, init=False)
+    """Runs that the controller has been asked to cancel."""
 
-    def reset(self, capacity_bytes: int | None) -> None:
-        """Start anew, with nothing held."""
+    @handles(IslandFormed)
+    def _formed(self, sender: Address, message: IslandFormed) -> None:
+        self._reset(message.device_memory_bytes)
+
+    @handles(IslandLost)
+    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+        self._reset(None)
+
+    def _reset(self, capacity_bytes: int | None) -> None:
         unlimited = capacity_bytes is None
-        self.memory = None if unlimited else DeviceMemory(self._island, capacity_bytes or 0)
+        self.memory = None if unlimited else DeviceMemory(self.island, capacity_bytes or 0)
+        self._gathering.clear()
         self._blocked.clear()
         self._refused.clear()
 
-    def request(self, submit: Submit) -> Request | None:
-        """A run's request; None if memory limits it nowhere."""
+    @handles(ArrayPlaced)
+    def _array_placed(self, sender: Address, message: ArrayPlaced) -> None:
+        if self.memory is not None:
+            self.memory.place(message.array, message.devices, message.shard_bytes)
+
+    @handles(UploadEnded)
+    def _upload_ended(self, sender: Address, message: UploadEnded) -> None:
+        if self.memory is not None:
+            self.memory.arrived(message.array)
+
+    @handles(RemoveClient)
+    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+        if self.memory is not None:
+            self.memory.forget(message.client)
+
+    def reservation(self, submit: Submit) -> Reservation | None:
+        """Return a run's way to admission; None if memory limits it nowhere."""
         if self.memory is None and not submit.islands:
             return None
-        return Request(
+        reservation = Reservation(
             submit.run,
             submit.program,
             submit.args,
@@ -104,103 +143,132 @@ class Admission:
             len(submit.segments),
             len(submit.islands),
         )
+        if submit.islands:
+            self._gathering[submit.run] = reservation
+        return reservation
 
-    def may_be_chosen(self, request: Request) -> bool:
-        """Whether the policy may choose this run, which is at the head of its queue.
+    def may_be_chosen(self, reservation: Reservation) -> bool:
+        """Whether the policy may pick this run, which is at the head of its queue.
 
-        A run on several islands may only when it has been admitted on all.
+        A run on several islands may be picked when all of them have admitted it.
         """
-        if not request.islands:
-            return request.run not in self._refused
-        if not request.has_told:
-            request.has_told = True
-            first = request.islands[0]
-            if first == self._island:
-                self.is_at_head(request)
+        if not reservation.islands:
+            return reservation.run not in self._refused
+        if not reservation.has_told:
+            reservation.has_told = True
+            first = reservation.islands[0]
+            if first == self.island:
+                self._is_at_head(reservation)
             else:
-                self._env.send(scheduler_of(first), RunAtHead(request.run))
-        return request.is_admitted or (request.has_turn and self.admit(request))
+                self.env.send(scheduler_of(first), RunAtHead(reservation.run))
+        return reservation.is_admitted or (reservation.has_turn and self.admit(reservation))
 
-    def is_at_head(self, request: Request) -> None:
-        """The run is next of its client on one more island."""
-        request.heads_missing -= 1
-        request.has_turn = not request.heads_missing
+    @handles(RunAtHead)
+    def _at_head_elsewhere(self, sender: Address, message: RunAtHead) -> None:
+        if (reservation := self._known(message.run)) is not None:
+            self._is_at_head(reservation)
 
-    def admit(self, request: Request) -> bool:
-        """Reserve a run's memory if it fits now; True when the run may be launched."""
-        if self.memory is not None and not self._reserve(self.memory, request):
+    def _is_at_head(self, reservation: Reservation) -> None:
+        """A run is at the head of its queue on one more island."""
+        reservation.heads_missing -= 1
+        reservation.has_turn = not reservation.heads_missing
+
+    @handles(ReserveRun)
+    def _turn_to_reserve(self, sender: Address, message: ReserveRun) -> None:
+        if (reservation := self._known(message.run)) is not None:
+            reservation.has_turn = True
+
+    @handles(RunAdmitted)
+    def _admitted_elsewhere(self, sender: Address, message: RunAdmitted) -> None:
+        if (reservation := self._known(message.run)) is not None:
+            reservation.is_admitted = True
+
+    def _known(self, run: int) -> Reservation | None:
+        reservation = self._gathering.get(run)
+        if reservation is None:
+            self.env.count("messages_stale")
+        return reservation
+
+    def admit(self, reservation: Reservation) -> bool:
+        """Reserve a run's memory if it fits now. Return whether the run may be launched."""
+        if self.memory is not None and not self._reserve(self.memory, reservation):
             return False
-        request.has_turn = False
-        place = request.islands.index(self._island) if request.islands else -1
-        request.is_admitted = place == len(request.islands) - 1
-        if not request.is_admitted:
-            self._env.send(scheduler_of(request.islands[place + 1]), ReserveRun(request.run))
+        reservation.has_turn = False
+        at = reservation.islands.index(self.island) if reservation.islands else -1
+        reservation.is_admitted = at == len(reservation.islands) - 1
+        if not reservation.is_admitted:
+            self.env.send(scheduler_of(reservation.islands[at + 1]), ReserveRun(reservation.run))
             return False
-        for island in request.islands[:-1]:
-            self._env.send(scheduler_of(island), RunAdmitted(request.run))
+        for island in reservation.islands[:-1]:
+            self.env.send(scheduler_of(island), RunAdmitted(reservation.run))
         return True
 
-    def _overdue(self) -> Request | None:
-        for request in self._blocked.values():
-            if request.passed >= PATIENCE:
-                return request
+    def _overdue(self) -> Reservation | None:
+        for reservation in self._blocked.values():
+            if reservation.passed >= PATIENCE:
+                return reservation
         return None
 
-    def _reserve(self, memory: DeviceMemory, request: Request) -> bool:
-        if request.run in self._refused or request.tried_at == memory.frees:
+    def _reserve(self, memory: DeviceMemory, reservation: Reservation) -> bool:
+        if reservation.run in self._refused or reservation.tried_at == memory.frees:
             return False
         overdue = self._overdue() if self._blocked else None
-        if overdue is not None and overdue is not request:
+        if overdue is not None and overdue is not reservation:
             return False
-        request.claim = memory.reserve(request.program, request.args, request.results)
-        if request.claim is None:
-            request.tried_at = memory.frees
-            error = memory.never_fits(request.program, request.args)
+        reservation.claim = memory.reserve(
+            reservation.program, reservation.args, reservation.results
+        )
+        if reservation.claim is None:
+            reservation.tried_at = memory.frees
+            error = memory.never_fits(reservation.program, reservation.args)
             if error is not None:
-                self._refuse(request, error)
+                self._refuse(reservation, error)
             else:
-                self._blocked.setdefault(request.run, request)
+                self._blocked.setdefault(reservation.run, reservation)
             return False
-        self._blocked.pop(request.run, None)
+        self._blocked.pop(reservation.run, None)
         for other in self._blocked.values():
             other.passed += 1
         return True
 
     def refuse_if_stuck(self) -> None:
-        """Nothing can be launched: if nothing in flight can free memory either, a run must fail.
+        """Refuse one run if nothing can be launched and nothing in flight can free memory.
 
-        One at a time, because what its client then drops may be what others wait for.
+        Only one, because its client then drops arrays, and others may wait for that memory.
         """
         memory = self.memory
         if memory is None or not self._blocked or self._refused or memory.claims:
             return
-        request = self._overdue() or next(iter(self._blocked.values()))
-        if request.hopes is None:
-            request.hopes = frozenset(memory.arriving)
-        if not memory.arriving.isdisjoint(request.hopes):
+        reservation = self._overdue() or next(iter(self._blocked.values()))
+        if reservation.hopes is None:
+            reservation.hopes = frozenset(memory.arriving)
+        if not memory.arriving.isdisjoint(reservation.hopes):
             return
-        client = client_of(request.run)
-        self._refuse(request, memory.no_room(request.program, request.args, client))
+        client = client_of(reservation.run)
+        self._refuse(reservation, memory.no_room(reservation.program, reservation.args, client))
 
-    def _refuse(self, request: Request, error: OutOfDeviceMemory) -> None:
-        self._blocked.pop(request.run, None)
-        self._refused.add(request.run)
-        self._env.count("runs_refused")
-        self._env.send(CONTROL, RunRefused(request.run, ErrorReport.of(error)))
+    def _refuse(self, reservation: Reservation, error: OutOfDeviceMemory) -> None:
+        self._blocked.pop(reservation.run, None)
+        self._refused.add(reservation.run)
+        self.env.count("runs_refused")
+        self.env.send(CONTROL, RunRefused(reservation.run, ErrorReport.of(error)))
 
-    def segments_ended(self, request: Request, count: int = 1) -> None:
-        """So many segments of an admitted run have ended here, or never will be launched."""
-        request.segments_left -= count
-        if request.segments_left or self.memory is None or request.claim is None:
+    def segments_ended(self, reservation: Reservation, count: int = 1) -> None:
+        """So many segments of a run have ended here, or were cancelled."""
+        reservation.segments_left -= count
+        if reservation.segments_left:
             return
-        claim, request.claim = request.claim, None
-        if request.was_launched:
+        self._gathering.pop(reservation.run, None)
+        if self.memory is None or reservation.claim is None:
+            return
+        claim, reservation.claim = reservation.claim, None
+        if reservation.was_launched:
             self.memory.end(claim)
         else:
             self.memory.withdraw(claim)
 
-    def give_up(self, request: Request, segments: int) -> None:
-        """These segments, the last ones of a run, have been cancelled before they were launched."""
-        self._blocked.pop(request.run, None)
-        self._refused.discard(request.run)
-        self.segments_ended(request, segments)
+    def withdraw(self, reservation: Reservation, segments: int) -> None:
+        """The last segments of a run here were cancelled before they were launched."""
+        self._blocked.pop(reservation.run, None)
+        self._refused.discard(reservation.run)
+        self.segments_ended(reservation, segments)

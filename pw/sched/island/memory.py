@@ -1,21 +1,23 @@
 """The device memory of one island as its scheduler counts it, before anything is launched.
 
-Three things take memory: buffers of live arrays, reservations of admitted runs, and nothing else. A run
-that is admitted reserves its peak on every device (`pw.core.peak`). When it has ended, the reservation
-goes and what it made is counted as buffers. A buffer is counted as long as an array has it (several may:
-a program can return its argument, or one value twice) or a run in flight reads it: a delete or a donation
-takes the name away at once, and the bytes come back when nobody in flight can touch them any more.
+Three things take memory: buffers of live arrays, reservations of admitted runs, and nothing else. A
+run that is admitted reserves its peak on every device (`pw.core.peak`). When it has ended, the
+reservation goes and what it made is counted as buffers. A buffer is counted as long as an array has
+it (several may: a program can return its argument, or one value twice) or a run in flight reads it:
+a delete or a donation takes the name away at once, and the bytes come back when nobody in flight
+can touch them any more.
 
-Temporaries are reserved once for all runs in flight, as much as the one that needs most of them: a device
-computes one thing after the other, and what one has used is there for the next. So a program with large
-temporaries is still launched ahead. A run's peak is therefore kept in two parts: what it reserves for
-itself, and what its computations add to that for temporaries.
+Temporaries are reserved once for all runs in flight, as much as the one that needs most of them: a
+device computes one thing after the other, and what one has used is there for the next. So a program
+with large temporaries is still launched ahead. A run's peak is therefore kept in two parts: what it
+reserves for itself, and what its computations add to that for temporaries.
 
-What is launched can therefore always allocate: on each device buffers and reservations together never
-exceed the capacity by an admission. Uploads are not admitted; they only take away from what is left.
+What is launched can therefore always allocate: on each device buffers and reservations together
+never exceed the capacity by an admission. Uploads are not admitted; they only take away from what
+is left.
 
-All buffers on the same devices are counted as one number until somebody looks, so that an array costs an
-addition, and a run a few vector operations over the devices that its program touches.
+All buffers on the same devices are counted as one number until somebody looks, so that an array
+costs an addition, and a run a few vector operations over the devices that its program touches.
 """
 
 from __future__ import annotations

@@ -1,44 +1,45 @@
-"""Programs that crash their hosts: a compiler or a kernel may end the process instead of raising.
+"""Refuses programs that crash their hosts: a compiler or a kernel may end the process instead of
+raising.
 
-Running such a program again is no recovery, it is the next crash, and soon no host is left for anybody. So
-whenever a host is lost, what it was working at is suspected: the oldest program that it was compiling, as hosts
-compile in order; else the program of the oldest segment that was launched there, and if devices work at
-different ones, that which had its turn last: the others had gone well for longer. A program that was
-suspected `STRIKES` times in a row, and has not once been compiled (or run) in between, is refused from then
-on. Programs are known by their artifacts, so that it does not help to register one again.
+To run such a program again only crashes the next host. So when a host is lost, one program gets a
+strike: the oldest that the host was compiling, as hosts compile in order; else the program of the
+oldest launch there. If devices work at different launches, it is the one that had its turn last,
+since the others had run longer without harm. A program with `STRIKES` strikes, none followed by a
+success, is refused from then on. Programs are known by their artifacts, so it does not help to
+register one again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from pw.core.actor import Part, handles
 from pw.core.errors import CompileError, ComputationFailed, ErrorReport
-from pw.core.ids import client_of
+from pw.core.ids import Address, client_of
+from pw.core.messages import RemoveClient
 from pw.core.program import Program
 
 STRIKES = 4
 """Fewer than the crashes after which a host's supervisor gives up."""
-
 REMEMBERED = 1024
-"""Suspicions that are kept; they outlive the client whose program it was."""
-
-_Deed = tuple[str, tuple[bytes, ...]]
-"""Compiling or running, and what."""
+"""Strikes that are kept; they outlive the client that owns the program."""
 
 
-class Suspects:
-    """What the hosts of one island were lost over."""
+class Quarantine(Part):
+    """Counts the strikes of the programs of one island."""
 
     def __init__(self) -> None:
         self._programs: dict[int, tuple[str, tuple[bytes, ...]]] = {}
-        self._strikes: dict[_Deed, int] = {}
+        """The name and artifacts of installed programs."""
+        self._strikes: dict[tuple[str, tuple[bytes, ...]], int] = {}
+        """By "compiled" or "ran", and artifacts."""
 
     def __bool__(self) -> bool:
-        """Whether anything is suspected."""
+        """Whether any program has a strike."""
         return bool(self._strikes)
 
     def install(self, program: int, body: Program) -> ErrorReport | None:
-        """A program is to be compiled; the reason if it must not be."""
+        """Return the error if a program must not be compiled."""
         artifacts = tuple(computation.artifact for computation in body.computations)
         self._programs[program] = (body.name, artifacts)
         if self._strikes.get(("compiled", artifacts), 0) < STRIKES:
@@ -46,48 +47,41 @@ class Suspects:
         return ErrorReport.of(CompileError(_words("compiled", body.name)))
 
     def refusal(self, program: int) -> ErrorReport | None:
-        """A program is to be run; the reason if it must not be."""
+        """Return the error if a program must not be run."""
         name, artifacts = self._programs.get(program, ("", ()))
         if self._strikes.get(("ran", artifacts), 0) < STRIKES:
             return None
         return ErrorReport.of(ComputationFailed(_words("ran", name)))
 
     def uninstall(self, program: int) -> None:
-        """The program is not known any more; what it is suspected of is."""
+        """Forget a program, but not its strikes."""
         self._programs.pop(program, None)
 
-    def forget(self, client: int) -> None:
-        """Nothing of a client is known any more."""
-        for program in [program for program in self._programs if client_of(program) == client]:
+    @handles(RemoveClient)
+    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+        for program in [p for p in self._programs if client_of(p) == message.client]:
             del self._programs[program]
 
     def compiled(self, program: int) -> None:
-        """All hosts have compiled it."""
+        """All hosts have compiled a program."""
         self._clear("compiled", program)
 
     def ran(self, program: int) -> None:
-        """A segment of it has ended."""
+        """A launch of a program has ended."""
         self._clear("ran", program)
 
-    def host_lost(
-        self,
-        host: str,
-        compiling: Mapping[int, Iterable[str]],
-        running: Iterable[int],
-    ) -> None:
-        """A host has ended unasked.
+    def host_lost(self, compiling: Iterable[int], running: Iterable[int]) -> None:
+        """A host has ended by itself: strike one program.
 
         Args:
-            host: which one.
-            compiling: the hosts that were compiling each program, the oldest first.
-            running: what it was running, the likeliest first.
+            compiling: the programs that it was compiling, the oldest first.
+            running: the programs that it was running, the likeliest culprit first.
         """
-        compiled = [program for program, hosts in compiling.items() if host in hosts]
-        for did, programs in (("compiled", compiled), ("ran", running)):
+        for did, programs in (("compiled", compiling), ("ran", running)):
             for program in programs:
                 if program in self._programs:
-                    deed = (did, self._programs[program][1])
-                    self._strikes[deed] = self._strikes.pop(deed, 0) + 1
+                    key = (did, self._programs[program][1])
+                    self._strikes[key] = self._strikes.pop(key, 0) + 1
                     if len(self._strikes) > REMEMBERED:
                         del self._strikes[next(iter(self._strikes))]
                     return
@@ -99,7 +93,7 @@ class Suspects:
 
 def _words(did: str, name: str) -> str:
     return (
-        f"hosts were lost {STRIKES} times in a row while they {did} {name!r}, so it is not tried again. The "
-        "logs of the hosts say how they ended; change the function, or divide it to find out which "
-        "part does that"
+        f"hosts crashed {STRIKES} times in a row while they {did} {name!r}, so it is not tried again. "
+        "The logs of the hosts say how they ended; change the function, or divide it to find out which "
+        "part crashes them"
     )

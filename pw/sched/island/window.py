@@ -1,13 +1,15 @@
-"""How far launches run ahead of what has ended: enough to keep devices busy, no further than others may wait.
+"""How far launches run ahead of what has ended, on each device.
 
-What has been launched has its turn before all that comes later, whoever that belongs to. So launches that have
-not ended are counted, with the time that they are expected to take, where they run: on each device, and on the
-host where what is launched computes nothing on a device (a Python function, or only transfers). A segment may
-be launched when there is room everywhere it runs; what is full elsewhere does not hold it up.
+Devices work in launch order, so a newcomer waits for everything that is in flight. The window
+therefore bounds the launches in flight, by number and by expected time: enough to keep a device
+busy, no more than another client may wait for. It counts at each *site* where a launch runs: on
+each device, and on the host where a segment uses no device (a Python function, or only transfers).
+A launch may go when all its sites have room; a full site elsewhere does not matter.
 
-A gang's devices are many, and nearly always used together. They are counted once, as one part, until something
-runs on some of them only; then the part is divided, and both halves have what the whole had. So a launch costs
-a step for each part, however many devices there are. Now and then parts are made anew of what is still in use.
+A gang has many devices, nearly always used together. They are counted once, as one part, until a
+segment uses some of them only. Then the part is divided, and both halves have the counts of the
+whole. So a launch costs one step for each part, however many devices there are. Parts are joined
+again from time to time.
 """
 
 from __future__ import annotations
@@ -17,60 +19,83 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
-from pw.core.messages import InstallProgram
-from pw.core.plan import Execute
-from pw.sched.island.policy import Account
-
 SEGMENTS = 256
-"""Launched segments that have not ended, when one client has the island to itself."""
+"""Launches in flight while one client has the island to itself."""
 TIME_US = 50_000.0
-"""The time that they are expected to take: how long a second client may have to wait."""
+"""Their expected time: how long a second client may have to wait."""
 CONTENDED_TIME_US = 5_000.0
-"""The same, when several clients want the island: a longer one leaves the policy less to decide."""
+"""The same while several clients want the island: with more, the policy has less to decide."""
 CONTENDED_SEGMENTS = 32
 FEW = 16
-"""Footprints after which it is not worth to look whether parts can be joined again."""
+"""So many footprints are made before parts are joined again."""
+
+
+@dataclass(slots=True)
+class Account:
+    """How clients have shared the time of some devices, as far as a policy has to know."""
+
+    now: float = 0.0
+    """Virtual time: the pass of the client that was served last."""
+    passes: dict[int, float] = field(default_factory=dict)
+    """For each client, its time there over its share."""
+
+    def copy(self) -> Account:
+        """Return an account of other devices that have been used in the same way so far."""
+        return Account(self.now, dict(self.passes))
+
+    def join(self, other: Account) -> None:
+        """Be the account of other devices as well: a client is ahead by the least of both."""
+        known = self.passes.keys() | other.passes.keys()
+        ahead = {
+            c: min(one.passes.get(c, one.now) - one.now for one in (self, other)) for c in known
+        }
+        self.now = max(self.now, other.now)
+        self.passes = {client: self.now + by for client, by in sorted(ahead.items())}
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Places that have all been used together so far, and what is under way on each of them."""
+    """Sites that have always been used together, with the counts of each of them."""
 
     size: int
     launched: int = 0
+    """Launches in flight."""
     time_us: float = 0.0
+    """Their expected time."""
     turn_s: float = 0.0
-    """Since when it has been the turn of what was launched first there and has not ended."""
+    """When the oldest launch in flight had its turn."""
     account: Account = field(default_factory=Account)
-    """How the time of each of them was shared until now."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Footprint:
-    """Where something runs."""
+    """The sites where a segment runs."""
 
-    places: frozenset[Hashable]
+    sites: frozenset[Hashable]
     parts: list[Part]
 
     @property
     def accounts(self) -> list[Account]:
-        """Of all these places."""
+        """The fair-share accounts of all sites."""
         return [part.account for part in self.parts]
 
 
 class Window:
-    """What is under way on one island."""
+    """Counts the launches in flight at each site of one island."""
 
     def __init__(self) -> None:
-        self._part_of: dict[Hashable, Part] = {}
-        self._footprints: WeakValueDictionary[frozenset[Hashable], Footprint]
-        self._footprints = WeakValueDictionary()
-        self._made = 0
-        """How many footprints were made since parts were."""
+        self.clear()
 
-    def footprint(self, places: Iterable[Hashable]) -> Footprint:
-        """The one footprint of these places."""
-        wanted = frozenset(places)
+    def clear(self) -> None:
+        """Forget all sites: the island has left its epoch."""
+        self._part_of: dict[Hashable, Part] = {}
+        self._footprints = WeakValueDictionary[frozenset[Hashable], Footprint]()
+        self._made = 0
+        """Footprints made since parts were joined."""
+
+    def footprint(self, sites: Iterable[Hashable]) -> Footprint:
+        """Return the one footprint of these sites."""
+        wanted = frozenset(sites)
         known = self._footprints.get(wanted)
         if known is None:
             if self._made > 2 * len(self._footprints) + FEW:
@@ -80,19 +105,19 @@ class Window:
         return known
 
     def tidy(self) -> None:
-        """Forget the places where nothing runs any more, and which of the others were ever apart."""
+        """Forget sites without a footprint, and join parts that all footprints use together."""
         before, self._part_of, self._made = self._part_of, {}, 0
         users: defaultdict[Hashable, list[Footprint]] = defaultdict(list)
         for footprint in self._footprints.values():
             footprint.parts.clear()
-            for place in footprint.places:
-                users[place].append(footprint)
+            for site in footprint.sites:
+                users[site].append(footprint)
         parts: dict[tuple[Footprint, ...], Part] = {}
         joined: dict[Part, set[Part]] = {}
-        for place, using in users.items():
-            old, part = before[place], parts.get(tuple(using))
+        for site, using in users.items():
+            old, part = before[site], parts.get(tuple(using))
             if part is None:
-                # Whatever is under way at one of these places is so at all of them.
+                # Each launch in flight at one of these sites is in flight at all of them.
                 part = parts[tuple(using)] = replace(old, size=0, account=old.account.copy())
                 joined[part] = {old}
                 for footprint in using:
@@ -101,11 +126,11 @@ class Window:
                 joined[part].add(old)
                 part.account.join(old.account)
             part.size += 1
-            self._part_of[place] = part
+            self._part_of[site] = part
 
     def _divide(self, wanted: frozenset[Hashable]) -> list[Part]:
-        """The parts that the wanted places are, divided where they are in one with others."""
-        inside = Counter(self._part_of.get(place) for place in wanted)
+        """Return the parts that make up these sites; divide those that also have other sites."""
+        inside = Counter(self._part_of.get(site) for site in wanted)
         becomes: dict[Part | None, Part] = {}
         for part, count in inside.items():
             if part is None:
@@ -118,16 +143,22 @@ class Window:
                 for footprint in self._footprints.values():
                     if part in footprint.parts:
                         footprint.parts.append(half)
-        for place in wanted:
-            self._part_of[place] = becomes[self._part_of.get(place)]
+        for site in wanted:
+            self._part_of[site] = becomes[self._part_of.get(site)]
         return list(becomes.values())
 
     def accounts(self) -> list[Account]:
-        """Of all places."""
+        """Return the accounts of all sites."""
         return [part.account for part in dict.fromkeys(self._part_of.values())]
 
+    @property
+    def sites(self) -> int:
+        """How many sites are counted."""
+        return len(self._part_of)
+
     def is_open(self, footprint: Footprint, contended: bool) -> bool:
-        """Whether there is room for one more launch; `contended` if several clients want the island."""
+        """Whether there is room for one more launch; `contended` if several clients want the
+        island."""
         segments, time_us = SEGMENTS, TIME_US
         if contended:
             segments, time_us = CONTENDED_SEGMENTS, CONTENDED_TIME_US
@@ -137,7 +168,7 @@ class Window:
         return True
 
     def launched(self, footprint: Footprint, time_us: float, now_s: float) -> None:
-        """Something has been launched that is expected to take so long."""
+        """Count a launch that is expected to take `time_us`."""
         for part in footprint.parts:
             if not part.launched:
                 part.turn_s = now_s
@@ -145,30 +176,8 @@ class Window:
             part.time_us += time_us
 
     def ended(self, footprint: Footprint, time_us: float, now_s: float) -> None:
-        """It has ended; `time_us` is what was expected when it was launched."""
+        """A launch has ended that was expected to take `time_us`."""
         for part in footprint.parts:
             part.turn_s = now_s
             part.launched -= 1
             part.time_us -= time_us
-
-
-def places_of(message: InstallProgram) -> dict[int, frozenset[Hashable]]:
-    """Where each segment of a program runs on this island."""
-    bindings = {binding.slice: binding for plan in message.plans for binding in plan.bindings}
-    computations: dict[int, set[int]] = {}
-    hosts: dict[int, set[str]] = {}
-    for plan in message.plans:
-        for part in plan.segments:
-            here = (one.computation for one in part.instructions if isinstance(one, Execute))
-            computations.setdefault(part.segment, set()).update(here)
-            hosts.setdefault(part.segment, set()).add(plan.host)
-    places: dict[int, frozenset[Hashable]] = {}
-    for segment, numbers in computations.items():
-        found: set[Hashable] = set()
-        for number in numbers:
-            computation = message.body.computations[number]
-            placement = computation.placement
-            devices = bindings[placement.slice].located(placement)
-            found.update(d.host for d in devices) if computation.python else found.update(devices)
-        places[segment] = frozenset(found or hosts[segment])
-    return places

@@ -417,7 +417,7 @@ def _impulsive(cluster: SimCluster) -> None:
     """Whoever is there gets the devices, though a client that goes before it is about to come back."""
 
     def spawned(scheduler: IslandScheduler) -> None:
-        scheduler.policy.keeps_places = False
+        scheduler.policy.keeps_devices = False
 
     cluster.on_spawn.append(spawned)
 
@@ -428,7 +428,7 @@ def _merciless(cluster: SimCluster) -> None:
 
     def spawned(scheduler: IslandScheduler) -> None:
         order = scheduler.policy.order
-        scheduler.policy.order = lambda contenders, now_s: order(contenders, -math.inf)  # type: ignore[method-assign]
+        scheduler.policy.order = lambda queues, now_s: order(queues, -math.inf)  # type: ignore[method-assign]
 
     cluster.on_spawn.append(spawned)
 
@@ -438,6 +438,6 @@ def _greedy(cluster: SimCluster) -> None:
     """All that is queued is launched at once, however much is under way."""
 
     def spawned(scheduler: IslandScheduler) -> None:
-        scheduler._window.is_open = lambda footprint, contended: True  # type: ignore[method-assign]
+        scheduler.window.is_open = lambda footprint, contended: True  # type: ignore[method-assign]
 
     cluster.on_spawn.append(spawned)

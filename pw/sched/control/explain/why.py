@@ -35,12 +35,10 @@ from pw.core.messages import (
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.story import story
 from pw.sched.control.ledger import Ledger
-from pw.sched.island.tasks import SegmentTask
+from pw.sched.island.reports import WORK_TOLD
 
 ANSWER_S = 0.8
 """How long hosts have to answer."""
-WORK_TOLD = 8
-"""Segments that a scheduler tells of: those launched longest ago, and those that are next."""
 HOSTS_ASKED = 128
 
 
@@ -247,25 +245,3 @@ class Explainer:
         for number, array in arriving[:WORK_TOLD]:
             hosts = ", ".join(sorted(array.uploading))
             yield f"array {serial_of(number)} to arrive on {hosts}"
-
-
-def waited_for(head: SegmentTask) -> tuple[str, ...]:
-    """What a segment at the head of a client's queue waits for."""
-    reasons = []
-    request = head.here.request
-    if head.awaits:
-        arrays = ", ".join(str(serial_of(array)) for array in sorted(head.awaits))
-        reasons.append(f"the upload of its arguments (array {arrays})")
-    if head.unlaunched:
-        producers = ", ".join(map(str, sorted(head.unlaunched)))
-        reasons.append(f"part {producers} of the same program to be launched on another island")
-    if request is not None and not request.is_admitted:
-        if request.tried_at >= 0:
-            reasons.append("device memory that others hold")
-        elif request.islands:
-            reasons.append(f"all of its islands ({', '.join(request.islands)}) to have room for it")
-    if not reasons:
-        launched = max((part.launched for part in head.footprint.parts), default=0)
-        ahead = f"work that was launched before where it runs, some of which must end first ({launched} there)"
-        reasons.append(ahead if launched else "its turn, which others have where it runs")
-    return tuple(reasons)

@@ -1,0 +1,141 @@
+"""One client's queue on an island: its tasks in order, and what the policy knows about the client."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pw.core.ids import arrays_in
+from pw.core.messages import Copy, CopyFile
+from pw.sched.island.habits import Habit
+from pw.sched.island.launch_states import SegmentTask
+from pw.sched.island.window import Account, Footprint, Part
+
+
+@dataclass(slots=True)
+class DiscardTask:
+    """Arrays, or a program, that hosts drop after the client's earlier work."""
+
+    arrays: tuple[int, ...]
+    hosts: tuple[tuple[str, ...], ...]
+    """The hosts that have each array, or the program."""
+    program: int
+    install: int
+    """The program's installation at that time; a later one is kept."""
+    arrival: int
+
+
+@dataclass(slots=True)
+class CopyTask:
+    """Arrays to copy to host memory or to disk, between the client's earlier and later work."""
+
+    copies: tuple[tuple[str, Copy], ...]
+    files: tuple[tuple[str, CopyFile], ...]
+    arrival: int
+
+
+Task = SegmentTask | DiscardTask | CopyTask
+
+LAST = 1 << 62
+"""The arrival of work that has not come yet."""
+
+
+@dataclass(slots=True, eq=False)
+class ClientQueue:
+    """A client's tasks in order, and its claim on the island."""
+
+    client: int
+    share: float
+    priority: int
+    tasks: deque[Task] = field(default_factory=deque)
+    launched: int = 0
+    """Launches in flight."""
+    came_s: float = -math.inf
+    """When the client last submitted a run."""
+    waits_since_s: float = math.inf
+    """When its queue last changed from empty, or had a launch; inf while no launch is queued."""
+    habit: Habit = field(default_factory=Habit)
+
+    @property
+    def head_arrival(self) -> int:
+        """The arrival of the oldest task."""
+        return self.tasks[0].arrival if self.tasks else LAST
+
+    @property
+    def oldest(self) -> SegmentTask | None:
+        """The oldest queued launch."""
+        for task in self.tasks:
+            if isinstance(task, SegmentTask):
+                return task
+        return None
+
+    @property
+    def footprint(self) -> Footprint | None:
+        """Where the oldest launch runs; without one, where the client is expected again."""
+        return self.habit.footprint if (oldest := self.oldest) is None else oldest.footprint
+
+    @property
+    def accounts(self) -> Sequence[Account]:
+        """The fair-share accounts of all devices of `footprint`."""
+        return () if (footprint := self.footprint) is None else footprint.accounts
+
+    @property
+    def expected_until_s(self) -> float:
+        """Until when devices may be kept for the client while none of its launches can go."""
+        return self.habit.expected_until_s(self.footprint)
+
+    def wants(self, now_s: float) -> Sequence[Part]:
+        """Return where the oldest launch runs; without one, where the client is expected now."""
+        if (oldest := self.oldest) is not None:
+            return oldest.footprint.parts
+        footprint = self.habit.footprint
+        if footprint is None or now_s >= self.habit.expected_until_s(footprint):
+            return ()
+        return footprint.parts
+
+    def submitted(self, tasks: Sequence[SegmentTask], now_s: float) -> None:
+        """Queue the launches of a run."""
+        was_empty = self.oldest is None
+        self.habit.came(now_s, was_empty and bool(self.launched))
+        if was_empty:
+            self.waits_since_s = now_s
+        self.came_s = now_s
+        self.tasks.extend(tasks)
+
+    def take(self, now_s: float) -> None:
+        """Take out the head, which is launched."""
+        head = self.tasks.popleft()
+        assert isinstance(head, SegmentTask)
+        self.launched += 1
+        self.waits_since_s = math.inf if self.oldest is None else now_s
+        self.habit.launched(head.footprint)
+
+    def insert(self, discard: DiscardTask) -> None:
+        """Queue it right behind the last task that may use its arrays: later tasks may need the
+        memory."""
+        arrays = frozenset(discard.arrays)
+        at = len(self.tasks)
+        while at and not _may_use(self.tasks[at - 1], arrays):
+            at -= 1
+        self.tasks.insert(at, discard)
+
+    def cancel(self, run: int) -> None:
+        """Remove the launches of a run."""
+        self.tasks = deque(
+            task for task in self.tasks if not isinstance(task, SegmentTask) or task.here.run != run
+        )
+
+    def clear(self) -> None:
+        """The island has left its epoch."""
+        self.tasks.clear()
+        self.launched = 0
+        self.habit.forget_footprint()
+
+
+def _may_use(task: Task, arrays: frozenset[int]) -> bool:
+    if isinstance(task, SegmentTask):
+        given = task.here.arguments
+        return not (arrays.isdisjoint(arrays_in(given.args)) and arrays.isdisjoint(given.results))
+    return isinstance(task, CopyTask)

@@ -1,0 +1,188 @@
+"""Follows the launches in flight on an island: their turn on the devices, and their end.
+
+A launch cannot be taken back from the devices, so a cancelled run in flight ends by itself within a
+grace period, or with the epoch of its island. Other clients' work is not ended for a run that only
+waits behind it: the epoch ends when the run has had its turn on its devices for `HEAD_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pw.core.actor import Env, Part, handles
+from pw.core.ids import CONTROL, Address, client_of, scheduler_of
+from pw.core.messages import CancelRun, Finished, Held, IslandLost, Progress, SegmentDone
+from pw.core.watchdog import Watchdog
+from pw.sched.island.admission import Admission
+from pw.sched.island.launch_states import Event, SegmentTask
+from pw.sched.island.members import Members
+from pw.sched.island.policy import Policy
+from pw.sched.island.programs import Programs
+from pw.sched.island.quarantine import Quarantine
+from pw.sched.island.queues import Queues
+from pw.sched.island.window import Part as DevicePart
+from pw.sched.island.window import Window
+
+HEAD_S = 1.0
+"""How often to look whether a run that is to end has its turn on the devices."""
+
+Key = tuple[str, int]
+"""A host and the number of a launch there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Overdue:
+    """Timer: this run should have ended."""
+
+    run: int
+    epoch: int
+    reason: str
+    had_turn: bool
+    """Its devices worked at it when the timer was set."""
+
+
+@dataclass(eq=False, repr=False)
+class InFlight(Part):
+    """Finds launches in flight by what hosts report, and says what hosts work at."""
+
+    env: Env
+    members: Members
+    policy: Policy
+    window: Window
+    quarantine: Quarantine
+    admission: Admission
+    programs: Programs
+    queues: Queues
+    watchdog: Watchdog
+    _launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
+    """By the first host of the gang."""
+    _reporting: dict[Key, Key] = field(default_factory=dict, init=False)
+    """The key of the first host, for each other host that reports the end."""
+
+    def __len__(self) -> int:
+        """How many launches are in flight."""
+        return len(self._launches)
+
+    def __iter__(self) -> Iterator[SegmentTask]:
+        """Yield the launches in flight, those first that have been launched first."""
+        return iter(self._launches.values())
+
+    def add(self, task: SegmentTask, numbers: Sequence[int]) -> None:
+        """A launch has been sent; `numbers` are those of the hosts that report its end."""
+        key = (task.hosts[0], numbers[0])
+        self._launches[key] = task
+        for at in range(1, len(numbers)):
+            self._reporting[task.hosts[at], numbers[at]] = key
+
+    def like(self, task: SegmentTask) -> int:
+        """Return how many launches in flight are of the same segment of the same program."""
+        program, segment = task.here.program, task.segment
+        return sum(one.segment == segment and one.here.program == program for one in self)
+
+    def programs_on(self, host: str) -> list[int]:
+        """Return the program that each device of a host works at, first the one that began last."""
+        first: dict[DevicePart, int] = {}
+        for task in self:
+            if host in task.at_work_on():
+                for part in task.footprint.parts:
+                    first.setdefault(part, task.here.program)
+        return [first[part] for part in sorted(first, key=lambda part: -part.turn_s)]
+
+    def _has_turn(self, run: int) -> bool | None:
+        """Whether a run's devices work at it: no earlier launch is in flight on its hosts.
+
+        None if no launch of the run is in flight.
+        """
+        before: set[str] = set()
+        for task in self:
+            if task.here.run == run:
+                return before.isdisjoint(task.hosts)
+            before.update(task.at_work_on())
+        return None
+
+    @handles(Held)
+    def _passed(self, sender: Address, message: Held) -> None:
+        """A launch that was passed is not at work; once enqueued, it is behind those that passed
+        it."""
+        if not self.members.is_current(message.epoch):
+            return
+        passed, enqueued = set(message.passed), set(message.handed_over)
+        for key, task in list(self._launches.items()):
+            name = (task.here.run, task.segment)
+            if name in passed:
+                task.passed_on |= {sender.node}
+            if name in enqueued:
+                task.passed_on -= {sender.node}
+                self._launches[key] = self._launches.pop(key)
+
+    @handles(Progress)
+    def _progress(self, sender: Address, message: Progress) -> None:
+        if not self.members.is_current(message.epoch):
+            return
+        self.watchdog.went_on()
+        for finished in message.finished:
+            task = self._reported(sender.node, finished)
+            if task is not None:
+                self._ended(task)
+
+    def _reported(self, host: str, finished: Finished) -> SegmentTask | None:
+        """A host has ended a launch. Return the launch if no other host has yet to report."""
+        key = (host, finished.sequence)
+        if self._reporting:
+            key = self._reporting.pop(key, key)
+        task = self._launches.get(key)
+        if task is None:
+            self.env.count("messages_stale")
+            return None
+        if not task.reported(host, finished.device_time_us, finished.lost):
+            return None
+        del self._launches[key]
+        return task
+
+    def _ended(self, task: SegmentTask) -> None:
+        here, time_us, now_s = task.here, task.device_time_us, self.watchdog.progress_s
+        self.window.ended(task.footprint, task.estimate_us, now_s)
+        if here.reservation is not None:
+            self.admission.segments_ended(here.reservation)
+        queue = self.queues.clients.get(client_of(here.run))
+        if queue is not None:
+            queue.launched -= 1
+            queue.habit.ended(time_us, now_s)
+            if self.policy.keeps_accounts:
+                more_us = time_us - task.estimate_us
+                self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
+        if self.quarantine:
+            self.quarantine.ran(here.program)
+        self.programs.measured(here.program, task.segment, time_us)
+        done = SegmentDone(here.run, task.segment, time_us, task.lost)
+        for island in task.notify:
+            self.env.send(scheduler_of(island), done)
+        self.env.send(CONTROL, done)
+
+    @handles(CancelRun)
+    def _cancelled(self, sender: Address, message: CancelRun) -> None:
+        has_turn = self._has_turn(message.run) if message.reason else None
+        if has_turn and not message.grace_s:
+            self.members.end_epoch(message.reason)
+        elif has_turn is not None:
+            overdue = _Overdue(message.run, self.members.epoch, message.reason, has_turn)
+            self.env.call_later(message.grace_s or HEAD_S, overdue)
+
+    @handles(_Overdue)
+    def _overdue(self, sender: Address, timer: _Overdue) -> None:
+        if timer.epoch != self.members.epoch:
+            return
+        has_turn = self._has_turn(timer.run)
+        if has_turn and timer.had_turn:
+            self.members.end_epoch(timer.reason)
+        elif has_turn is not None:
+            overdue = _Overdue(timer.run, timer.epoch, timer.reason, has_turn)
+            self.env.call_later(HEAD_S, overdue)
+
+    @handles(IslandLost)
+    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+        for task in self:
+            task.happened(Event.LOSE)
+        self._launches.clear()
+        self._reporting.clear()

@@ -1,0 +1,209 @@
+"""The lifecycle of a launch: one segment of one run, on one island.
+
+Theory of operation. A `Submit` brings the segments of a run to the island's scheduler, in the order
+in which they are launched. A launch waits until the uploads of its arguments have ended and all
+producers of its remote inputs have been launched: work in flight then waits only for work launched
+before it, so islands cannot wait for each other in a circle (G4). From then on the launch is
+eligible. When its producers have also ended it is ready, and the scheduler prefers ready launches:
+an eligible one may hold its devices while it waits for an input (G3).
+
+The scheduler launches an eligible or ready launch by sending it to all hosts of its gang. The
+launch ends when every reporting host has said so. Hosts differ in between: some have ended their
+part (`ended_on`), on some it waits for an input while other launches pass it (`passed_on`).
+
+A run of a quarantined program is refused: its first launch stays in the queue, ahead of later runs
+that need its results, until the controller cancels the run. A cancelled run loses the launches that
+are not in flight. A launch in flight can only end, or be lost when the island leaves its epoch.
+
+Admission to device memory (`pw.sched.island.admission`) concerns a whole run and has its own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pw.core.errors import ErrorReport
+from pw.core.lifecycle import Lifecycle
+from pw.core.messages import Arguments
+from pw.sched.island.admission import Reservation
+from pw.sched.island.layout import Names
+from pw.sched.island.window import Footprint
+
+
+class State(StrEnum):
+    """Where a launch is in its life."""
+
+    WAITING = "waiting"
+    """An upload has not ended, or a producer has not been launched."""
+    ELIGIBLE = "eligible"
+    """It may be launched; a producer has not ended."""
+    READY = "ready"
+    """It may be launched, and needs nothing that is still being made on another island."""
+    REFUSED = "refused"
+    """It waits for the controller to cancel its run."""
+    IN_FLIGHT = "in flight"
+    """Its hosts have been sent it."""
+    ENDED = "ended"
+    """All reporting hosts have ended it."""
+    CANCELLED = "cancelled"
+    """Its run was cancelled, or its client left, before it was launched."""
+    LOST = "lost"
+    """The island left its epoch first."""
+
+
+class Event(StrEnum):
+    """What happens to a launch."""
+
+    PRODUCERS_LAUNCHED = "uploads ended and producers launched"
+    PRODUCERS_ENDED = "uploads and producers ended"
+    REFUSE = "refuse"
+    LAUNCH = "launch"
+    END = "end"
+    CANCEL = "cancel"
+    LOSE = "lose"
+
+
+LAUNCH = Lifecycle[State, Event](
+    "launch",
+    {
+        State.WAITING: {
+            Event.PRODUCERS_LAUNCHED: State.ELIGIBLE,
+            Event.PRODUCERS_ENDED: State.READY,
+            Event.REFUSE: State.REFUSED,
+            Event.CANCEL: State.CANCELLED,
+            Event.LOSE: State.LOST,
+        },
+        State.ELIGIBLE: {
+            Event.PRODUCERS_LAUNCHED: State.ELIGIBLE,  # one of several producers has ended
+            Event.PRODUCERS_ENDED: State.READY,
+            Event.LAUNCH: State.IN_FLIGHT,
+            Event.CANCEL: State.CANCELLED,
+            Event.LOSE: State.LOST,
+        },
+        State.READY: {
+            Event.REFUSE: State.REFUSED,
+            Event.LAUNCH: State.IN_FLIGHT,
+            Event.CANCEL: State.CANCELLED,
+            Event.LOSE: State.LOST,
+        },
+        State.REFUSED: {
+            Event.PRODUCERS_LAUNCHED: State.REFUSED,
+            Event.PRODUCERS_ENDED: State.REFUSED,
+            Event.CANCEL: State.CANCELLED,
+            Event.LOSE: State.LOST,
+        },
+        State.IN_FLIGHT: {Event.END: State.ENDED, Event.LOSE: State.LOST},
+        State.ENDED: {},
+        State.CANCELLED: {},
+        State.LOST: {},
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class RunHere:
+    """What the launches of one run on this island share."""
+
+    run: int
+    program: int
+    arguments: Arguments
+    reservation: Reservation | None
+    """The run's way to admission; None where memory does not limit it."""
+    is_timed: bool
+    """The controller has yet to hear of the run's first launch."""
+    names: Names
+    """Kept here because the program may be uninstalled before the run has ended."""
+    introduced: set[str] = field(default_factory=set)
+    """Hosts that have been sent the arguments."""
+    last_segment: dict[str, int] = field(default_factory=dict)
+    """The last segment that each host runs."""
+
+
+@dataclass(slots=True, eq=False)
+class SegmentTask:
+    """One launch, from its submission to its end."""
+
+    here: RunHere
+    segment: int
+    hosts: tuple[str, ...]
+    footprint: Footprint
+    notify: tuple[str, ...]
+    """Islands that run consumers of this segment."""
+    unlaunched: set[int]
+    """Producers on other islands that have not been launched."""
+    unfinished: set[int]
+    """Producers on other islands that have not ended."""
+    awaits: set[int]
+    """Uploads that have not ended."""
+    arrival: int
+    """Its place in the order in which the island's work arrived."""
+    reporters: int
+    """How many hosts of the gang, from its first on, have yet to report the end."""
+    state: State = State.WAITING
+    estimate_us: float = 0.0
+    device_time_us: int = 0
+    """The longest that a host has reported."""
+    lost: ErrorReport | None = None
+    """Why a host has no value: another host was lost."""
+    ended_on: tuple[str, ...] = ()
+    passed_on: frozenset[str] = frozenset()
+    launched_s: float = -1.0
+    """When it was launched."""
+
+    def __post_init__(self) -> None:
+        self._inputs_changed()
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the policy may pick it."""
+        return self.state is State.READY or self.state is State.ELIGIBLE
+
+    def producer_launched(self, segment: int) -> None:
+        """A segment of the run was launched on another island."""
+        if segment in self.unlaunched:
+            self.unlaunched.remove(segment)
+            self._inputs_changed()
+
+    def producer_ended(self, segment: int) -> None:
+        """A segment of the run has ended on another island."""
+        if segment in self.unfinished:
+            self.unfinished.remove(segment)
+            self._inputs_changed()
+
+    def upload_ended(self, array: int) -> None:
+        """An array is on its devices."""
+        self.awaits.remove(array)
+        self._inputs_changed()
+
+    def _inputs_changed(self) -> None:
+        if not (self.awaits or self.unlaunched):
+            ended = not self.unfinished
+            self.happened(Event.PRODUCERS_ENDED if ended else Event.PRODUCERS_LAUNCHED)
+
+    def launch(self, now_s: float) -> None:
+        """Its hosts have been sent it."""
+        self.happened(Event.LAUNCH)
+        self.launched_s = now_s
+
+    def reported(self, host: str, device_time_us: int, lost: ErrorReport | None) -> bool:
+        """A host has ended it. Returns whether that was the last one to report."""
+        self.reporters -= 1
+        self.device_time_us = max(self.device_time_us, device_time_us)
+        self.lost = self.lost or lost
+        if self.reporters:
+            self.ended_on += (host,)
+            return False
+        self.happened(Event.END)
+        return True
+
+    def happened(self, event: Event) -> None:
+        """Change the state. Raises ImpossibleTransition."""
+        self.state = LAUNCH.after(self.state, event)
+
+    def at_work_on(self) -> Iterable[str]:
+        """Return the hosts where it runs, or waits for its turn behind what runs."""
+        if not (self.ended_on or self.passed_on):
+            return self.hosts
+        return set(self.hosts).difference(self.ended_on, self.passed_on)

@@ -1,0 +1,233 @@
+"""Picks the launch that goes next, and sends it to its hosts.
+
+The policy orders the clients whose oldest launch may go (`pw.sched.island.policy`), ready launches
+before eligible ones (G3). A launch goes if the window has room on all its devices (G2) and its run
+is admitted to device memory (G5). If a launch has no room, no later one may go on the same devices.
+Until a segment has run once, at most `UNKNOWN_AT_ONCE` of its launches are in flight: the time of
+each may be minutes, for other clients and for its own deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from pw.core.actor import Env, handles
+from pw.core.actor import Part as ActorPart
+from pw.core.copying import orders
+from pw.core.ids import CONTROL, Address, executor_of, scheduler_of
+from pw.core.messages import Copy, CopyFile, RunStarted, SegmentLaunched
+from pw.core.watchdog import Watchdog
+from pw.sched.island.admission import Admission
+from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
+from pw.sched.island.in_flight import InFlight
+from pw.sched.island.launch_states import SegmentTask, State
+from pw.sched.island.members import Alike, Members
+from pw.sched.island.policy import Policy
+from pw.sched.island.programs import Programs
+from pw.sched.island.queues import Queues
+from pw.sched.island.window import Part, Window
+
+UNKNOWN_US = 100.0
+"""The expected device time of a segment that has never run."""
+UNKNOWN_AT_ONCE = 2
+"""Launches of such a segment in flight: enough to keep devices busy if it is short."""
+TIMER_S = 0.5e-3
+"""Timers may come so much too early."""
+AROUND_S = 1.0
+"""A client that submitted something so recently counts as one that wants the island."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LookAgain:
+    """Timer: devices have been kept long enough for a client."""
+
+
+@dataclass(eq=False, repr=False)
+class Launcher(ActorPart):
+    """Launches the queued work of one island."""
+
+    env: Env
+    members: Members
+    policy: Policy
+    window: Window
+    admission: Admission
+    programs: Programs
+    in_flight: InFlight
+    queues: Queues
+    watchdog: Watchdog
+    _look_again_s: float = field(default=math.inf, init=False)
+    """When the earliest timer comes."""
+
+    def launch_all(self) -> None:
+        """Launch all that may go."""
+        while (task := self._next()) is not None:
+            self._launch(task)
+
+    # --- picking -------------------------------------------------------------------------------------
+
+    def _next(self) -> SegmentTask | None:
+        """Take the launch that goes next, if one may go now."""
+        now_s = self.env.now_s()
+        ready: list[ClientQueue] = []
+        eligible: list[ClientQueue] = []
+        absent: list[ClientQueue] = []
+        """Clients without a launch that may go."""
+        wanting = 0
+        """Clients that want the island."""
+        queues, admission = self.queues.clients.values(), self.admission
+        if admission.memory is not None:  # a discard may make room for any client
+            for queue in queues:
+                self._order(queue.tasks)
+        for queue in queues:
+            tasks = queue.tasks
+            if tasks and not isinstance(tasks[0], SegmentTask):
+                self._order(tasks)
+            wanting += bool(tasks or queue.launched or now_s < queue.came_s + AROUND_S)
+            if not tasks:
+                absent.append(queue)
+                continue
+            head = _head(queue)
+            reservation = None if head.awaits else head.here.reservation
+            if reservation is not None and not admission.may_be_chosen(reservation):
+                continue
+            if head.state is State.READY:
+                ready.append(queue)
+            elif head.state is State.ELIGIBLE:
+                eligible.append(queue)
+            else:
+                absent.append(queue)
+        if not ready and not eligible:
+            admission.refuse_if_stuck()
+            return None
+        is_open = partial(self.window.is_open, contended=wanting > 1)
+        if len(ready) + len(eligible) > 1 and not any(
+            is_open(_head(queue).footprint) for queue in (*ready, *eligible)
+        ):
+            return None
+        expected = self._expected(absent, now_s) if self.policy.keeps_devices else absent[:0]
+        taken: set[Part] = set()
+        """Where a client that goes first has no room, or is expected."""
+        kept_until_s = math.inf
+        for contenders in (ready + expected if expected else ready, eligible):
+            for queue in self.policy.order(contenders, now_s):
+                if expected and queue in expected:
+                    taken.update(queue.footprint.parts if queue.footprint is not None else ())
+                    kept_until_s = min(kept_until_s, queue.expected_until_s)
+                    continue
+                task = _head(queue)
+                parts = task.footprint.parts
+                if taken and not taken.isdisjoint(parts):
+                    continue
+                known = self.programs[task.here.program].estimates_us
+                untried = task.segment not in known and (
+                    self.in_flight.like(task) >= UNKNOWN_AT_ONCE
+                )
+                if untried or not is_open(task.footprint):
+                    taken.update(parts)
+                    continue
+                reservation = task.here.reservation
+                if reservation is None or reservation.is_admitted or admission.admit(reservation):
+                    task.estimate_us = known.get(task.segment, UNKNOWN_US)
+                    self.policy.launched(queue, task.estimate_us)
+                    queue.take(now_s)
+                    return task
+        if kept_until_s == math.inf:
+            admission.refuse_if_stuck()
+        elif kept_until_s < self._look_again_s:
+            self._look_again_s = kept_until_s
+            self.env.call_later(kept_until_s - now_s + TIMER_S, _LookAgain())
+        return None
+
+    def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:
+        """Return those of these clients that are about to come back."""
+        expected = []
+        for queue in absent:
+            if now_s < queue.expected_until_s:
+                expected.append(queue)
+            else:
+                queue.habit.stayed_away()
+        return expected
+
+    @handles(_LookAgain)
+    def _kept_long_enough(self, sender: Address, timer: _LookAgain) -> None:
+        """The end of this turn launches other clients' work instead."""
+        self._look_again_s = math.inf
+
+    # --- sending -------------------------------------------------------------------------------------
+
+    def _launch(self, task: SegmentTask) -> None:
+        here = task.here
+        if here.reservation is not None:
+            here.reservation.was_launched = True
+        if here.is_timed:
+            here.is_timed = False
+            self.env.send(CONTROL, RunStarted(here.run))
+        numbers: list[int] = []
+        alike: Alike = {}
+        for index, host in enumerate(task.hosts):
+            is_first = host not in here.introduced
+            here.introduced.add(host)
+            report = index < task.reporters
+            number = self.members.send_launch(
+                host,
+                here,
+                task.segment,
+                here.arguments if is_first else None,
+                last=here.last_segment[host] == task.segment,
+                report=report,
+                alike=alike,
+            )
+            if report:
+                numbers.append(number)
+        self.in_flight.add(task, numbers)
+        self.watchdog.went_on()
+        task.launch(self.watchdog.progress_s)
+        self.window.launched(task.footprint, task.estimate_us, task.launched_s)
+        self.env.count("launches")
+        self.queues.launched(task)
+        for island in task.notify:
+            self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))
+
+    def _order(self, tasks: deque[Task]) -> None:
+        """Carry out the discards and copies at the head of a queue."""
+        while tasks and not isinstance(task := tasks[0], SegmentTask):
+            tasks.popleft()
+            if isinstance(task, CopyTask):
+                self._copy(task)
+            else:
+                self._discard(task)
+
+    def _discard(self, task: DiscardTask) -> None:
+        if task.program and self.programs.uninstall(task.program, task.install):
+            self.members.drops[task.hosts[0]].programs.append(task.program)
+        memory = self.admission.memory
+        for array, hosts in zip(task.arrays, task.hosts, strict=False):
+            if memory is not None:
+                memory.release(array)
+            self.members.drops[hosts].arrays.append(array)
+
+    def _copy(self, task: CopyTask) -> None:
+        """Send hosts their copies at once: a later launch may overwrite the arrays."""
+        copies: defaultdict[str, list[Copy]] = defaultdict(list)
+        files: defaultdict[str, list[CopyFile]] = defaultdict(list)
+        for host, copy in task.copies:
+            copies[host].append(copy)
+        for host, file in task.files:
+            files[host].append(file)
+        for host in dict.fromkeys((*copies, *files)):
+            if not self.members.include((host,)):
+                self.env.count("messages_stale")
+                continue
+            number = partial(self.members.next_number, host)
+            for order in orders(self.members.epoch, number, copies[host], files[host]):
+                self.env.send(executor_of(host), order)
+
+
+def _head(queue: ClientQueue) -> SegmentTask:
+    head = queue.tasks[0]
+    assert isinstance(head, SegmentTask)
+    return head

@@ -1,0 +1,77 @@
+"""Reads an installed program: how its segments are called, and where they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from pw.core.messages import InstallProgram
+from pw.core.plan import Execute
+from pw.core.sharding import Binding
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How the segments of a program are called, for reports."""
+
+    program: str = ""
+    segments: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """The computations of each segment."""
+    shards: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Which shards of each segment's last computation each host has."""
+
+
+def _executions(message: InstallProgram) -> Iterator[tuple[int, str, list[int]]]:
+    """Yield each segment with a host and the computations that it runs there, in order."""
+    for plan in message.plans:
+        for part in plan.segments:
+            made = [one.computation for one in part.instructions if isinstance(one, Execute)]
+            yield part.segment, plan.host, list(dict.fromkeys(made))
+
+
+def _bindings(message: InstallProgram) -> dict[int, Binding]:
+    return {binding.slice: binding for plan in message.plans for binding in plan.bindings}
+
+
+def names_of(message: InstallProgram) -> Names:
+    """Return how the segments of a program are called."""
+    names, bindings = Names(message.body.name), _bindings(message)
+    computations = message.body.computations
+    shards_on: dict[int, dict[str, list[int]]] = {}
+    """By computation and host."""
+    for segment, host, numbers in _executions(message):
+        known = names.segments.get(segment, ())
+        here_too = (computations[number].name for number in numbers)
+        names.segments[segment] = tuple(dict.fromkeys((*known, *here_too)))
+        if not numbers:
+            continue
+        last = numbers[-1]
+        if last not in shards_on:
+            placement = computations[last].placement
+            shards_on[last] = defaultdict(list)
+            for at, device in enumerate(bindings[placement.slice].located(placement)):
+                shards_on[last][device.host].append(at)
+        here = tuple(shards_on[last].get(host, ()))
+        names.shards.setdefault(segment, {})[host] = here
+    return names
+
+
+def sites_of(message: InstallProgram) -> dict[int, frozenset[Hashable]]:
+    """Return where each segment runs: its devices; its hosts if it uses no device."""
+    bindings = _bindings(message)
+    computations: defaultdict[int, set[int]] = defaultdict(set)
+    hosts: defaultdict[int, set[str]] = defaultdict(set)
+    for segment, host, numbers in _executions(message):
+        computations[segment].update(numbers)
+        hosts[segment].add(host)
+    sites: dict[int, frozenset[Hashable]] = {}
+    for segment, used in computations.items():
+        found: set[Hashable] = set()
+        for number in used:
+            computation = message.body.computations[number]
+            placement = computation.placement
+            devices = bindings[placement.slice].located(placement)
+            found.update(d.host for d in devices) if computation.python else found.update(devices)
+        sites[segment] = frozenset(found or hosts[segment])
+    return sites

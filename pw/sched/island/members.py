@@ -1,0 +1,164 @@
+"""Knows the island's epoch and hosts, and numbers everything that hosts are sent.
+
+Each host enqueues launches, discards and copies strictly in the order of their numbers, so any two
+collectives meet in the same order everywhere (G1). A host that misses a number, or cannot do the
+same as the rest of its gang, reports it, and the island leaves its epoch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pw.core.actor import Env, Part, handles
+from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
+from pw.core.messages import (
+    Arguments,
+    CallEnded,
+    Discard,
+    EndEpoch,
+    GangBroken,
+    IslandFormed,
+    IslandLost,
+    Launch,
+    LaunchGap,
+    RunRefused,
+)
+from pw.sched.island.launch_states import RunHere
+
+Alike = dict[tuple[int, bool, bool, bool], Launch]
+"""Launches of one gang by the fields in which they differ, so that each is made and encoded once.
+"""
+
+
+@dataclass(slots=True)
+class Drop:
+    """What all hosts of a gang may drop."""
+
+    arrays: list[int] = field(default_factory=list)
+    programs: list[int] = field(default_factory=list)
+    clients: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False, repr=False)
+class Members(Part):
+    """The hosts of one island, in its epoch."""
+
+    env: Env
+    island: str
+    epoch: int = field(default=0, init=False)
+    hosts: tuple[str, ...] = field(default=(), init=False)
+    _names: frozenset[str] = field(default=frozenset(), init=False)
+    _next_sequence: dict[str, int] = field(default_factory=dict, init=False)
+    drops: defaultdict[tuple[str, ...], Drop] = field(
+        default_factory=lambda: defaultdict(Drop), init=False
+    )
+    """What each gang may drop, collected during a turn."""
+
+    @handles(IslandFormed)
+    def _formed(self, sender: Address, message: IslandFormed) -> None:
+        self.epoch = message.epoch
+        self._set_hosts(message.hosts)
+
+    @handles(IslandLost)
+    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+        self._set_hosts(())
+        self.drops.clear()
+
+    def _set_hosts(self, hosts: tuple[str, ...]) -> None:
+        self.hosts = hosts
+        self._names = frozenset(hosts)
+        self._next_sequence = dict.fromkeys(hosts, 0)
+
+    def include(self, hosts: Iterable[str]) -> bool:
+        """Whether all these hosts are members; messages of an earlier epoch name others."""
+        return self._names.issuperset(hosts)
+
+    def is_current(self, epoch: int) -> bool:
+        """Whether a message is of this epoch; one that is not is counted."""
+        if epoch == self.epoch:
+            return True
+        self.env.count("messages_stale")
+        return False
+
+    def next_number(self, host: str) -> int:
+        """Take a host's next number."""
+        number = self._next_sequence[host]
+        self._next_sequence[host] = number + 1
+        return number
+
+    def send_launch(
+        self,
+        host: str,
+        here: RunHere,
+        segment: int,
+        arguments: Arguments | None,
+        *,
+        last: bool,
+        report: bool,
+        alike: Alike,
+    ) -> int:
+        """Send one host of a gang its launch, and return its number; `alike` is shared by the gang."""
+        sequence = self.next_number(host)
+        key = (sequence, arguments is None, last, report)
+        launch = alike.get(key)
+        if launch is None:
+            launch = alike[key] = Launch(
+                self.epoch, sequence, here.run, here.program, segment, last, arguments, report
+            )
+        self.env.send(executor_of(host), launch)
+        return sequence
+
+    def send_drops(self) -> None:
+        """Send each host what it may drop in one message, encoded once for all that get the same."""
+        of_hosts: defaultdict[str, list[Drop]] = defaultdict(list)
+        for gang, drop in self.drops.items():
+            for host in gang:
+                of_hosts[host].append(drop)
+        self.drops.clear()
+        alike: dict[tuple[int, ...], Discard] = {}
+        for host, drops in of_hosts.items():
+            if host not in self._names:
+                continue
+            sequence = self.next_number(host)
+            key = (sequence, *map(id, drops))
+            discard = alike.get(key)
+            if discard is None:
+                discard = alike[key] = Discard(
+                    self.epoch,
+                    sequence,
+                    tuple([array for drop in drops for array in drop.arrays]),
+                    tuple([program for drop in drops for program in drop.programs]),
+                    tuple([client for drop in drops for client in drop.clients]),
+                )
+            self.env.send(executor_of(host), discard)
+
+    def end_epoch(self, reason: str) -> None:
+        """Have the island leave its epoch."""
+        self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))
+
+    @handles(CallEnded)
+    def _call_ended(self, sender: Address, message: CallEnded) -> None:
+        """Pass a host's message on to the rest of its gang."""
+        if self.is_current(message.epoch):
+            for host in message.gang:
+                if host != sender.node and host in self._names:
+                    self.env.send(executor_of(host), message)
+
+    @handles(LaunchGap)
+    def _gap(self, sender: Address, message: LaunchGap) -> None:
+        """A host missed a number, so its gangs can no longer keep one order."""
+        self.env.count("launch_gaps")
+        if message.epoch == self.epoch:
+            self.end_epoch(f"host {sender.node} has not got all the work that it was sent")
+
+    @handles(GangBroken)
+    def _gang_broken(self, sender: Address, message: GangBroken) -> None:
+        """A host cannot do the same as its gang, so the epoch ends before the hosts diverge."""
+        self.env.count("gangs_broken")
+        if message.epoch == self.epoch:
+            if message.error is not None:
+                refused = RunRefused(message.run, message.error, message.results)
+                self.env.send(CONTROL, refused)
+            self.end_epoch(f"host {sender.node} cannot go on with the others: {message.reason}")

@@ -1,0 +1,150 @@
+"""Knows the programs of an island, and has its hosts compile them in one order (DESIGN G6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pw.core.actor import Env, Part, handles
+from pw.core.compact import Compact
+from pw.core.errors import Error, ErrorReport
+from pw.core.ids import CONTROL, Address, client_of, executor_of
+from pw.core.messages import (
+    Install,
+    Installed,
+    InstallProgram,
+    IslandLost,
+    ProgramInstalled,
+    RemoveClient,
+)
+from pw.sched.island.admission import Admission
+from pw.sched.island.layout import Names, names_of, sites_of
+from pw.sched.island.members import Members
+from pw.sched.island.quarantine import Quarantine
+from pw.sched.island.window import Footprint, Window
+
+
+@dataclass(slots=True)
+class InstalledProgram:
+    """One program."""
+
+    names: Names
+    footprints: dict[int, Footprint]
+    """Where each segment runs."""
+    install: int
+    """The number of its newest installation; hosts may answer for an earlier one."""
+    compiling: set[str]
+    """Hosts that have not answered for the newest installation."""
+    estimates_us: dict[int, float]
+    """Device time of each segment that has ended once."""
+
+
+UNKNOWN = InstalledProgram(Names(), {}, 0, set(), {})
+"""Stands for a program that is not installed."""
+
+
+@dataclass(eq=False, repr=False)
+class Programs(Part):
+    """The programs of one island, in the order in which hosts compile them."""
+
+    env: Env
+    island: str
+    members: Members
+    window: Window
+    admission: Admission
+    quarantine: Quarantine
+    _programs: dict[int, InstalledProgram] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        """How many programs are installed."""
+        return len(self._programs)
+
+    def __getitem__(self, number: int) -> InstalledProgram:
+        """Return a program; `UNKNOWN` if it is not installed."""
+        return self._programs.get(number, UNKNOWN)
+
+    def uninstall(self, number: int, install: int) -> bool:
+        """Forget a program, unless it was installed again since that installation. Return whether."""
+        if self[number].install != install:
+            return False
+        self._programs.pop(number, None)
+        self.quarantine.uninstall(number)
+        if self.admission.memory is not None:
+            self.admission.memory.uninstall(number)
+        return True
+
+    def measured(self, number: int, segment: int, device_time_us: int) -> None:
+        """A launch of a segment took so long."""
+        program = self._programs.get(number)
+        if program is not None:
+            known = program.estimates_us.get(segment, float(device_time_us))
+            program.estimates_us[segment] = 0.8 * known + 0.2 * device_time_us
+
+    def compiling(self) -> Iterator[tuple[int, InstalledProgram]]:
+        """Yield the programs that some host has not compiled, the oldest first."""
+        return ((n, program) for n, program in self._programs.items() if program.compiling)
+
+    @handles(InstallProgram)
+    def _install(self, sender: Address, message: InstallProgram) -> None:
+        number, body = message.program, message.body
+        if not self.members.hosts or not self.members.include(p.host for p in message.plans):
+            self.env.count("messages_stale")
+            return
+        if self.admission.memory is not None:
+            self.admission.memory.install(number, body.name, message.memory)
+        if (refusal := self.quarantine.install(number, body)) is not None:
+            self._answer(number, message.install, refusal)
+            return
+        program = self._remember(message)
+        compact = Compact.of(body)
+        try:
+            for plan in message.plans:
+                what = (number, compact, Compact.of(plan), message.artifacts, message.install)
+                self.env.send(executor_of(plan.host), Install(self.members.epoch, *what))
+        except Error as error:  # it exceeds the size of a message: refuse the program's runs
+            program.compiling.clear()
+            report = ErrorReport.of(error)
+            words = f"{body.name!r} cannot be sent to its hosts: {report.message}"
+            report = msgspec.structs.replace(report, message=words)
+            self._answer(number, message.install, report)
+
+    def _remember(self, message: InstallProgram) -> InstalledProgram:
+        earlier = self._programs.pop(message.program, UNKNOWN)
+        program = self._programs[message.program] = InstalledProgram(
+            names_of(message),
+            {at: self.window.footprint(where) for at, where in sites_of(message).items()},
+            message.install,
+            {plan.host for plan in message.plans},
+            dict(earlier.estimates_us),
+        )
+        return program
+
+    @handles(Installed)
+    def _installed(self, sender: Address, message: Installed) -> None:
+        program = self[message.program]
+        is_old = message.epoch != self.members.epoch or message.install != program.install
+        if is_old or not program.compiling:
+            self.env.count("messages_stale")
+            return
+        program.compiling.discard(sender.node)
+        if self.admission.memory is not None:
+            self.admission.memory.add_temporaries(message.program, message.temporary_bytes)
+        if message.error is not None or not program.compiling:
+            program.compiling.clear()
+            self.quarantine.compiled(message.program)
+            self._answer(message.program, message.install, message.error)
+
+    def _answer(self, program: int, install: int, error: ErrorReport | None) -> None:
+        self.env.send(CONTROL, ProgramInstalled(self.island, program, error, install))
+
+    @handles(IslandLost)
+    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+        for program in self._programs.values():
+            program.compiling.clear()
+
+    @handles(RemoveClient)
+    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+        for number in [n for n in self._programs if client_of(n) == message.client]:
+            del self._programs[number]

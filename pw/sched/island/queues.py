@@ -1,0 +1,234 @@
+"""Takes what clients want from this island, and queues it until it can be launched.
+
+Each client has one queue, in the order of its calls, so that it sees the effects of its own work in
+that order. Other islands, and hosts by way of the controller, report the inputs that launches wait
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pw.core.actor import Env, Part, handles
+from pw.core.ids import CONTROL, Address, client_of
+from pw.core.messages import (
+    CANCELLED,
+    AddClient,
+    Arguments,
+    CancelRun,
+    CopyArrays,
+    IslandLost,
+    Release,
+    RemoveClient,
+    RunRefused,
+    SegmentDone,
+    SegmentLaunched,
+    Submit,
+    UninstallProgram,
+    UploadEnded,
+)
+from pw.sched.island.admission import Admission
+from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
+from pw.sched.island.launch_states import Event, RunHere, SegmentTask
+from pw.sched.island.members import Alike, Members
+from pw.sched.island.policy import Policy
+from pw.sched.island.programs import Programs
+from pw.sched.island.quarantine import Quarantine
+from pw.sched.island.window import Window
+
+
+@dataclass(eq=False, repr=False)
+class Queues(Part):
+    """The queues of all clients of one island."""
+
+    env: Env
+    members: Members
+    policy: Policy
+    window: Window
+    quarantine: Quarantine
+    admission: Admission
+    programs: Programs
+    clients: dict[int, ClientQueue] = field(default_factory=dict, init=False)
+    runs: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
+    """The queued launches of each run."""
+    _uploads: dict[int, list[SegmentTask]] = field(default_factory=dict, init=False)
+    """The launches that wait for each upload."""
+    _arrivals: int = field(default=0, init=False)
+    # --- clients -------------------------------------------------------------------------------------
+
+    @handles(AddClient)
+    def _client_added(self, sender: Address, message: AddClient) -> None:
+        self.clients[message.client] = ClientQueue(message.client, message.share, message.priority)
+
+    @handles(RemoveClient)
+    def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+        if self.clients.pop(message.client, None) is None:
+            return
+        for run in [run for run in self.runs if client_of(run) == message.client]:
+            self._withdraw(self.runs.pop(run))
+        for array in [array for array in self._uploads if client_of(array) == message.client]:
+            del self._uploads[array]
+        self.policy.forget(message.client, self.window.accounts())
+        if self.members.hosts:
+            self.members.drops[self.members.hosts].clients.append(message.client)
+
+    @handles(IslandLost)
+    def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+        """Nothing that is queued can be launched; the controller has told the clients."""
+        for tasks in self.runs.values():
+            for task in tasks:
+                task.happened(Event.LOSE)
+        self.runs.clear()
+        self._uploads.clear()
+        for queue in self.clients.values():
+            for queued in queue.tasks:
+                if isinstance(queued, DiscardTask):
+                    self.programs.uninstall(queued.program, queued.install)
+            queue.clear()
+
+    # --- runs ----------------------------------------------------------------------------------------
+
+    @handles(Submit)
+    def _submit(self, sender: Address, message: Submit) -> None:
+        queue = self.clients.get(client_of(message.run))
+        if queue is None or not all(map(self.members.include, message.hosts)):
+            self.env.count("messages_stale")
+            return
+        tasks = self._launches_of(message)
+        for array in message.awaits:
+            self._uploads.setdefault(array, []).append(tasks[0])
+        if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
+            tasks[0].happened(Event.REFUSE)
+            self.env.send(CONTROL, RunRefused(message.run, refusal))
+        now_s = self.env.now_s()
+        if self.policy.keeps_accounts:
+            self._settle_accounts(queue, tasks, now_s)
+        self.runs[message.run] = list(tasks)
+        queue.submitted(tasks, now_s)
+
+    def _launches_of(self, message: Submit) -> list[SegmentTask]:
+        program = self.programs[message.program]
+        here = RunHere(
+            message.run,
+            message.program,
+            Arguments(message.args, message.results),
+            self.admission.reservation(message),
+            message.is_timed,
+            program.names,
+        )
+        tasks = []
+        for index, segment in enumerate(message.segments):
+            hosts = message.hosts[index]
+            producers = {producer for _, producer in message.depends[index]}
+            task = SegmentTask(
+                here,
+                segment,
+                hosts,
+                program.footprints.get(segment) or self.window.footprint(hosts),
+                message.notify[index],
+                producers,
+                set(producers),
+                set(message.awaits) if index == 0 else set(),
+                self._arrival(),
+                message.reporters[index],
+            )
+            tasks.append(task)
+            for host in hosts:
+                here.last_segment[host] = segment
+        return tasks
+
+    def _settle_accounts(
+        self, queue: ClientQueue, tasks: Sequence[SegmentTask], now_s: float
+    ) -> None:
+        """Before these launches are queued, settle the past of the devices that they use."""
+        parts = {part: None for task in tasks for part in task.footprint.parts}
+        kept = queue.wants(now_s)
+        quiet = [part for part in parts if not part.launched and part not in kept]
+        if quiet:
+            others = (other.wants(now_s) for other in self.clients.values() if other is not queue)
+            wanted = {part for where in others for part in where}
+            self.policy.idle([part.account for part in quiet if part not in wanted])
+        if queue.oldest is None:
+            self.policy.rejoin(queue.client, [part.account for part in parts if part not in kept])
+
+    @handles(SegmentLaunched)
+    def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:
+        for task in self.runs.get(message.run, ()):
+            task.producer_launched(message.segment)
+
+    @handles(SegmentDone)
+    def _producer_ended(self, sender: Address, message: SegmentDone) -> None:
+        for task in self.runs.get(message.run, ()):
+            task.producer_ended(message.segment)
+
+    @handles(UploadEnded)
+    def _upload_ended(self, sender: Address, message: UploadEnded) -> None:
+        for task in self._uploads.pop(message.array, ()):
+            task.upload_ended(message.array)
+
+    @property
+    def count(self) -> int:
+        """How many launches are queued."""
+        return sum(len(tasks) for tasks in self.runs.values())
+
+    def launched(self, task: SegmentTask) -> None:
+        """A launch has been sent to its hosts: it is not queued any more."""
+        run = task.here.run
+        waiting = self.runs[run]
+        waiting.remove(task)
+        if not waiting:
+            del self.runs[run]
+
+    @handles(CancelRun)
+    def _cancel(self, sender: Address, message: CancelRun) -> None:
+        """Remove what is queued of a run; tell the hosts that wait for it that it will not come."""
+        tasks = self.runs.pop(message.run, ())
+        if not tasks:
+            return
+        alike: Alike = {}
+        for host in dict.fromkeys(host for task in tasks for host in task.hosts):
+            self.members.send_launch(
+                host, tasks[0].here, CANCELLED, None, last=True, report=False, alike=alike
+            )
+        for task in tasks:
+            for array in task.awaits:
+                self._uploads[array].remove(task)
+        self._withdraw(tasks)
+        self.clients[client_of(message.run)].cancel(message.run)
+
+    def _withdraw(self, tasks: Sequence[SegmentTask]) -> None:
+        """Cancel the launches that are left of a run here."""
+        for task in tasks:
+            task.happened(Event.CANCEL)
+        if (reservation := tasks[0].here.reservation) is not None:
+            self.admission.withdraw(reservation, len(tasks))
+
+    # --- discards and copies -------------------------------------------------------------------------
+
+    @handles(UninstallProgram)
+    def _uninstall(self, sender: Address, message: UninstallProgram) -> None:
+        number = message.program
+        install = self.programs[number].install
+        task = DiscardTask((), (message.hosts,), number, install, self._arrival())
+        self._enqueue(client_of(number), task)
+
+    @handles(CopyArrays)
+    def _copy_arrays(self, sender: Address, message: CopyArrays) -> None:
+        self._enqueue(message.client, CopyTask(message.copies, message.files, self._arrival()))
+
+    @handles(Release)
+    def _release(self, sender: Address, message: Release) -> None:
+        task = DiscardTask(message.arrays, message.hosts, 0, 0, self._arrival())
+        if not message.late:
+            self._enqueue(message.client, task)
+        elif (queue := self.clients.get(message.client)) is not None:
+            queue.insert(task)
+
+    def _enqueue(self, client: int, task: Task) -> None:
+        if (queue := self.clients.get(client)) is not None:
+            queue.tasks.append(task)
+
+    def _arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
