@@ -27,7 +27,7 @@ from pw.core.messages import (
 )
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller, ControllerVersions
@@ -293,6 +293,26 @@ class World:
         return host
 
 
+class FakeAside:
+    """A thread beside a host: what it does happens when the world likes."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+
+    def call(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Work some time, and tell some time later."""
+        happenings = self.world.happenings[self.name]
+
+        def act() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 - as threads do
+                result = error
+            happenings.append(lambda: done(result))
+
+        happenings.append(act)
+
+
 class FakeHost:
     """The actors of one host over a fake device and bulk plane."""
 
@@ -301,21 +321,23 @@ class FakeHost:
         world: World,
         name: str,
         registration: RegisterHost,
-        replicas: Sequence[Saved] = (),
+        replicas: Sequence[Replica] = (),
     ) -> None:
         self.world, self.name, self.registration = world, name, registration
         self.stopped: list[str] = []
         self.finished: list[str] = []
-        self.handed_over: list[Saved] = []
+        self.handed_over: list[Replica] = []
         self.keeps = True
         """The supervisor takes at once what it is sent; otherwise when `take` is called."""
-        self._sent: list[tuple[list[Saved], Callable[[ErrorReport | None], None]]] = []
+        self._sent: list[tuple[list[Replica], Callable[[ErrorReport | None], None]]] = []
         self.backend = world.backends[name] = FakeBackend(world, name)
         self.bulk = FakeBulk(world, name)
         backend, bulk = self.backend, self.bulk
         self.store: ObjectStore = world.add(
             Address(name, "store"),
-            lambda env: ObjectStore(env, backend, bulk, dict, replicas, keep=self.keep),
+            lambda env: ObjectStore(
+                env, backend, bulk, dict, replicas, FakeAside(world, name), self.keep
+            ),
         )
         self.coordinator: ShardCoordinator = world.add(
             Address(name, "coordinator"), lambda env: ShardCoordinator(env, backend, bulk)
@@ -334,7 +356,7 @@ class FakeHost:
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         self.stopped.append(reason)
 
-    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         assert not self._sent, "one time after the other"
         self._sent.append((list(replicas), kept))
         if self.keeps:
@@ -347,7 +369,7 @@ class FakeHost:
             self.hand_over(replicas)
         kept(error)
 
-    def hand_over(self, replicas: Iterable[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Replica]) -> None:
         self.handed_over = [(array, box, data.copy()) for array, box, data in replicas]
 
     def finish(self, reason: str) -> None:

@@ -277,7 +277,7 @@ def test_what_ends_by_itself_ends_no_epoch() -> None:
     world.settle()
     np.testing.assert_array_equal(client.value(done), X + 1)
     (running,) = client.run(add, X)
-    while running not in cluster.hosts["a0"].current.store._entries:
+    while running not in cluster.hosts["a0"].current.store.arrays:
         world.steps(1)
     client.tell(Cancel((running,)))
     world.wait(5 * GRACE_S)

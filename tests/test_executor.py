@@ -60,8 +60,8 @@ from pw.core.plan import Execute
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.devices.host import backend as ops
-from pw.devices.host.held import KEEP_S, Saved
 from pw.devices.host.launch_end import PROGRESS_SHARE
+from pw.devices.host.replica_memory import KEEP_S, Replica
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain, copy, digest, split
 
@@ -72,7 +72,7 @@ SCHEDULER = scheduler_of("a")
 class Bench:
     """Host "a0" in epoch 1, and programs over it and hosts that the test plays."""
 
-    def __init__(self, *peers: str, replicas: Sequence[Saved] = ()) -> None:
+    def __init__(self, *peers: str, replicas: Sequence[Replica] = ()) -> None:
         self.world = World()
         registration = RegisterHost("a", 1 + len(peers), 1, "cpu", "", 1)
         self.host = FakeHost(self.world, "a0", registration, replicas)
@@ -171,7 +171,7 @@ class Bench:
 
     def copies(self) -> dict[int, Any]:
         """What the host holds in host memory."""
-        saved = self.host.store.replicas.held.saved()
+        saved = self.host.store.replicas.memory.all()
         return {array: data.view(np.int64) for array, _, data in saved}
 
     def told(self, kind: type) -> list[Any]:
@@ -318,14 +318,14 @@ def test_a_later_run_may_read_what_has_not_arrived() -> None:
     bench.launch(sent, y)
     bench.settle()
     assert not bench.host.backend.executed
-    assert not bench.host.store._entries[through].submitted
+    assert not bench.host.store.arrays[through].submitted
     bench.edge(run, "b0", X)
     bench.settle()
     np.testing.assert_array_equal(bench.value(through), X)
     np.testing.assert_array_equal(bench.value(after), X + 1)
     (data,) = bench.world.to(coordinator_of("b0"), EdgeData)
     np.testing.assert_array_equal(np.frombuffer(data.data, np.int64), X + 1)
-    assert bench.host.store._entries[through].submitted
+    assert bench.host.store.arrays[through].submitted
 
 
 def test_what_came_in_a_message_is_used_without_another_turn() -> None:
@@ -604,7 +604,7 @@ def test_what_was_made_of_something_lost_does_not_get_into_a_gang_either() -> No
     _, third = bench.launch(local, second)
     value = bench.host.store.value(third)
     wide = client_id(1, 500)
-    bench.host.store.expect(wide, value, bench.wide, (DeviceAddress("a0", 0),))
+    bench.host.store.arrays.expect(wide, value, bench.wide, (DeviceAddress("a0", 0),))
     bench.lose("b0")
     bench.launch(spread, wide)
     (broken,) = bench.told(GangBroken)
@@ -767,7 +767,7 @@ def test_what_a_cancelled_run_has_made_stays() -> None:
     assert bench.value(late).kind == "HostLost"
     np.testing.assert_array_equal(bench.value(made), X + 1)
     np.testing.assert_array_equal(bench.value(passed), X)
-    assert all(bench.host.store._entries[array].submitted for array in (late, made, passed))
+    assert all(bench.host.store.arrays[array].submitted for array in (late, made, passed))
 
 
 @pytest.mark.parametrize("launched", [0, 1, 2])
@@ -805,14 +805,14 @@ def test_a_run_that_is_run_again_replaces_its_results() -> None:
     again, _ = bench.launch(program, X.tobytes(), **how)
     bench.edge(hold, "c0", X)
     bench.settle()
-    entry = bench.host.store._entries[result]
+    entry = bench.host.store.arrays[result]
     assert (entry.submitted, entry.value.error) == (False, None), "the first is given up"
     bench.sequence += 1
     bench.tell(Launch(1, bench.sequence, again, program, second, True, None, True))
     bench.edge(again, "b0", X + 2, edge=1)
     bench.settle()
     np.testing.assert_array_equal(bench.value(result), X + 3)
-    assert bench.host.store._entries[result].submitted
+    assert bench.host.store.arrays[result].submitted
     assert bench.host.census()["runs"] == 0
 
 
@@ -975,5 +975,5 @@ def test_only_the_controller_says_who_is_a_host() -> None:
     bench.tell(Directory((Peer("a0", ""), Peer("x", ""))), Address("x", "session"))
     assert bench.world.counters["messages_refused"] == 1
     bench.tell(Directory((Peer("a0", ""), Peer("spare", "", False))))
-    assert bench.host.store.replicas._hosts == {"a0", "spare"}
+    assert bench.host.store.replicas.hosts == {"a0", "spare"}
     assert bench.host.coordinator.runs.hosts == {"a0"}

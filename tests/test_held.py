@@ -11,8 +11,8 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, client_id, store_of
 from pw.core.messages import DropReplicas, Holding, Holdings
 from pw.core.sharding import Box
-from pw.devices.host import held
-from pw.devices.host.held import KEEP_S, KEPT_WITHIN_S, LOOK_S, Held, Saved
+from pw.devices.host import replica_memory
+from pw.devices.host.replica_memory import KEEP_S, KEPT_WITHIN_S, LOOK_S, Replica, ReplicaMemory
 from pw.devices.host.store import ObjectStore
 from tests.actors import Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
@@ -24,7 +24,7 @@ A, B, C = (client_id(1, serial) for serial in (5, 6, 7))
 class Bench:
     """One host's store, and a supervisor that takes what it is sent when it is told to."""
 
-    def __init__(self, replicas: Sequence[Saved] = ()) -> None:
+    def __init__(self, replicas: Sequence[Replica] = ()) -> None:
         self.world = world = World()
         self.controller: Recorder = world.add(CONTROL, Recorder)
         world.backends["a"] = FakeBackend(world, "a")
@@ -34,12 +34,12 @@ class Bench:
                 env, world.backends["a"], FakeBulk(world, "a"), dict, replicas, keep=self.keep
             ),
         )
-        self.held: Held = self.store.replicas.held
+        self.memory: ReplicaMemory = self.store.replicas.memory
         self.sent: list[set[int]] = []
         """What the supervisor was sent, one time after the other."""
         self.kept: Callable[[ErrorReport | None], None] | None = None
 
-    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         assert self.kept is None, "one after the other"
         self.sent.append({array for array, _, _ in replicas})
         self.kept = kept
@@ -52,7 +52,7 @@ class Bench:
 
     def hold(self, *arrays: int) -> None:
         for array in arrays:
-            self.held.hold(array, {BOX: np.full(8, array % 251, np.uint8)})
+            self.memory.hold(array, {BOX: np.full(8, array % 251, np.uint8)})
         self.wait(KEEP_S)
 
     def wait(self, seconds: float) -> None:
@@ -100,7 +100,7 @@ def test_what_is_not_taken_in_time_counts_as_not_copied() -> None:
     bench.hold(B)
     bench.wait(KEPT_WITHIN_S / 2 + LOOK_S)
     assert bench.told() == {A: "CheckpointFailed"}
-    assert [array for array, _, _ in bench.held.saved()] == [B], "its memory is free again"
+    assert [array for array, _, _ in bench.memory.all()] == [B], "its memory is free again"
     (holding,) = bench.controller.of(Holdings)[0].holdings
     assert "pw-worker" in holding.error.message
     bench.take()
@@ -118,13 +118,13 @@ def test_what_there_is_no_room_for_counts_as_not_copied() -> None:
     bench.hold(B)
     bench.take(ErrorReport("CheckpointFailed", "no room", "a"))
     assert bench.told() == {A: "kept", B: "CheckpointFailed"}
-    assert [array for array, _, _ in bench.held.saved()] == [A], "what was kept before still is"
+    assert [array for array, _, _ in bench.memory.all()] == [A], "what was kept before still is"
 
 
 def test_what_was_kept_once_is_told_at_once() -> None:
     """A checkpoint of what has not changed since the last one waits for nothing."""
     bench = Bench([(A, BOX, np.zeros(8, np.uint8))])
-    bench.held.announce()
+    bench.memory.announce()
     bench.world.settle()
     assert bench.told() == {A: "kept"}
     before = len(bench.controller.received)
@@ -145,7 +145,7 @@ def test_what_is_dropped_before_it_is_kept_is_never_told() -> None:
 def test_when_nothing_is_held_any_more_nothing_is_kept_and_that_is_said_once() -> None:
     bench = Bench()
     bench.hold(A)
-    bench.held.forget(lambda array: True)
+    bench.memory.forget(lambda array: True)
     bench.take()
     bench.wait(KEEP_S)
     assert bench.sent == [{A}, set()]
@@ -158,7 +158,7 @@ def test_a_host_that_leaves_tells_of_nothing_more() -> None:
     """The next incarnation does, which has been given all of it."""
     bench = Bench()
     bench.hold(A)
-    assert [array for array, _, _ in bench.held.leave()] == [A]
+    assert [array for array, _, _ in bench.memory.leave()] == [A]
     bench.take()
     bench.hold(B)
     bench.wait(2 * KEPT_WITHIN_S)
@@ -169,7 +169,7 @@ def test_a_host_that_leaves_tells_of_nothing_more() -> None:
 def test_much_is_kept_only_where_no_other_host_has_it(
     others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "KEPT_BYTES", 10)
+    monkeypatch.setattr(replica_memory, "KEPT_BYTES", 10)
     bench = Bench()
     bench.store.replicas.hosts_are(frozenset({"a", "b"} if others else {"a"}))
     bench.hold(A, B)
@@ -180,7 +180,7 @@ def test_much_is_kept_only_where_no_other_host_has_it(
 
 
 def test_much_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "LEAST_BYTES_PER_S", 1)
+    monkeypatch.setattr(replica_memory, "LEAST_BYTES_PER_S", 1)
     bench = Bench()
     bench.hold(A, B)
     bench.wait(KEPT_WITHIN_S + LOOK_S)

@@ -30,9 +30,9 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
-from pw.devices.host import held, replicas
+from pw.devices.host import replica_memory, replicas
 from pw.devices.host.backend import Value
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.sched.control.sessions import ticket_for
 from tests.actors import SECRET, Recorder, World
@@ -48,7 +48,7 @@ SIZES = pytest.mark.parametrize("elements", [SMALL, LARGE])
 class Node:
     """The store of one host, and nothing else of it."""
 
-    def __init__(self, world: World, name: str, replicas: Sequence[Saved] = ()) -> None:
+    def __init__(self, world: World, name: str, replicas: Sequence[Replica] = ()) -> None:
         self.name = name
         self.backend = world.backends[name] = FakeBackend(world, name)
         self.bulk = FakeBulk(world, name)
@@ -56,7 +56,7 @@ class Node:
             store_of(name), lambda env: ObjectStore(env, self.backend, self.bulk, dict, replicas)
         )
         self.store.joins("i", 1, SECRET)
-        self.store.replicas.held.announce()
+        self.store.replicas.memory.announce()
 
 
 class Bench:
@@ -77,7 +77,7 @@ class Bench:
         self.say(Identify(1, ticket_for(SECRET, 1)))
         self.a = self.nodes["a"].store
 
-    def half(self, half: int) -> Saved:
+    def half(self, half: int) -> Replica:
         middle = len(self.whole) // 2
         return ARRAY, self.spec.box(half), self.whole[half * middle : (half + 1) * middle]
 
@@ -104,7 +104,7 @@ class Bench:
         return np.concatenate([value.payload[0], value.payload[1]])
 
     def held(self, name: str) -> list[Box]:
-        return [box for _, box, _ in self.nodes[name].store.replicas.held.saved()]
+        return [box for _, box, _ in self.nodes[name].store.replicas.memory.all()]
 
     def check_idle(self) -> None:
         """Nothing is under way any more."""
@@ -112,9 +112,7 @@ class Bench:
         for node in self.nodes.values():
             if node.name in self.world.actors:
                 assert not node.bulk.landings
-                assert not node.store._restoring
-                assert not node.store.replicas._fetches
-                assert not node.store.replicas._offers
+                assert not node.store.census()["replicas_fetched"]
 
 
 def copies(*halves: tuple[int, str]) -> tuple[tuple[int, str], ...]:
@@ -145,7 +143,7 @@ def test_an_array_is_restored_from_copies_wherever_they_are(
 
 
 def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "TOLD_AT_ONCE", 2)
+    monkeypatch.setattr(replica_memory, "TOLD_AT_ONCE", 2)
     world = World()
     world.add(CONTROL, Recorder)
     data = np.arange(4)
@@ -205,7 +203,7 @@ def test_a_host_that_has_another_copy_helps_whoever_is_lost(elements: int) -> No
         if seed % 2:
             bench.world.kill("b")
         else:  # the controller knows first
-            bench.nodes["b"].store.replicas.held._boxes.clear()
+            bench.nodes["b"].store.replicas.memory.forget(lambda array: True)
             bench.hosts_are("a", "c")
         assert bench.uploaded() == [None]
         np.testing.assert_array_equal(bench.restored(), bench.whole)
@@ -230,7 +228,7 @@ def test_what_nobody_has_is_lost() -> None:
 
 def test_copies_of_another_size_are_of_no_use() -> None:
     bench = Bench(b=(0, 1), c=(0, 1))
-    bench.nodes["b"].store.replicas.held._boxes[ARRAY][bench.boxes[0]] = np.zeros(3, np.uint8)
+    bench.nodes["b"].store.replicas.memory.hold(ARRAY, {bench.boxes[0]: np.zeros(3, np.uint8)})
     bench.restore((0, "b"), (0, "c"), (1, "c"))
     assert bench.uploaded() == [None]
     assert bench.world.counters["replicas_refused"] == 1
@@ -262,7 +260,7 @@ def test_what_is_no_longer_wanted_is_no_longer_fetched(elements: int, how: str) 
         elif how == "restored again":
             bench.restore((0, "b"), (1, "b"))
         else:
-            bench.a.expect(ARRAY, Value(), bench.spec, HERE)
+            bench.a.arrays.expect(ARRAY, Value(), bench.spec, HERE)
         assert bench.a.census()["replicas_fetched"] == (how == "restored again")
         assert bench.uploaded() == [None] * (how == "restored again")
         bench.check_idle()
@@ -304,10 +302,10 @@ def test_a_client_gets_no_copies() -> None:
     bench.world.settle()
     assert not bench.client.received
     assert bench.world.counters["replicas_asked_by_strangers"]
-    assert len(bench.a.replicas._strangers) == 2
+    assert len(bench.a.replicas.strangers) == 2
     bench.world.kill("x")
     bench.world.settle()
-    assert not bench.a.replicas._strangers
+    assert not bench.a.replicas.strangers
 
 
 def test_a_host_may_ask_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +373,7 @@ def test_what_is_offered_is_fetched_kept_and_told(elements: int, sender: Address
     bench.say(OfferReplica(ARRAY, "int64", tuple(bench.boxes), "b"), sender)
     bench.check_idle()
     assert bench.held("a") == [bench.boxes[1], bench.boxes[0]]
-    bench.nodes["b"].store.replicas.held._boxes.clear()
+    bench.nodes["b"].store.replicas.memory.forget(lambda array: True)
     bench.restore()
     assert bench.uploaded() == [None]
     np.testing.assert_array_equal(bench.restored(), bench.whole)
@@ -431,22 +429,22 @@ def filled(spec: ArraySpec, whole: np.ndarray[Any, Any]) -> Value:
 
 def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
     bench = Bench(a=(0,))
-    bench.a.expect(ARRAY, filled(bench.spec, bench.whole), bench.spec, HERE)
+    bench.a.arrays.expect(ARRAY, filled(bench.spec, bench.whole), bench.spec, HERE)
     other, failed, unmade = (client_id(1, serial) for serial in (6, 7, 8))
-    bench.a.expect(other, filled(bench.spec, bench.whole + 1), bench.spec, HERE)
-    bench.a.expect(failed, Value(ErrorReport("ComputationFailed", "")), bench.spec, HERE)
-    bench.a.expect(unmade, Value(), bench.spec, HERE)
+    bench.a.arrays.expect(other, filled(bench.spec, bench.whole + 1), bench.spec, HERE)
+    bench.a.arrays.expect(failed, Value(ErrorReport("ComputationFailed", "")), bench.spec, HERE)
+    bench.a.arrays.expect(unmade, Value(), bench.spec, HERE)
     for array in (ARRAY, other, failed, unmade):
         value = bench.a.value(array)
         assert value is not None
-        bench.a.submitted(array, value)
+        bench.a.requests.submitted(array, value)
     saved = list(bench.a.save())
     assert sorted((array, box) for array, box, _ in saved) == [
         (array, box) for array in (ARRAY, other) for box in bench.boxes
     ]
     again = Node(World(), "a", saved)
     assert sorted(again.store.save(), key=lambda s: s[:2])[2][:2] == (other, bench.boxes[0])
-    by_box = {(array, box): data for array, box, data in again.store.replicas.held.saved()}
+    by_box = {(array, box): data for array, box, data in again.store.replicas.memory.all()}
     for array, whole in ((ARRAY, bench.whole), (other, bench.whole + 1)):
         both = np.concatenate([by_box[array, box] for box in bench.boxes])
         np.testing.assert_array_equal(both.view(np.int64), whole)
@@ -457,8 +455,8 @@ def test_a_host_leaves_one_array_after_the_other() -> None:
     bench = Bench()
     for array in (ARRAY, client_id(1, 6)):
         value = filled(bench.spec, bench.whole)
-        bench.a.expect(array, value, bench.spec, HERE)
-        bench.a.submitted(array, value)
+        bench.a.arrays.expect(array, value, bench.spec, HERE)
+        bench.a.requests.submitted(array, value)
     happened: list[str] = []
     backend: Any = bench.nodes["a"].backend
     snapshot = backend.snapshot
@@ -486,5 +484,5 @@ def test_a_new_incarnation_tells_what_it_was_given() -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (6, 4)])
 def test_bytes_of_every_kind_of_array(shape: tuple[int, ...], dtype: str) -> None:
     data = np.zeros(shape, dtype_of(dtype))
-    assert held.flat_bytes(data).nbytes == data.nbytes
-    assert held.flat_bytes(data.T).ndim == 1
+    assert replica_memory.flat_bytes(data).nbytes == data.nbytes
+    assert replica_memory.flat_bytes(data.T).ndim == 1

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from pw.client.session.notes import Tell
-from pw.core.errors import CheckpointFailed, ErrorReport
+from pw.core.errors import ErrorReport
 from pw.core.ids import scheduler_of
 from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
-from pw.devices.host import disk, files
+from pw.devices.host import disk
 from pw.sched.control.checkpoints import saves
 from tests import test_controller_restart as restart
+from tests.actors import FakeAside
 from tests.scripted import chain
 from tests.test_rebuild import Cluster, Survivor
 
@@ -24,23 +25,8 @@ X = np.arange(8)
 
 
 @pytest.fixture(autouse=True)
-def blocking_calls_take_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hosts do aside happens when the world likes, and its end becomes known later still."""
-
-    def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        world: Any = self.env.world
-        happenings = world.happenings[self._host]
-
-        def act() -> None:
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001 - as threads do
-                result = ErrorReport.of(error, self._host, CheckpointFailed)
-            happenings.append(lambda: done(result))
-
-        happenings.append(act)
-
-    monkeypatch.setattr(files.Files, "_call", call)
+def disks_do_not_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disks in a test are quick."""
     monkeypatch.setattr(disk.os, "fsync", lambda _: None)
 
 
@@ -252,7 +238,7 @@ def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     def call(self: Any, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         calls.append(lambda: done(work()))
 
-    monkeypatch.setattr(files.Files, "_call", call)
+    monkeypatch.setattr(FakeAside, "call", call)
     return calls
 
 

@@ -15,7 +15,7 @@ from pw.core.errors import ComputationFailed, HostLost, NotOwner, TransferFailed
 from pw.core.ids import Address
 from pw.core.messages import HoldsNoMore, PeerLost, Ready
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.devices.host.held import Keep
+from pw.devices.host.replica_memory import Keep
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.cluster import SimCluster
@@ -193,7 +193,7 @@ def test_a_supervisor_keeps_what_was_handed_over_until_more_is(machine: bool) ->
         host.start()
         while host.node is None:
             assert world.step()
-        assert [array for array, _, _ in host.store.replicas.held.saved()] == (
+        assert [array for array, _, _ in host.store.replicas.memory.all()] == (
             [] if machine else [1]
         )
 

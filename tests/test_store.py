@@ -28,7 +28,7 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import DeviceAddress
-from pw.devices.host import store as under_test
+from pw.devices.host import arrays, requests
 from pw.devices.host.backend import Value
 from pw.devices.host.store import ObjectStore
 from pw.sched.control.sessions import ticket_for
@@ -68,10 +68,10 @@ class Bench:
     def launch(self, array: int = ARRAY, made: bool = True) -> Value:
         """A launch that makes the array has arrived; `made` says whether it was handed over."""
         value = Value()
-        self.store.expect(array, value, SPEC, HERE)
+        self.store.arrays.expect(array, value, SPEC, HERE)
         if made:
             value.payload = {0: X}
-            self.store.submitted(array, value)
+            self.store.requests.submitted(array, value)
         return value
 
     def fetch(self, request: int, array: int = ARRAY, **how: Any) -> None:
@@ -106,9 +106,8 @@ class Bench:
     def check_empty(self) -> None:
         self.world.settle()
         assert not any(self.store.census().values()), self.store.census()
-        assert not self.store._parked
+        assert not self.store.requests.parked()
         assert not self.bulk.landings
-        assert not self.store._landings
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_requests_wait_for_the_launch_and_are_answered_once() -> None:
     value = bench.launch(made=False)
     assert bench.answers() == [], "launched, but not handed over: it cannot be watched yet"
     value.payload = {0: X}
-    bench.store.submitted(ARRAY, value)
+    bench.store.requests.submitted(ARRAY, value)
     assert bench.answers() == [Fetched(1, X.tobytes()), Ready(2)]
     bench.launch(client_id(1, 6))
     assert bench.answers()[2:] == [Ready(3)]
@@ -180,7 +179,7 @@ def test_a_failed_array_fails_its_requests_with_its_error() -> None:
     bench.fetch(1)
     bench.say(Wait(2, (ARRAY,)))
     value.error = ErrorReport("ComputationFailed", "it raised", "h", "traceback")
-    bench.store.submitted(ARRAY, value)
+    bench.store.requests.submitted(ARRAY, value)
     assert [m.error for m in bench.answers()] == [value.error] * 2
 
 
@@ -197,7 +196,7 @@ def test_whoever_waits_for_a_deleted_array_is_told(late: bool) -> None:
     if not late:
         bench.store.drop(ARRAY, "donated to 'f'")
     value.payload = {0: X}
-    bench.store.submitted(ARRAY, value)
+    bench.store.requests.submitted(ARRAY, value)
     assert bench.failed() == dict.fromkeys((1, 2, 3), "ArrayDeleted")
     assert "donated to 'f'" in bench.answers()[0].error.message
     bench.launch(client_id(1, 6))
@@ -206,11 +205,13 @@ def test_whoever_waits_for_a_deleted_array_is_told(late: bool) -> None:
 
 
 def test_what_is_remembered_of_deleted_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "DROPPED_KEPT", 10)
+    monkeypatch.setattr(arrays, "DROPPED_KEPT", 10)
     bench = Bench()
-    for serial in range(100):
-        bench.store.drop(client_id(1, serial))
-    assert len(bench.store._dropped) == 10
+    dropped = [client_id(1, serial) for serial in range(100)]
+    for array in dropped:
+        bench.store.drop(array)
+    known = [array for array in dropped if bench.store.arrays.why_missing(array)]
+    assert known == dropped[-10:]
 
 
 def test_who_gives_up_is_not_answered() -> None:
@@ -227,7 +228,7 @@ def test_who_gives_up_is_not_answered() -> None:
 
 
 def test_too_many_waiting_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "PARKED_REQUESTS", 3)
+    monkeypatch.setattr(requests, "PARKED_REQUESTS", 3)
     bench = Bench()
     for request in range(1, 6):
         bench.fetch(request)

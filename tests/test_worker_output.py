@@ -308,7 +308,7 @@ def test_who_does_not_want_it_gets_nothing_and_who_comes_late_the_last_lines() -
     bench.store.drop_client(3)
     bench.write("too late", client=3)
     bench.world.wait(TOGETHER_S)
-    assert not bench.store._printing._early
+    assert not bench.store.printing.early_lines
 
 
 def test_a_ticket_of_another_client_shows_nothing() -> None:

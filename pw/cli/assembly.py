@@ -25,10 +25,10 @@ from pw.devices.host.backend import Backend
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.files import Aside
-from pw.devices.host.held import Saved
 from pw.devices.host.membership import RECONNECT_S, HostProcess
 from pw.devices.host.output import Output
 from pw.devices.host.printing import Written
+from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.devices.jax.coordination_service import CoordinationServices
 from pw.sched.cluster.manager import ResourceManager
@@ -142,7 +142,7 @@ def add_host(
     process: HostProcess,
     backend: Backend,
     bulk: CountedBulk,
-    replicas: Sequence[Saved] = (),
+    replicas: Sequence[Replica] = (),
     stall_s: float = STALL_S,
     aside: Aside | None = None,
     reconnect_s: float = RECONNECT_S,

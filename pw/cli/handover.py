@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from pw.cli.supervision import Parcel
 from pw.core.sharding import Box, dtype_of, packed_offsets
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.transport.log import log
 
 PIECE_BYTES = 16 << 20
@@ -46,7 +46,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-def pack(replicas: Iterable[Saved]) -> Parcel:
+def pack(replicas: Iterable[Replica]) -> Parcel:
     """Write arrays to a new anonymous file, all of them.
 
     Args:
@@ -58,7 +58,7 @@ def pack(replicas: Iterable[Saved]) -> Parcel:
     return _packed(replicas, lambda: None, _raise)
 
 
-def pack_what_fits(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parcel:
+def pack_what_fits(replicas: Iterable[Replica], beat: Callable[[], None]) -> Parcel:
     """The same; when memory runs out, as many as there is room for.
 
     Args:
@@ -77,7 +77,7 @@ def pack_what_fits(replicas: Iterable[Saved], beat: Callable[[], None]) -> Parce
 
 
 def _packed(
-    replicas: Iterable[Saved],
+    replicas: Iterable[Replica],
     went_on: Callable[[], None],
     no_room: Callable[[OSError], None],
 ) -> Parcel:
@@ -143,7 +143,7 @@ def _write(
         went_on()
 
 
-def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Saved]:
+def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
     """Map what another process has packed: read-only arrays, without a copy. Takes the parcel.
 
     Args:
@@ -157,7 +157,7 @@ def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Saved]:
     weakref.finalize(pages, dropped).atexit = False
     whole = np.frombuffer(pages, np.uint8)
     index = msgspec.msgpack.decode(pages[parcel.index_offset :], type=list[Entry])
-    replicas: list[Saved] = []
+    replicas: list[Replica] = []
     for entry in index:
         dtype = dtype_of(entry.dtype)
         end = entry.offset + math.prod(entry.shape) * dtype.itemsize

@@ -42,7 +42,7 @@ from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
 from pw.core.watchdog import STALL_S
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.devices.jax import group
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.executables import default_folder
@@ -145,14 +145,14 @@ class HostRuntime:
 
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
-    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         """Have these kept for the next incarnation, by the supervisor if there is one."""
         if self._keeper is None:
             kept(None)  # as safe as they can be: there is no next incarnation
         else:
             self._keeper.keep(replicas, kept)
 
-    def hand_over(self, replicas: Iterable[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Replica]) -> None:
         """Give these to the next incarnation, through the supervisor; each is taken when its turn comes."""
         if self._keeper is not None:
             self._keeper.hand_over(replicas)
@@ -297,7 +297,9 @@ def take_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _inherited(name: str, parcel: Parcel | None, supervisor: SupervisorLink | None) -> list[Saved]:
+def _inherited(
+    name: str, parcel: Parcel | None, supervisor: SupervisorLink | None
+) -> list[Replica]:
     """What the last incarnation left."""
     if parcel is None or supervisor is None:
         return []

@@ -16,7 +16,7 @@ from pw.cli.assembly import add_host
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
@@ -74,11 +74,11 @@ class InProcessHost:
         """The island is over; the process is the user's and lives on."""
         self.finish(reason)
 
-    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         """They are as safe as they can be: there is no next incarnation."""
         kept(None)
 
-    def hand_over(self, replicas: Iterable[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Replica]) -> None:
         """There is no next incarnation: what is on the devices ends with the session."""
 
     def finish(self, reason: str) -> None:

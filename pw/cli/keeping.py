@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pw.cli import handover
 from pw.cli.supervision import Parcel, SupervisorLink
 from pw.core.errors import CheckpointFailed, ErrorReport
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.transport.log import log
 
 Kept = Callable[[ErrorReport | None], None]
@@ -49,7 +49,7 @@ class Keeper:
         self._left = False
         loop.add_reader(supervisor.fileno(), self._listen)
 
-    def keep(self, replicas: Sequence[Saved], kept: Kept) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: Kept) -> None:
         """Keep these in place of what was kept before; not to be called again before `kept` is."""
         assert self._kept is None
         self._kept = kept
@@ -67,7 +67,7 @@ class Keeper:
 
         threading.Thread(target=work, name="pw-keep", daemon=True).start()
 
-    def hand_over(self, replicas: Iterable[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Replica]) -> None:
         """Keep these, taken one by one, in place of what was kept before; the end of this process follows.
 
         What has been sent is taken even when this process has ended.

@@ -150,7 +150,7 @@ class HostExecutor(Actor):
                 value = run.slots[slot] = Value()
             else:  # it is an argument, or another result as well
                 value.shared = True
-            self._store.expect(results[output], value, spec, devices)
+            self._store.arrays.expect(results[output], value, spec, devices)
 
     def _inline(self, data: bytes, inline: Inline) -> Value:
         """Return the value of an argument that came with the launch."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, CheckpointFailed, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.messages import (
@@ -32,6 +32,7 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, Box
 from pw.devices.host import disk
 from pw.devices.host.backend import Read, Value, relative
+from pw.devices.host.clients import Clients
 
 Found = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
 """Called with the boxes that were asked for, or with what keeps one away."""
@@ -57,7 +58,7 @@ class _Wanted:
     found: Found
 
 
-class Files(Actor):
+class Files(Part):
     """Writes and reads files; speaks with the address of the store it is part of.
 
     Args:
@@ -65,9 +66,10 @@ class Files(Actor):
         aside: where blocking calls are made; without, every request is refused.
     """
 
-    def __init__(self, env: Env, aside: Aside | None) -> None:
-        super().__init__(env)
+    def __init__(self, env: Env, aside: Aside | None, clients: Clients) -> None:
+        self._env = env
         self._aside = aside
+        self._clients = clients
         self._host = env.address.node
         self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
         """What was asked for in this turn, by path and checkpoint."""
@@ -98,7 +100,7 @@ class Files(Actor):
             if not failed:
                 failed = True
                 shards.clear()
-                self.env.send(CONTROL, FileWritten(job.checkpoint, job.path, error))
+                self._env.send(CONTROL, FileWritten(job.checkpoint, job.path, error))
 
         def read(index: int, views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if failed:
@@ -118,8 +120,8 @@ class Files(Actor):
                 self._call(partial(disk.write, job, everything), written)
 
         def written(result: ErrorReport | None) -> None:
-            self.env.count("files_written" if result is None else "files_failed")
-            self.env.send(CONTROL, FileWritten(job.checkpoint, job.path, result))
+            self._env.count("files_written" if result is None else "files_failed")
+            self._env.send(CONTROL, FileWritten(job.checkpoint, job.path, result))
 
         if None in values:
             fail(
@@ -145,7 +147,7 @@ class Files(Actor):
             return
 
         def committed(result: ErrorReport | None) -> None:
-            self.env.send(CONTROL, FilesCommitted(message.checkpoint, result))
+            self._env.send(CONTROL, FilesCommitted(message.checkpoint, result))
 
         self._call(partial(disk.commit, message), committed)
 
@@ -156,27 +158,31 @@ class Files(Actor):
 
         def abandoned(result: bool | ErrorReport) -> None:
             if isinstance(result, ErrorReport):
-                self.env.log("warning", "cannot remove files of a checkpoint", why=result.message)
+                self._env.log("warning", "cannot remove files of a checkpoint", why=result.message)
             if message.unless is not None:
                 error = None if result is True else message.unless
-                self.env.send(CONTROL, FilesCommitted(message.checkpoint, error))
+                self._env.send(CONTROL, FilesCommitted(message.checkpoint, error))
 
         self._call(partial(disk.abandon, message.path, message.checkpoint), abandoned)
 
     def _from_controller(self, sender: Address) -> bool:
         if sender.node != CONTROLLER:
-            self.env.count("messages_refused")
+            self._env.count("messages_refused")
         return sender.node == CONTROLLER
 
     # --- reading -------------------------------------------------------------------------------------
 
     @handles(Describe)
     def _describe(self, sender: Address, message: Describe) -> None:
+        if self._clients.at(sender.node) is None:
+            self._env.send(sender, RequestFailed(message.request, self._clients.refusal()))
+            return
+
         def described(result: tuple[str, bytes] | ErrorReport) -> None:
             if isinstance(result, ErrorReport):
-                self.env.send(sender, RequestFailed(message.request, result))
+                self._env.send(sender, RequestFailed(message.request, result))
             else:
-                self.env.send(sender, Described(message.request, *result))
+                self._env.send(sender, Described(message.request, *result))
 
         self._call(partial(disk.describe, message.path), described)
 
@@ -185,7 +191,7 @@ class Files(Actor):
         wanted = _Wanted(source, spec, boxes, found)
         self._wanted.setdefault((source.path, source.checkpoint), []).append(wanted)
 
-    def turn_ended(self) -> None:
+    def read_all(self) -> None:
         """Have what was asked for in this turn read: all of one checkpoint together, so that a file is
         opened once for many arrays."""
         everything, self._wanted = self._wanted, {}
@@ -209,7 +215,7 @@ class Files(Actor):
                 head.found(result)
             else:
                 opened, boxes = result
-                self.env.count("arrays_read_from_files")
+                self._env.count("arrays_read_from_files")
                 head.found(boxes)
             if rest:
                 self._read_next(path, checkpoint, opened, rest)

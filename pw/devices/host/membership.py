@@ -34,9 +34,9 @@ from pw.core.messages import (
     RegisterHost,
 )
 from pw.devices.host.coordinator import ShardCoordinator
-from pw.devices.host.held import Saved
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
+from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 
 RECONNECT_S = 60.0
@@ -80,7 +80,7 @@ class HostProcess(Protocol):
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation; with an error, for good."""
 
-    def keep(self, replicas: Sequence[Saved], kept: Callable[[ErrorReport | None], None]) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         """Keep these for the next incarnation, in place of earlier ones; they survive a crash.
 
         Returns at once. `kept` is called on the loop thread, perhaps before this returns: with None when
@@ -88,7 +88,7 @@ class HostProcess(Protocol):
         This is not called again before `kept`.
         """
 
-    def hand_over(self, replicas: Iterable[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Replica]) -> None:
         """At the end of this incarnation, keep these in place of earlier ones; takes them one by one."""
 
     def finish(self, reason: str) -> None:
@@ -130,7 +130,7 @@ class Membership(Part):
         """Announce the replicas that are kept here, and ask for a place in the island."""
         place, registration = self._place, self._registration
         if place is None:
-            self._store.replicas.held.announce()
+            self._store.replicas.memory.announce()
         else:
             registration = msgspec.structs.replace(
                 registration,

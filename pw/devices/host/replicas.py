@@ -1,17 +1,16 @@
-"""Copies of arrays in a host's memory, which outlive the island's epoch, and their way between hosts.
+"""Moves replicas between hosts.
 
-A *replica* is the bytes of one box of an array. Replicas come from the last incarnation of this host
-(what was on its devices when the epoch ended, see `ObjectStore.save`), from a checkpoint that copied
-this host's own shards, and from other hosts' checkpoints, which offer theirs so that one lost host
-loses nothing. They stay until the controller drops them or their client leaves
-(`pw.devices.host.held`).
+A *replica* is the bytes of one box of an array in host memory (`pw.devices.host.replica_memory`). It
+outlives the epoch. Replicas come from the last incarnation of this host, from a checkpoint that
+copied this host's own shards, and from other hosts, which offer theirs so that one lost host
+loses nothing. They stay until the controller drops them or their client leaves.
 
-Boxes are *gathered* to restore an array, or to keep what was offered: those that are here at once,
-the others from hosts that are said to have them. A host that refuses, or is lost, is replaced by the
-next that has the same box; when there is none left for a box, the gathering fails as a whole.
+Boxes are *gathered* to restore an array, or to hold an offered replica: those that are here at once, the
+others from hosts that are said to have them. If a host refuses or is lost, the next one with the same
+box is asked. If there is none, the whole gathering fails.
 
-Only hosts are answered. The controller's directory says who is one, but a request may overtake it, as it
-comes by another link: what a stranger asks waits for a directory that names it, which none does for a client.
+Only hosts are answered. The controller's directory names them, but a request may overtake it on
+another link. So the request of an unknown node waits for the directory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pw.core.actor import Actor, Env, handles
+from pw.core.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
@@ -41,7 +40,7 @@ from pw.core.messages import (
 from pw.core.packing import pack
 from pw.core.sharding import Box, box_bytes, packed_offsets
 from pw.devices.host.backend import Read, Value, relative
-from pw.devices.host.held import Held, Keep, Keeping, Overdue, Saved, flat_bytes
+from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory, flat_bytes
 
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
 
@@ -75,81 +74,75 @@ class _Fetch:
     transfer: int | None = None
 
 
-class Replicas(Actor):
-    """Keeps, fetches and gives away replicas; speaks with the address of the store it is part of.
+class Replicas(Part):
+    """Makes, fetches and gives away replicas.
 
     Args:
         env: the store's.
         bulk: what moves boxes that are too large for a message.
-        handed_over: what the last incarnation of this host left.
-        keep: puts copies where the next incarnation finds them, however this one ends.
+        inherited: the replicas that the last incarnation of this host left.
+        keep: puts replicas where the next incarnation finds them.
+        gone_clients: clients that have left.
     """
 
     def __init__(
         self,
         env: Env,
         bulk: Bulk,
-        handed_over: Iterable[Saved],
-        keep: Keeping | None = None,
+        inherited: Iterable[Replica],
+        keep: Keeping | None,
+        gone_clients: set[int],
     ) -> None:
-        super().__init__(env)
+        self._env = env
         self._bulk = bulk
         self._host = env.address.node
+        self._gone_clients = gone_clients
         self._offers: list[Gathering] = []
-        """What is gathered in order to be held."""
+        """Replicas that this host gathers to hold them."""
         self._fetches: dict[int, _Fetch] = {}
         self._last_request = 0
-        self._hosts: frozenset[str] = frozenset()
-        self._strangers: list[tuple[Address, FetchReplica | OfferReplica]] = []
-        self._gone_clients: set[int] = set()
-        self.held = Held(env, handed_over, keep, lambda: bool(self._hosts - {self._host}))
+        self.hosts: frozenset[str] = frozenset()
+        self.strangers: list[tuple[Address, FetchReplica | OfferReplica]] = []
+        """Messages of nodes that are not known as hosts yet."""
+        self.memory = ReplicaMemory(env, inherited, keep)
 
     # --- what is held --------------------------------------------------------------------------------
 
     def copy(self, copy: Copy, value: Value | None) -> Read | None:
-        """The op that copies shards of an array here, to be submitted in its turn."""
+        """Return the op that copies shards of an array to host memory."""
         if value is None:
             gone = ArrayLost(f"the array {copy.spec.short}, to be copied, is not there any more")
-            self.held.skip(copy.array, ErrorReport.of(gone, self._host))
+            self.memory.skip(copy.array, ErrorReport.of(gone, self._host))
             return None
         boxes = [copy.spec.box(position) for position in copy.positions]
         wanted = [(at, relative(box)) for at, box in zip(copy.positions, boxes, strict=True)]
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
             if isinstance(views, ErrorReport):
-                self.held.skip(copy.array, views)
+                self.memory.skip(copy.array, views)
                 return
             if client_of(copy.array) in self._gone_clients:
                 return
-            self.held.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
+            self.memory.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
             offer = OfferReplica(copy.array, copy.spec.dtype, tuple(boxes), self._host)
             for target in copy.targets:
-                self.env.send(store_of(target), offer)
+                self._env.send(store_of(target), offer)
 
         return Read(value, wanted, copy.spec, copy.devices, read)
-
-    @handles(Keep)
-    def _keep(self, sender: Address, note: Keep) -> None:
-        self.held.keep_all()
-
-    @handles(Overdue)
-    def _overdue(self, sender: Address, note: Overdue) -> None:
-        self.held.look_for_overdue()
 
     @handles(DropReplicas)
     def _drop(self, sender: Address, message: DropReplicas) -> None:
         if sender.node != CONTROLLER:
-            self.env.count("messages_refused")
+            self._env.count("messages_refused")
             return
         self._forget(frozenset(message.arrays).__contains__)
 
     def drop_client(self, client: int) -> None:
-        """Forget all that belongs to a client that has gone."""
-        self._gone_clients.add(client)
+        """Forget the replicas of a client that has left."""
         self._forget(lambda array: client_of(array) == client)
 
     def _forget(self, meant: Callable[[int], bool]) -> None:
-        self.held.forget(meant)
+        self.memory.forget(meant)
         for gathering in self._offers:
             if meant(gathering.array):
                 self.cancel(gathering)
@@ -158,8 +151,8 @@ class Replicas(Actor):
     def census(self) -> dict[str, int]:
         """Replicas held here, and boxes asked for elsewhere."""
         return {
-            "replica_arrays": len(self.held),
-            "replica_bytes": self.held.size_bytes,
+            "replica_arrays": len(self.memory),
+            "replica_bytes": self.memory.size_bytes,
             "replicas_fetched": len(self._fetches),
         }
 
@@ -177,7 +170,7 @@ class Replicas(Actor):
             gathered: called with all the boxes, or with the error that keeps one away.
         """
         gathering = Gathering(array, dtype, gathered)
-        held = self.held.of(array)
+        held = self.memory.of(array)
         for box, hosts in sources.items():
             here = held.get(box)
             if here is not None and here.nbytes == box_bytes(box, dtype):
@@ -208,7 +201,7 @@ class Replicas(Actor):
         asked: dict[str, list[Box]] = {}
         for box in boxes:
             hosts = gathering.missing[box]
-            while hosts and hosts[-1] not in self._hosts:
+            while hosts and hosts[-1] not in self.hosts:
                 gathering.why = f"host {hosts.pop()} has gone"
             if not hosts:
                 part = ", ".join(f"{start}:{stop}" for start, stop in box)
@@ -236,7 +229,7 @@ class Replicas(Actor):
             fetch.transfer = landing.transfer
         self._fetches[request] = fetch
         question = FetchReplica(request, gathering.array, gathering.dtype, boxes, landing)
-        self.env.send(store_of(host), question)
+        self._env.send(store_of(host), question)
 
     def _take(self, request: int, buffer: bytes | Bytes) -> None:
         fetch = self._fetches.pop(request, None)
@@ -279,7 +272,7 @@ class Replicas(Actor):
     def _serve(self, sender: Address, message: FetchReplica) -> None:
         if not self._is_host(sender, message):
             return
-        held = self.held.of(message.array)
+        held = self.memory.of(message.array)
         sizes = [box_bytes(box, message.dtype) for box in message.boxes]
         data = [held[box] for box in message.boxes if box in held]
         offsets, total = packed_offsets(sizes)
@@ -287,7 +280,7 @@ class Replicas(Actor):
             lost = ArrayLost("this host has not got the copy that it was asked for")
             self._refuse(sender, message, ErrorReport.of(lost, self._host))
         elif message.landing is None and total <= INLINE_BYTES:
-            self.env.send(sender, ReplicaData(message.request, pack(data)))
+            self._env.send(sender, ReplicaData(message.request, pack(data)))
         elif message.landing is None or message.landing.size_bytes < total:
             small = ProtocolError("its landing is too small for these boxes")
             self._refuse(sender, message, ErrorReport.of(small, self._host))
@@ -300,8 +293,8 @@ class Replicas(Actor):
             self._bulk.push(message.landing, list(zip(offsets, data, strict=True)), pushed)
 
     def _refuse(self, sender: Address, message: FetchReplica, error: ErrorReport) -> None:
-        self.env.count("replicas_refused")
-        self.env.send(sender, ReplicaRefused(message.request, error))
+        self._env.count("replicas_refused")
+        self._env.send(sender, ReplicaRefused(message.request, error))
 
     @handles(OfferReplica)
     def _offered(self, sender: Address, message: OfferReplica) -> None:
@@ -313,13 +306,13 @@ class Replicas(Actor):
         def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
             self._offers = [gathering for gathering in self._offers if not gathering.over]
             if isinstance(found, ErrorReport):
-                self.env.log("warning", "cannot take a copy", sender=sender, why=found.message)
+                self._env.log("warning", "cannot take a copy", sender=sender, why=found.message)
                 if found.kind == ArrayLost.__name__:
                     # Only the copy is: the array may be where it was.
                     found = msgspec.structs.replace(found, kind=HostLost.__name__)
-                self.held.skip(message.array, found)
+                self.memory.skip(message.array, found)
             else:
-                self.held.hold(message.array, found)
+                self.memory.hold(message.array, found)
 
         sources = dict.fromkeys(message.boxes, (message.host,))
         gathering = self.gather(message.array, message.dtype, sources, gathered)
@@ -330,24 +323,28 @@ class Replicas(Actor):
 
     def _is_host(self, sender: Address, message: FetchReplica | OfferReplica) -> bool:
         """Whether the sender is a host; otherwise its message is kept until it turns out to be one."""
-        if sender.node in self._hosts:
+        if sender.node in self.hosts:
             return True
-        self.env.count("replicas_asked_by_strangers")
-        if len(self._strangers) < STRANGERS_KEPT:
-            self._strangers.append((sender, message))
+        self._env.count("replicas_asked_by_strangers")
+        if len(self.strangers) < STRANGERS_KEPT:
+            self.strangers.append((sender, message))
         elif isinstance(message, FetchReplica):
             full = ProtocolError("too many ask that it does not know as hosts")
             self._refuse(sender, message, ErrorReport.of(full, self._host))
         return False
 
     def hosts_are(self, nodes: frozenset[str]) -> None:
-        """The controller says which hosts exist."""
-        gone, self._hosts = self._hosts - nodes, nodes
+        """Take the controller's list of hosts."""
+        gone, self.hosts = self.hosts - nodes, nodes
+        self.memory.has_others = bool(nodes - {self._host})
         for node in sorted(gone):
             self._lose(node, "it has gone")
-        strangers, self._strangers = self._strangers, []
+        strangers, self.strangers = self.strangers, []
         for sender, message in strangers:
-            self.receive(sender, message)
+            if isinstance(message, FetchReplica):
+                self._serve(sender, message)
+            else:
+                self._offered(sender, message)
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
@@ -355,7 +352,7 @@ class Replicas(Actor):
         self._lose(message.node, message.words)
 
     def _lose(self, node: str, reason: str) -> None:
-        self._strangers = [parked for parked in self._strangers if parked[0].node != node]
+        self.strangers = [parked for parked in self.strangers if parked[0].node != node]
         for request in [n for n, fetch in self._fetches.items() if fetch.host == node]:
             if request in self._fetches:  # one that failed may have ended others
                 self._next(request, reason)

@@ -132,7 +132,7 @@ class OpQueue:
 
     def __init__(self, backend: Backend, store: ObjectStore) -> None:
         self._backend = backend
-        self._store = store
+        self._requests = store.requests
         self.ops: list[Op] = []
         self.made: list[tuple[int, Value]] = []
         """Arrays whose making op is in `ops`, or was."""
@@ -145,4 +145,4 @@ class OpQueue:
         if self.made:
             made, self.made = self.made, []
             for array, value in made:
-                self._store.submitted(array, value)
+                self._requests.submitted(array, value)

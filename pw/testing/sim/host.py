@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROLLER, client_of
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
@@ -75,9 +74,9 @@ class SimHost:
         self.spare = spare
         self.incarnation = 0
         self.node: SimNode | None = None
-        self.replicas: list[Saved] = []
+        self.replicas: list[Replica] = []
         """What the supervisor has taken last: every child begins with it until another hands over."""
-        self._sent: list[tuple[SimNode, list[Saved], _Kept | None]] = []
+        self._sent: list[tuple[SimNode, list[Replica], _Kept | None]] = []
         """What is on its way to the supervisor, which takes it even if the child has ended."""
         self.stopped_until_s = 0.0
         """When the supervisor goes on, if it is stopped."""
@@ -172,13 +171,13 @@ class SimHost:
         """Join the epoch's group; all its hosts must come."""
         self.cluster.groups.join(self, form, joined)
 
-    def keep(self, replicas: Sequence[Saved], kept: _Kept) -> None:
+    def keep(self, replicas: Sequence[Replica], kept: _Kept) -> None:
         """Write copies of arrays, send them when they are written, and say when they were taken."""
         assert self.node is not None
         written_s = self._keeping.uniform(0.0005, 0.02) * self.slowness
         self.world.after(written_s, self._written, self.node, list(replicas), kept)
 
-    def _written(self, node: SimNode, replicas: list[Saved], kept: _Kept) -> None:
+    def _written(self, node: SimNode, replicas: list[Replica], kept: _Kept) -> None:
         if self.node is not node or self._leaving:
             return
         if node.paused:
@@ -186,12 +185,12 @@ class SimHost:
             return
         self._send(node, replicas, kept)
 
-    def hand_over(self, replicas: Iterable[Saved]) -> None:
+    def hand_over(self, replicas: Iterable[Replica]) -> None:
         """Keep copies of arrays for the next child; this one is about to end."""
         assert self.node is not None
         self._send(self.node, replicas, None)
 
-    def _send(self, node: SimNode, replicas: Iterable[Saved], kept: _Kept | None) -> None:
+    def _send(self, node: SimNode, replicas: Iterable[Replica], kept: _Kept | None) -> None:
         copied = [(array, box, data.copy()) for array, box, data in replicas]
         self._sent.append((node, copied, kept))
         self.world.after(self._keeping.uniform(0.0001, 0.01), self._take)
@@ -227,8 +226,7 @@ class SimHost:
 
     def held_by(self, client: int) -> list[int]:
         """Arrays of a client in this host's store."""
-        store: Any = self.store
-        arrays = list(store._entries) if self.node is not None else []
+        arrays = list(self.store.arrays) if self.node is not None else []
         return [array for array in arrays if client_of(array) == client]
 
     def census(self) -> dict[str, int]:

@@ -143,11 +143,11 @@ class Monitors:
     ) -> Callable[[], None] | None:
         """A client asks a host about arrays; what comes over the bulk plane may take its time."""
         node = self._world.nodes[to.node]
-        store: Any = node.actors.get(to.actor)
+        store = node.actors.get(to.actor)
         arrays = message.arrays if isinstance(message, Wait) else (message.array,)
         if not isinstance(store, ObjectStore) or getattr(message, "landing", None) is not None:
             return None
-        entries = [store._entries.get(array) for array in arrays]
+        entries = [store.arrays.get(array) for array in arrays]
         values = [entry.value for entry in entries if entry is not None and entry.submitted]
         ready = [v for v in values if v.payload is not None and v.error is None]
         if len(ready) < len(arrays) or any(value.building is not None for value in ready):
@@ -155,7 +155,7 @@ class Monitors:
         return partial(self._promise, node, store, (sender.node, message.request))
 
     def _promise(self, node: Process, store: Any, key: tuple[str, int]) -> None:
-        request = store._requests.get(key)
+        request = store.requests.find(*key)
         if request is not None:
             within_s = PROMPT_S * node.slowness
             args = node, store, key, request, self._world.now_s
@@ -165,7 +165,7 @@ class Monitors:
         self, node: Process, store: Any, key: tuple[str, int], request: Any, asked_s: float
     ) -> None:
         self._world.checked["prompt"] += 1
-        if node.alive and node.paused_until_s < asked_s and store._requests.get(key) is request:
+        if node.alive and node.paused_until_s < asked_s and store.requests.find(*key) is request:
             what = (
                 f"{node.name} has not answered {key[0]} about arrays that were ready at {asked_s}"
             )

@@ -37,7 +37,7 @@ from pw.core.messages import (
     UploadAgain,
 )
 from pw.devices.host import backend as ops
-from pw.devices.host.held import Saved
+from pw.devices.host.replica_memory import Replica
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
@@ -292,7 +292,7 @@ def _spoil(cluster: SimCluster) -> None:
     """What a host hands over is not what its devices held."""
 
     def careless(host: SimHost) -> None:
-        def hand_over(replicas: Iterable[Saved]) -> None:
+        def hand_over(replicas: Iterable[Replica]) -> None:
             SimHost.hand_over(host, [(array, box, data[::-1]) for array, box, data in replicas])
 
         setattr(host, "hand_over", hand_over)  # noqa: B010  (a method of one object)
@@ -307,11 +307,11 @@ def _rash(cluster: SimCluster) -> None:
     def careless(host: SimHost) -> None:
         keep = host.keep
 
-        def told_at_once(replicas: Sequence[Saved], kept: Callable[[Any], None]) -> None:
+        def told_at_once(replicas: Sequence[Replica], kept: Callable[[Any], None]) -> None:
             kept(None)
             keep(replicas, lambda error: None)
 
-        setattr(host.store.replicas.held, "_keep", told_at_once)  # noqa: B010
+        setattr(host.store.replicas.memory, "_keep", told_at_once)  # noqa: B010
 
     cluster.alterations.append(careless)
 

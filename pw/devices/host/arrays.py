@@ -1,0 +1,111 @@
+"""The table of arrays that clients hold on a host.
+
+An entry appears when the launch that makes the array arrives, when its client uploads it, or when the
+controller restores it. It goes when a `Discard` says so, in launch order. A run that is replayed, or
+an array that is restored, replaces the entry.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pw.core.errors import ArrayDeleted, ErrorReport
+from pw.core.landing import Bulk
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
+from pw.devices.host.backend import Backend, Value
+from pw.devices.host.replica_memory import Replica
+from pw.devices.host.replicas import Gathering, Replicas
+
+DROPPED_KEPT = 65_536
+"""Dropped arrays that are remembered, so that a late request gets the reason."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An array's part on this host."""
+
+    array: int
+    value: Value
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+    submitted: bool = False
+    """The op that makes the value has been submitted, so that it can be watched."""
+    arrived: bool = False
+    """It was uploaded or restored, and all of it is here."""
+    is_reported: bool = False
+    """The controller knows that the value was lost."""
+    landing: int | None = None
+    """The bulk transfer of its upload."""
+    gathering: Gathering | None = None
+    """The search for its replicas."""
+
+
+class Arrays(dict[int, Entry]):
+    """The entries of a host by their arrays."""
+
+    def __init__(self, host: str, bulk: Bulk, replicas: Replicas) -> None:
+        super().__init__()
+        self._host = host
+        self._bulk = bulk
+        self._replicas = replicas
+        self._dropped: OrderedDict[int, tuple[str, ArraySpec | None]] = OrderedDict()
+        """Why arrays were dropped, and their types."""
+
+    def expect(
+        self, array: int, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
+    ) -> Entry:
+        """Add an array that is going to be made, in place of an earlier entry."""
+        if (old := self.get(array)) is not None:
+            self._abandon(old)
+        entry = self[array] = Entry(array, value, spec, devices)
+        return entry
+
+    def drop(self, array: int, why: str) -> None:
+        """Remove an array, and remember why."""
+        entry = self.pop(array, None)
+        self._dropped[array] = (why, None if entry is None else entry.spec)
+        if len(self._dropped) > DROPPED_KEPT:
+            self._dropped.popitem(last=False)
+        if entry is not None:
+            self._abandon(entry)
+
+    def _abandon(self, entry: Entry) -> None:
+        """Stop the upload or the restore of an array."""
+        if entry.landing is not None:
+            self._bulk.cancel(entry.landing)
+            entry.landing = None
+        if entry.gathering is not None:
+            self._replicas.cancel(entry.gathering)
+            entry.gathering = None
+
+    def why_missing(self, array: int) -> ErrorReport | None:
+        """Return why an array was dropped, None if it may still come."""
+        if array in self or array not in self._dropped:
+            return None
+        why, spec = self._dropped[array]
+        what = "the array" if spec is None else f"the array {spec.short}"
+        words = f"{what} was {why} before its value was asked for; keep a copy, copy.copy(x)"
+        return ErrorReport.of(ArrayDeleted(words), self._host)
+
+    def boxes(self, entry: Entry) -> list[tuple[Box, tuple[int, ...]]]:
+        """Return the boxes of an array on this host, each with its positions in the mesh."""
+        return host_boxes(entry.spec, entry.devices, self._host)
+
+    def size_bytes(self) -> int:
+        """Return the size of all shards on this host."""
+        return sum(
+            entry.spec.shard_bytes * sum(device.host == self._host for device in entry.devices)
+            for entry in self.values()
+        )
+
+    def snapshots(self, backend: Backend, held: set[tuple[int, Box]]) -> Iterator[Replica]:
+        """Return the boxes that are ready on the devices, except those that are `held` already."""
+        for array, entry in self.items():
+            if not entry.submitted:
+                continue  # its value is not known, even if there is one already
+            if all((array, box) in held for box, _ in self.boxes(entry)):
+                continue
+            views = backend.snapshot(entry.value, entry.spec, entry.devices) or ()
+            yield from ((array, box, view) for box, view in views if (array, box) not in held)

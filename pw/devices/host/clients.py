@@ -1,0 +1,62 @@
+"""The clients that a host knows: each has proven with a ticket which client it is."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import Disconnected, ErrorReport
+from pw.core.ids import Address, client_of
+from pw.core.messages import Identify
+from pw.devices.host.printing import Printing
+
+
+class Clients(Part):
+    """Admits clients, and knows their nodes."""
+
+    def __init__(self, env: Env, printing: Printing, gone_clients: set[int]) -> None:
+        self._env = env
+        self._printing = printing
+        self.gone_clients = gone_clients
+        """Clients that have left for good."""
+        self.secret = b""
+        """The key of the tickets in this epoch; empty outside of one."""
+        self._nodes: dict[str, int] = {}
+
+    @handles(Identify)
+    def _identify(self, sender: Address, message: Identify) -> None:
+        if not self.secret or not 0 < message.client < 1 << 63:
+            self._env.count("tickets_refused")
+            return
+        wanted = hashlib.blake2b(
+            message.client.to_bytes(8, "big", signed=True), key=self.secret, digest_size=16
+        ).digest()
+        if message.ticket == wanted and message.client not in self.gone_clients:
+            self._nodes[sender.node] = message.client
+            self._printing.met(message.client, sender, message.output)
+        else:
+            self._env.count("tickets_refused")
+            self._env.log("warning", "ticket refused", node=sender.node, client=message.client)
+
+    def at(self, node: str) -> int | None:
+        """Return the client at a node, None if there is none."""
+        return self._nodes.get(node)
+
+    def nodes_of(self, client: int) -> list[str]:
+        """Return the nodes of a client."""
+        return [node for node, number in self._nodes.items() if number == client]
+
+    def owns(self, sender: Address, array: int) -> bool:
+        """Whether an array belongs to the client that has sent a message."""
+        return self._nodes.get(sender.node) == client_of(array)
+
+    def forget(self, node: str) -> None:
+        """Forget a node whose link is lost; its client may come back."""
+        client = self._nodes.pop(node, None)
+        if client is not None:
+            self._printing.lost(client)
+
+    def refusal(self) -> ErrorReport:
+        """Return the error for a session that is not known here."""
+        words = "this host does not know this session (any more); connect again with pw.connect()"
+        return ErrorReport.of(Disconnected(words), self._env.address.node)

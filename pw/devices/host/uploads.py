@@ -1,0 +1,232 @@
+"""Makes arrays from bytes: uploaded by clients, restored from replicas, or read from files.
+
+Each ends with one `Uploaded` to the controller, when the value is made or the bytes will not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError, TransferFailed
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_of
+from pw.core.landing import Bulk, Bytes
+from pw.core.messages import (
+    PeerLost,
+    ReadArray,
+    Restore,
+    Upload,
+    UploadAborted,
+    Uploaded,
+    UploadLanding,
+)
+from pw.core.packing import unpack
+from pw.core.sharding import Box, box_bytes, packed_offsets
+from pw.devices.host.arrays import Arrays, Entry
+from pw.devices.host.backend import Backend, Build, Value, relative
+from pw.devices.host.clients import Clients
+from pw.devices.host.files import Files
+from pw.devices.host.replicas import Replicas
+from pw.devices.host.requests import Requests
+
+
+class Uploads(Part):
+    """Arrays of a host that are made from bytes."""
+
+    def __init__(
+        self,
+        env: Env,
+        backend: Backend,
+        bulk: Bulk,
+        arrays: Arrays,
+        clients: Clients,
+        requests: Requests,
+        replicas: Replicas,
+        files: Files,
+    ) -> None:
+        self._env = env
+        self._backend = backend
+        self._bulk = bulk
+        self._arrays = arrays
+        self._clients = clients
+        self._requests = requests
+        self._replicas = replicas
+        self._files = files
+        self._host = env.address.node
+        self.place = ("", 0)
+        """The island and the epoch of this host."""
+
+    def __len__(self) -> int:
+        return sum(entry.landing is not None for entry in self._arrays.values())
+
+    # --- from clients --------------------------------------------------------------------------------
+
+    @handles(Upload)
+    def _upload(self, sender: Address, message: Upload) -> None:
+        array, spec = message.array, message.spec
+        entry = self._arrays.get(array)
+        if not self._clients.owns(sender, array):
+            self._env.count("uploads_refused")
+            return
+        if (message.island, message.epoch) != self.place:
+            # It was meant for an earlier incarnation; the controller asks for what this one lacks.
+            self._env.count("uploads_stale")
+            return
+        if entry is not None and entry.value.error is None:
+            self._env.count("uploads_doubled")
+            if entry.arrived:
+                self._env.send(CONTROL, Uploaded(array, None, again=True))
+            if entry.landing is None:
+                return
+            self._stop_landing(entry)  # the bytes may have come to a host that is no more
+        else:
+            entry = self._arrays.expect(array, Value(), spec, message.devices)
+        boxes = self._arrays.boxes(entry)
+        offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
+
+        def deliver(buffer: bytes | Bytes) -> None:
+            self._stop_landing(entry)
+            views = [
+                unpack(buffer, offset, spec, box)
+                for (box, _), offset in zip(boxes, offsets, strict=True)
+            ]
+            self._build(entry, boxes, views)
+
+        def landed(buffer: Bytes) -> None:
+            # The bytes may come to an earlier landing of this upload, but they are taken once.
+            if self._arrays.get(array) is entry and entry.landing is not None:
+                deliver(buffer)
+
+        if message.data is None:
+            try:
+                landing = self._bulk.land(total, landed)
+            except Error as refused:
+                self._fail(entry, ErrorReport.of(refused, self._host))
+                return
+            entry.landing = landing.transfer
+            self._env.send(sender, UploadLanding(array, landing, message.attempt))
+        elif len(message.data) != total:
+            error = ProtocolError(
+                f"{len(message.data)} bytes came for the array {message.spec.short}, of which {total} lie here"
+            )
+            self._fail(entry, ErrorReport.of(error, self._host))
+        else:
+            deliver(message.data)
+
+    def _stop_landing(self, entry: Entry) -> None:
+        if entry.landing is not None:
+            self._bulk.cancel(entry.landing)
+            entry.landing = None
+
+    @handles(UploadAborted)
+    def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
+        entry = self._arrays.get(message.array)
+        if entry is None or not self._clients.owns(sender, message.array):
+            return
+        if entry.landing == message.transfer:
+            self._stop_landing(entry)
+            self._fail(entry, message.error)
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        """Fail the uploads of a lost client: the controller asks for the bytes again."""
+        client = self._clients.at(message.node)
+        if client is None:
+            return
+        words = (
+            f"the connection to the client was lost while an array came from there: {message.words}"
+        )
+        report = ErrorReport.of(TransferFailed(words), self._host)
+        for array, entry in list(self._arrays.items()):
+            if entry.landing is not None and client_of(array) == client:
+                self._stop_landing(entry)
+                self._fail(entry, report)
+
+    # --- from replicas and files ---------------------------------------------------------------------
+
+    @handles(Restore)
+    def _restore(self, sender: Address, message: Restore) -> None:
+        if self._is_refused(sender, message.array):
+            return
+        entry = self._arrays.expect(message.array, Value(), message.spec, message.devices)
+        spec = message.spec
+        boxes = self._arrays.boxes(entry)
+        sources: dict[Box, list[str]] = {box: [] for box, _ in boxes}
+        for source in message.sources:
+            if source.box in sources:
+                sources[source.box].append(source.host)
+
+        def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
+            entry.gathering = None
+            if not isinstance(found, ErrorReport):
+                views = [unpack(found[box], 0, spec, box) for box, _ in boxes]
+                self._build(entry, boxes, views)
+                return
+            if found.kind == ArrayLost.__name__:
+                # The controller may know other replicas, or can have the array computed again.
+                found = msgspec.structs.replace(found, kind=HostLost.__name__)
+            self._fail(entry, found)
+
+        gathering = self._replicas.gather(message.copied, spec.dtype, sources, gathered)
+        if not gathering.over:
+            entry.gathering = gathering
+
+    @handles(ReadArray)
+    def _read_array(self, sender: Address, message: ReadArray) -> None:
+        if self._is_refused(sender, message.array):
+            return
+        old = self._arrays.get(message.array)
+        if old is not None and old.value.error is None:
+            if old.arrived:
+                self._env.send(CONTROL, Uploaded(message.array, None, again=True))
+            return  # otherwise it is being read, and its end is reported then
+        entry = self._arrays.expect(message.array, Value(), message.spec, message.devices)
+
+        def found(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if self._arrays.get(message.array) is not entry:
+                return
+            if isinstance(views, ErrorReport):
+                self._fail(entry, views)
+            else:
+                self._build(entry, boxes, views)
+
+        boxes = self._arrays.boxes(entry)
+        self._files.read(message.source, message.spec, [box for box, _ in boxes], found)
+
+    def _is_refused(self, sender: Address, array: int) -> bool:
+        if sender.node == CONTROLLER and client_of(array) not in self._clients.gone_clients:
+            return False
+        self._env.count("messages_refused")
+        return True
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def _build(
+        self,
+        entry: Entry,
+        boxes: Sequence[tuple[Box, tuple[int, ...]]],
+        views: Sequence[np.ndarray[Any, Any]],
+    ) -> None:
+        """Make the value of an array from its boxes on this host."""
+        parts = [
+            (positions, relative(box), view)
+            for (box, positions), view in zip(boxes, views, strict=True)
+        ]
+
+        def done(error: ErrorReport | None) -> None:
+            entry.arrived = error is None
+            if self._arrays.get(entry.array) in (entry, None):
+                self._env.send(CONTROL, Uploaded(entry.array, error))
+
+        self._backend.submit([Build(entry.value, entry.spec, entry.devices, parts, done)])
+        self._requests.submitted(entry.array, entry.value)
+
+    def _fail(self, entry: Entry, error: ErrorReport) -> None:
+        """Fail an array whose bytes will not come."""
+        entry.value.error = error
+        self._env.send(CONTROL, Uploaded(entry.array, error))
+        self._requests.submitted(entry.array, entry.value)
