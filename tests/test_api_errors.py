@@ -167,13 +167,13 @@ def test_what_does_not_compile_poisons_all_that_depends_on_it(
 ) -> None:
     f = pw.jit(lambda x: x * 3, mesh=east)
     g = pw.jit(lambda x: x + 1, mesh=west)
-    compiler: Any = cluster.hosts[0].backend._compiler
-    install = compiler._install
+    compiler: Any = cluster.hosts[0].backend.compiler
+    install = compiler.compile
 
     def fails(key: bytes, computation: Any, artifact: bytes, devices: Any) -> None:
         install(key, computation, artifact[:100], devices)
 
-    monkeypatch.setattr(compiler, "_install", fails)
+    monkeypatch.setattr(compiler, "compile", fails)
     broken = f(1.0)
     later = [g(broken), broken + 1, pw.program(lambda x: g(f(x)))(2.0)]
     for x in (broken, *later):

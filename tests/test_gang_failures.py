@@ -73,7 +73,7 @@ async def test_what_cannot_be_enqueued_is_told_and_nothing_joint_is_enqueued_aft
 async def test_a_joint_computation_that_fails_later_is_told(host: Host) -> None:
     spec = spec_of()
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
-    executables: dict[bytes, Any] = host.backend._executables
+    executables: dict[bytes, Any] = host.backend.enqueuer.executables
     await host.watch(host.build(spec, np.zeros(8)))
     compiled = executables[b"k"]
     executables[b"k"] = compiled._replace(call=lambda array: (Failing(),))

@@ -30,7 +30,9 @@ from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtyp
 from pw.devices.host.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
 from pw.devices.jax import answers as jax_answers
 from pw.devices.jax.backend import JaxBackend
-from pw.devices.jax.layouts import aligned_empty
+from pw.devices.jax.layouts import Layouts, aligned_empty
+from pw.devices.jax.quick import SOON_S
+from pw.devices.jax.values import Failures
 
 HOST = "h0"
 BOUND_S = 60.0
@@ -264,9 +266,9 @@ async def test_executes(host: Host) -> None:
 
 
 async def at_rest(host: Host) -> None:
-    """The execute thread waits for more, and the last computation came long ago."""
-    host.backend._quick._came_s = 0.0
-    while host.backend._handed != host.backend._ended:
+    """The execute thread waits for more, and the last computation came some time ago."""
+    await asyncio.sleep(2 * SOON_S)
+    while not host.backend.execution.is_idle:
         await asyncio.sleep(0.001)
 
 
@@ -275,14 +277,14 @@ async def called_on(
 ) -> set[threading.Thread]:
     """The threads on which the last half of so many calls ran, one after the other."""
     await host.watch()  # what was installed is known then
-    known = host.backend._executables[key]
+    known = host.backend.enqueuer.executables[key]
     threads: list[threading.Thread] = []
 
     def noted(*arrays: Any) -> Any:
         threads.append(threading.current_thread())
         return known.call(*arrays)
 
-    host.backend._executables[key] = known._replace(call=noted)
+    host.backend.enqueuer.executables[key] = known._replace(call=noted)
     for _ in range(calls):
         (value,) = host.execute(key, value, **how)
         assert await host.watch(value) is None
@@ -297,6 +299,7 @@ async def install_quick(host: Host, key: bytes, spec: ArraySpec) -> None:
     threads: set[threading.Thread] = set()
     while threads != {threading.main_thread()}:
         assert time.monotonic() < deadline_s, f"it never ran on the loop, but on {threads}"
+        host.backend.forget(key)  # so that installing it begins another trial
         assert await host.install(key, export(add_one, [spec], [spec])) is None
         threads = await called_on(host, key, host.build(spec, range(8)), 40)
 
@@ -365,14 +368,16 @@ async def test_what_numpy_has_to_unpack_is_not_read_on_the_loop(host: Host) -> N
     value = host.build(spec, np.arange(8) % 4)
     assert await host.watch(value) is None
     threads: list[threading.Thread] = []
-    answer = host.backend._answers._answer
+    views = jax_answers.shard_views
 
-    def noted(op: Read) -> None:
+    def noted(op: Read, layouts: Layouts) -> Any:
         threads.append(threading.current_thread())
-        answer(op)
+        return views(op, layouts)
 
-    host.backend._answers._answer = noted  # type: ignore[method-assign]
-    np.testing.assert_array_equal(await host.read(value, spec), np.arange(8) % 4)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax_answers, "shard_views", noted)
+        np.testing.assert_array_equal(await host.read(value, spec), np.arange(8) % 4)
+    assert threads
     assert threading.main_thread() not in threads
 
 
@@ -917,29 +922,31 @@ async def test_the_loop_does_not_read_what_is_being_given_away(host: Host) -> No
     await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
     value = host.build(spec, range(8))
     assert await host.watch() is None
-    known = host.backend._executables[b"k"]
+    known = host.backend.enqueuer.executables[b"k"]
 
     def held_call(*arrays: Any) -> Any:
         entered.set()
         assert leave.wait(BOUND_S)
         return known.call(*arrays)
 
-    host.backend._executables[b"k"] = known._replace(call=held_call)
+    host.backend.enqueuer.executables[b"k"] = known._replace(call=held_call)
     readers: list[threading.Thread] = []
-    views = host.backend._answers._views
+    views = jax_answers.shard_views
 
-    def noted(op: Read) -> Any:
+    def noted(op: Read, layouts: Layouts) -> Any:
         readers.append(threading.current_thread())
-        return views(op)
+        return views(op, layouts)
 
-    host.backend._answers._views = noted  # type: ignore[method-assign]
     (made,) = host.execute(b"k", value)
     await asyncio.to_thread(entered.wait, BOUND_S)
     try:
         assert host.backend.snapshot(value, spec, addresses(spec)) is None
         reading, read = host.reading(value, spec)
-        host.backend.submit([read])
-        np.testing.assert_array_equal(joined(await reading, spec), np.arange(8))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(jax_answers, "shard_views", noted)
+            host.backend.submit([read])
+            np.testing.assert_array_equal(joined(await reading, spec), np.arange(8))
+        assert readers
         assert threading.main_thread() not in readers
     finally:
         leave.set()
@@ -999,13 +1006,13 @@ def test_what_is_not_in_host_memory_is_read_by_watchers(monkeypatch: pytest.Monk
         await host.install(b"python", python(held(opened), [spec_of()], [spec]))
         await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
         threads: list[str] = []
-        views = host.backend._answers._views
+        views = jax_answers.shard_views
 
-        def noted(op: Read) -> Any:
+        def noted(op: Read, layouts: Layouts) -> Any:
             threads.append(threading.current_thread().name)
-            return views(op)
+            return views(op, layouts)
 
-        host.backend._answers._views = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(jax_answers, "shard_views", noted)
         (value,) = host.execute(b"python", host.build(spec_of(), np.arange(8)))
         reading, read = host.reading(value, spec)
         host.backend.submit([read])
@@ -1075,11 +1082,11 @@ class HalfTaken:
 @on_host
 async def test_an_array_that_is_being_donated_has_not_failed(host: Host) -> None:
     """Otherwise its gang would be broken: the island would leave its epoch."""
-    taken = Value()
+    taken, failures = Value(), Failures(HOST)
     taken.payload = HalfTaken()
-    assert host.backend._answers.settled(taken) is host.backend._answers.deleted
+    assert failures.settled(taken) is failures.deleted
     failed: list[ErrorReport] = []
-    host.backend._guard((taken, failed.append))
+    host.backend.enqueuer.guard((taken, failed.append))
     assert await host.watch(host.build(spec_of(), np.arange(8))) is None
     assert failed == []
     assert taken.error is None
@@ -1137,14 +1144,9 @@ def test_a_collective_that_lost_its_peers_is_not_the_programs_fault(
     monkeypatch: pytest.MonkeyPatch, hosts: int, words: str, kind: str
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: hosts)
-
-    @on_host
-    async def run(host: Host) -> None:
-        report = host.backend._report(RuntimeError(words), "step")
-        assert report.kind == kind
-        assert "'step' failed" in report.message
-
-    run()
+    report = Failures(HOST).report(RuntimeError(words), "step")
+    assert report.kind == kind
+    assert "'step' failed" in report.message
 
 
 # Moves.
@@ -1425,7 +1427,7 @@ async def test_a_thread_outlives_whatever_is_raised_on_it(host: Host) -> None:
     told: asyncio.Future[Any] = host.loop.create_future()
     handler = host.loop.get_exception_handler()
     host.loop.set_exception_handler(lambda _, context: told.set_result(context["exception"]))
-    host.backend._compiling.put(partial(sys.exit, 3))
+    host.backend.compiler.thread.put(partial(sys.exit, 3))
     error = await asyncio.wait_for(told, BOUND_S)
     assert "SystemExit: 3" in str(error)
     host.loop.set_exception_handler(handler)
@@ -1629,6 +1631,6 @@ def test_every_op_has_a_handler() -> None:
 
     @on_host
     async def run(host: Host) -> None:
-        assert set(host.backend._handlers) == set(OPS) - {Read}
+        assert set(host.backend.execution.handlers) == set(OPS) - {Read}
 
     run()

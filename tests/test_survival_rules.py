@@ -12,7 +12,7 @@ import pytest
 
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.core.messages import Directory, EndEpoch, IslandStatus, Peer, PeerLost, RegisterHost
-from pw.devices.jax.backend import _copy
+from pw.devices.jax.enqueue import copy
 from pw.devices.jax.executables import Executables
 from tests.actors import FakeHost, World
 from tests.scripted import SMALL, chain
@@ -185,7 +185,7 @@ def test_an_array_is_copied_whose_shards_jax_lists_twice() -> None:
     twice = SimpleNamespace(
         addressable_shards=shards, shape=array.shape, sharding=array.sharding, dtype=array.dtype
     )
-    np.testing.assert_array_equal(_copy(twice), np.arange(4.0))
+    np.testing.assert_array_equal(copy(twice), np.arange(4.0))
 
 
 def test_executables_outlive_whoever_has_compiled_them_even_if_killed_while_writing(

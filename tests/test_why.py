@@ -354,7 +354,7 @@ def test_a_stopped_host_is_named_by_the_call_the_command_the_timeout_and_the_log
         assert "That is why 'all_reduce' (run " in verdict
         assert "program 'all_reduce') has not ended" in verdict
         assert "pw-execute: at the computation 'all_reduce'" in story
-        assert "jax_backend.py:" in story
+        assert "jax/enqueue.py:" in story
 
         with pytest.raises(TimeoutError) as caught:
             pw.checkpoint(y).result(POLL_S)

@@ -1,10 +1,10 @@
-"""Artifacts become executables: vetting, compiling, and one executable for equal wishes.
+"""Makes executables of artifacts: checks them, compiles them, and shares one among equal computations.
 
 An artifact is a serialized `jax.export` of a flat function. It comes from a client, and StableHLO
-is not a sandbox: a `custom_call` may name any function that is linked into the worker, among them
-the trampoline that calls Python objects by address. So only targets on a list are compiled: linear
-algebra libraries, the random number kernels, and the markers that the partitioner itself replaces.
-Artifacts with effects, or with a channel to the host, are refused as well.
+is not a sandbox: a `custom_call` may name any function that is linked into the worker, also the one
+that calls Python objects by address. So only listed targets are compiled: linear algebra libraries,
+random number kernels, and the markers that the partitioner replaces. Artifacts with effects, or
+with a channel to the host, are refused as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,12 @@ from pw.core.errors import CompileError, ErrorReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding, dtype_of
 from pw.devices.host.backend import DoneInstalling
+from pw.devices.host.output import Output
+from pw.devices.host.program import owner_of
 from pw.devices.jax.executables import Executables
-from pw.devices.jax.layouts import Layouts
-from pw.devices.jax.threads import Completions
+from pw.devices.jax.layouts import SUB_BYTE, Layouts
+from pw.devices.jax.python_functions import PythonFunctions
+from pw.devices.jax.threads import Completions, QueueThread
 
 _CUSTOM_CALL = re.compile(r'\b\w+\.custom_call\b"?\s*(?:@(?:"([^"]*)"|([\w$.-]+)))?')
 _CHOICE = re.compile(r"\bstablehlo\.(?:while|case|if)\b")
@@ -36,33 +40,29 @@ _ALLOWED_TARGETS = re.compile(
     r"|stablehlo\.dynamic_(?:approx_top_k|reduce_window|rng_bit_generator|top_k)"
 )
 
-SUB_BYTE = frozenset({"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
-"""A compiled function refuses its own results of such dtypes for their layout; a jitted one takes
-them, but compiles again when it is first called."""
-
 
 class Executable(NamedTuple):
     """A computation that can be enqueued."""
 
     call: Any
-    """The compiled function, called with one `jax.Array` an argument."""
+    """The compiled function, called with one `jax.Array` for each argument, or a `PythonFunction`."""
     donated: tuple[int, ...]
-    """Positions of arguments whose buffers it takes over."""
+    """Positions of the arguments that it donates."""
     name: str
     device: int | None = None
-    """The only device that it runs on, if it is one of this host; else it runs on several."""
+    """Its device; None if it runs on several."""
     is_straight: bool = False
-    """It takes as long in one call as in another: one device, no loops, branches or native calls."""
+    """It has one device, and no loops, branches or native calls, so each call takes about as long."""
 
 
 class _Made(NamedTuple):
-    """What has been compiled for one wish."""
+    """An executable, shared by equal computations."""
 
     executable: Executable
-    temporary_bytes: int
-    """What it takes on a device while it runs, besides arguments and results."""
+    temporary_bytes: int | None
+    """Memory it takes on a device while it runs, besides arguments and results; None if unknown."""
     keys: set[bytes]
-    """The names of those who wished for it."""
+    """The keys that it is installed under."""
 
 
 Publish = Callable[[bytes, Executable | None], None]
@@ -135,11 +135,30 @@ def may_be_kept(devices: Iterable[jax.Device]) -> bool:
     return first.platform == "cpu" or all(d.process_index == first.process_index for d in others)
 
 
-class Compiler:
-    """Keeps the installed computations of a host; used by the compile thread only.
+def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
+    """What determines an executable: the code, the devices, and the layouts of arguments and results."""
+    located = dict(zip(computation.placement.devices, devices, strict=True))
 
-    `publish` makes an executable known to the execute thread, or with None unknown, in order with
-    ops.
+    def wished(spec: ArraySpec) -> tuple[Any, ...]:
+        where = tuple(located[index] for index in spec.placement.devices)
+        return (spec.shape, spec.dtype, spec.sharding, where)
+
+    inputs = tuple(wished(spec) for spec in computation.inputs)
+    outputs = tuple(wished(spec) for spec in computation.outputs)
+    return (computation.artifact, devices, inputs, outputs, computation.donated)
+
+
+class Compiler:
+    """Installs the computations of a host, in the order of `install`, on the compile thread.
+
+    Args:
+        host: the name of the host, for errors.
+        layouts: where arrays lie.
+        completions: the way to the loop.
+        publish: makes an executable known to the execute thread, or with None unknown, in order with ops.
+        executables: where compiled computations outlive this process.
+        python: loads Python functions.
+        output: takes the lines that compilations write.
     """
 
     def __init__(
@@ -149,15 +168,22 @@ class Compiler:
         completions: Completions,
         publish: Publish,
         executables: Executables,
+        python: PythonFunctions,
+        output: Output,
     ) -> None:
         self._host = host
         self._layouts = layouts
         self._completions = completions
         self._publish = publish
         self._executables = executables
+        self._python = python
+        self._output = output
         self._wish_of: dict[bytes, Any] = {}
         self._made: dict[Any, _Made] = {}
         self.compilations = 0
+        self.thread: QueueThread[Callable[[], None]] = QueueThread(
+            "pw-compile", lambda job: job(), completions.fail
+        )
 
     def __len__(self) -> int:
         return len(self._wish_of)
@@ -170,18 +196,32 @@ class Compiler:
         devices: tuple[DeviceAddress, ...],
         done: DoneInstalling,
     ) -> None:
-        """Compile, unless an equal computation is there already; then publish and report."""
-        told: int | ErrorReport
+        """Compile a computation unless an equal one is there; publish it, then call `done`."""
+        self.thread.put(partial(self._install, key, computation, artifact, devices, done))
+
+    def forget(self, key: bytes) -> None:
+        """Drop `key`, and its executable when no other key shares it."""
+        self.thread.put(partial(self._forget, key))
+
+    def _install(
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        done: DoneInstalling,
+    ) -> None:
+        told: int | ErrorReport | None
         try:
-            if key not in self._wish_of:
-                self._install(key, computation, artifact, devices)
-            told = self._made[self._wish_of[key]].temporary_bytes
-        except Exception as error:  # noqa: BLE001 - the client is to read it
+            with self._output.on_behalf_of(owner_of(key)):
+                if key not in self._wish_of:
+                    self.compile(key, computation, artifact, devices)
+                told = self._made[self._wish_of[key]].temporary_bytes
+        except Exception as error:  # noqa: BLE001 - the error is the answer
             told = ErrorReport.of(error, self._host, CompileError)
         self._completions.post(done, told)
 
-    def forget(self, key: bytes) -> None:
-        """Drop `key`, and its executable when no other key wished for the same."""
+    def _forget(self, key: bytes) -> None:
         wish = self._wish_of.pop(key, None)
         if wish is not None:
             keys = self._made[wish].keys
@@ -190,61 +230,63 @@ class Compiler:
                 del self._made[wish]
             self._publish(key, None)
 
-    def _install(
+    def compile(
         self,
         key: bytes,
         computation: Computation,
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
     ) -> None:
-        located = dict(zip(computation.placement.devices, devices, strict=True))
-
-        def wished(spec: ArraySpec) -> tuple[Any, ...]:
-            where = tuple(located[index] for index in spec.placement.devices)
-            return (spec.shape, spec.dtype, spec.sharding, where)
-
-        inputs = tuple(wished(spec) for spec in computation.inputs)
-        outputs = tuple(wished(spec) for spec in computation.outputs)
-        # The hash is not taken on trust: clients share executables, and none may pass off its own
-        # under the name of another's.
-        wish = (computation.artifact, devices, inputs, outputs, computation.donated)
-        if wish not in self._made:
-            if hashlib.sha256(artifact).digest() != computation.artifact:
-                raise CompileError(
-                    "the code of the function was damaged on its way; make the pw.jit function anew"
-                )
-            exported = jax.export.deserialize(bytearray(artifact))
-            is_straight = vet(exported, computation)
-            for spec in (*computation.inputs, *computation.outputs):
-                spec.sharding.check(spec.shape)
-            jitted = jax.jit(
-                _flat(exported),
-                in_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in inputs),
-                out_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in outputs),
-                donate_argnums=computation.donated,
-            )
-            avals = (
-                jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype))
-                for spec in computation.inputs
-            )
-            kept_as = self._kept_as(wish)
-            compiled = None if kept_as is None else self._executables.load(kept_as)
-            if compiled is None:
-                compiled = jitted.lower(*avals).compile()
-                self.compilations += 1
-                if kept_as is not None:
-                    self._executables.save(kept_as, compiled)
-            temporary_bytes = _temporary_bytes(compiled)
-            if any(spec.dtype in SUB_BYTE for spec in computation.inputs):
-                compiled = jitted
-            device = devices[0].ordinal if len(devices) == 1 else None
-            is_straight = is_straight and device is not None and compiled is not jitted
-            made = Executable(compiled, computation.donated, computation.name, device, is_straight)
-            self._made[wish] = _Made(made, temporary_bytes, set())
-        found = self._made[wish]
-        found.keys.add(key)
+        """Compile or load, and publish; on the compile thread. Raises CompileError, or what JAX raises."""
+        if computation.python:
+            wish: Any = key
+            function = self._python.load(computation, artifact, devices)
+            self._made[wish] = _Made(Executable(function, (), computation.name), None, set())
+        else:
+            wish = _wish(computation, devices)
+            if wish not in self._made:
+                self._made[wish] = self._compiled(wish, computation, artifact)
+        made = self._made[wish]
+        made.keys.add(key)
         self._wish_of[key] = wish
-        self._publish(key, found.executable)
+        self._publish(key, made.executable)
+
+    def _compiled(self, wish: Any, computation: Computation, artifact: bytes) -> _Made:
+        _, devices, inputs, outputs, _ = wish
+        # Clients share executables: none may store its code under the hash of another client's.
+        if hashlib.sha256(artifact).digest() != computation.artifact:
+            raise CompileError(
+                "the code of the function was damaged on its way; make the pw.jit function anew"
+            )
+        exported = jax.export.deserialize(bytearray(artifact))
+        is_straight = vet(exported, computation)
+        for spec in (*computation.inputs, *computation.outputs):
+            spec.sharding.check(spec.shape)
+        jitted = jax.jit(
+            _flat(exported),
+            in_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in inputs),
+            out_shardings=tuple(self._layouts(*lies[2:]).sharding for lies in outputs),
+            donate_argnums=computation.donated,
+        )
+        avals = (
+            jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype)) for spec in computation.inputs
+        )
+        kept_as = self._kept_as(wish)
+        compiled: Any = None if kept_as is None else self._executables.load(kept_as)
+        if compiled is None:
+            compiled = jitted.lower(*avals).compile()
+            self.compilations += 1
+            if kept_as is not None:
+                self._executables.save(kept_as, compiled)
+        temporary_bytes = _temporary_bytes(compiled)
+        if any(spec.dtype in SUB_BYTE for spec in computation.inputs):
+            compiled = jitted
+        device = devices[0].ordinal if len(devices) == 1 else None
+        is_straight = is_straight and device is not None and compiled is not jitted
+        executable = Executable(
+            compiled, computation.donated, computation.name, device, is_straight
+        )
+        return _Made(executable, temporary_bytes, set())
 
     def _kept_as(self, wish: Any) -> bytes | None:
         """What a wish is called beyond this epoch, in which hosts may have other names and ranks.

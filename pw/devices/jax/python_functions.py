@@ -1,29 +1,35 @@
-"""Clients' Python functions on a host: off unless the host's owner allows them.
+"""Runs clients' Python functions on a host, if the host's owner allows them.
 
-A function gets numpy arrays and gives numpy arrays. It runs on a thread of its own, so that neither the
-loop nor the execute thread waits for it; values it will make are `building` until it has returned.
+A function takes and returns numpy arrays. It runs on a thread of its own, so neither the loop nor the
+execute thread waits for it; its results are `building` until it has returned.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import jax
 import numpy as np
 
 from pw.core.errors import CompileError, ComputationFailed
+from pw.core.messages import ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
-from pw.devices.host.backend import Value
+from pw.devices.host.backend import Execute
+from pw.devices.host.output import Output
+from pw.devices.host.program import owner_of
+from pw.devices.jax.answers import Answers
 from pw.devices.jax.layouts import Layouts, host_shards, local_shards, put
+from pw.devices.jax.threads import QueueThread
+from pw.devices.jax.values import Failures, awaited, fail
 
 
 @dataclass(frozen=True, slots=True)
 class PythonFunction:
-    """An unpickled function and where its results go."""
+    """An unpickled function and the layout of its results."""
 
     name: str
     flat: Callable[..., list[Any]]
@@ -31,51 +37,105 @@ class PythonFunction:
     devices: tuple[DeviceAddress, ...]
 
 
-def load(
-    computation: Computation,
-    artifact: bytes,
-    devices: tuple[DeviceAddress, ...],
-    allowed: bool,
-) -> PythonFunction:
-    """Unpickle a function. Raises CompileError if this host does not allow that, or it fails."""
-    if not allowed:
-        raise CompileError(
-            f"{computation.name!r} is a Python function, and this host runs none from clients; its "
-            "owner can start it with pw-worker --allow-python"
+class PythonFunctions:
+    """Loads and calls Python functions.
+
+    Args:
+        layouts: where arrays lie.
+        answers: answers questions about the results.
+        failures: makes the errors of the results.
+        output: takes the lines that the functions write.
+        allowed: whether functions may be loaded.
+        failed: called with errors of the thread itself.
+    """
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        answers: Answers,
+        failures: Failures,
+        output: Output,
+        allowed: bool,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._layouts = layouts
+        self._answers = answers
+        self._failures = failures
+        self._output = output
+        self._allowed = allowed
+        self._calling = ""
+        self.thread: QueueThread[tuple[PythonFunction, Execute]] = QueueThread(
+            "pw-python", self._call, failed
         )
-    try:
-        flat = cloudpickle.loads(artifact)
-    except BaseException as error:  # whatever a client's code ends with, the host goes on
-        raise CompileError(
-            f"the Python function {computation.name!r} cannot be loaded here: "
-            f"{type(error).__name__}: {error}. What it imports must be installed on the host"
-        ) from error
-    return PythonFunction(computation.name, flat, computation.outputs, devices)
 
-
-def call(
-    function: PythonFunction,
-    arguments: list[jax.Array],
-    results: tuple[Value, ...],
-    layouts: Layouts,
-) -> None:
-    """Run the function and fill `results`. Raises whatever the function raises."""
-    given = [np.asarray(next(iter(local_shards(array).values()))) for array in arguments]
-    made = function.flat(*given)
-    arrays = []
-    for index, (result, spec) in enumerate(zip(made, function.outputs, strict=True)):
-        host_array = np.asarray(result)
-        if host_array.shape != spec.shape or host_array.dtype != dtype_of(spec.dtype):
-            raise ComputationFailed(
-                f"result {index} of the host function {function.name!r} is "
-                f"{host_array.dtype}{list(host_array.shape)}, but result_shape_dtypes says "
-                f"{spec.dtype}{list(spec.shape)}"
+    def load(
+        self, computation: Computation, artifact: bytes, devices: tuple[DeviceAddress, ...]
+    ) -> PythonFunction:
+        """Unpickle a function. Raises CompileError if this host does not allow that, or it fails."""
+        if not self._allowed:
+            raise CompileError(
+                f"{computation.name!r} is a Python function, and this host runs none from clients; its "
+                "owner can start it with pw-worker --allow-python"
             )
-        layout = layouts(spec.sharding, function.devices)
-        positions = tuple(layout.local)
-        box = tuple((0, size) for size in spec.shape)
-        # A copy: the function may keep what it returned, and change it.
-        shards = host_shards(spec, positions, [(positions, box, host_array.copy())])
-        arrays.append(put(spec, layout, shards))
-    for value, array in zip(results, arrays, strict=True):
-        value.payload = array
+        try:
+            flat = cloudpickle.loads(artifact)
+        except BaseException as error:  # a client's code may raise anything; the host goes on
+            raise CompileError(
+                f"the Python function {computation.name!r} cannot be loaded here: "
+                f"{type(error).__name__}: {error}. What it imports must be installed on the host"
+            ) from error
+        return PythonFunction(computation.name, flat, computation.outputs, devices)
+
+    def call(self, function: PythonFunction, op: Execute) -> None:
+        """Have a function called on the thread; on the execute thread."""
+        called = threading.Event()
+        for value in op.args:
+            value.shared = True
+        for value in op.results:
+            value.building = called
+        self.thread.put((function, op))
+
+    def whereabouts(self) -> list[ThreadReport]:
+        """What the thread does now."""
+        return self.thread.whereabouts(f"the Python function {self._calling!r}")
+
+    def _call(self, item: tuple[PythonFunction, Execute]) -> None:
+        function, op = item
+        self._calling = function.name
+        try:
+            for value in op.args:
+                awaited(value)
+            errors = [e for value in op.args if (e := self._failures.settled(value)) is not None]
+            if errors:
+                fail(op.results, errors[0])
+            else:
+                with self._output.on_behalf_of(owner_of(op.key)):
+                    self._fill(function, op)
+        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
+            fail(op.results, self._failures.report(error, function.name))
+        finally:
+            for value in op.results:
+                value.building.set()
+                self._answers.tell(value)
+
+    def _fill(self, function: PythonFunction, op: Execute) -> None:
+        """Run the function and fill the results. Raises what the function raises."""
+        shards = [next(iter(local_shards(value.payload).values())) for value in op.args]
+        made = function.flat(*[np.asarray(shard) for shard in shards])
+        arrays = []
+        for index, (result, spec) in enumerate(zip(made, function.outputs, strict=True)):
+            host_array = np.asarray(result)
+            if host_array.shape != spec.shape or host_array.dtype != dtype_of(spec.dtype):
+                raise ComputationFailed(
+                    f"result {index} of the host function {function.name!r} is "
+                    f"{host_array.dtype}{list(host_array.shape)}, but result_shape_dtypes says "
+                    f"{spec.dtype}{list(spec.shape)}"
+                )
+            layout = self._layouts(spec.sharding, function.devices)
+            positions = tuple(layout.local)
+            box = tuple((0, size) for size in spec.shape)
+            # A copy: the function may keep its result, and change it.
+            parts = [(positions, box, host_array.copy())]
+            arrays.append(put(spec, layout, host_shards(spec, positions, parts)))
+        for value, array in zip(op.results, arrays, strict=True):
+            value.payload = array

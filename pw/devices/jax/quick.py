@@ -1,68 +1,84 @@
-"""Which computations are over so soon that to change threads for them costs more than they do.
+"""Decides which computations the loop runs itself, because they take less time than a change of threads.
 
-A computation is *straight* if it runs on one device alone and has no loops, branches or native calls: it
-takes as long in one call as in another. When it is installed it is on trial. It proves quick if every call
-of the trial had ended when it returned, and the luckiest took less than a change of threads there and back,
-in processor time of the caller as well as on the clock (which sees what other threads did for it).
+A computation is *straight* if it runs on one device and has no loops, branches or native calls: each
+call takes about as long as the next. An installed straight computation is on trial for some calls. It
+proves quick if every call of the trial had ended when it returned, and the fastest call took less than
+two changes of threads, both in processor time of the caller and on the clock (other threads may work
+for it).
 
-Everything here is told what happened and when; it looks at no clock itself.
+JAX accepts 32 computations on a device and then blocks the caller. The loop must not block, so it
+runs nothing on a device while the newest computation there has not ended.
+
+Nothing here reads a clock: the callers pass times.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+from pw.devices.host.backend import Execute, Value
+from pw.devices.jax.values import is_ready
 
 CALLS = 16
 """Calls of a trial."""
 
 PROCESSOR_S = 60e-6
 CLOCK_S = 150e-6
-"""What the luckiest call of a trial may take."""
+"""The bounds for the fastest call of a trial."""
 
 LONG_S = 1e-3
 """A quick computation that takes longer than this is on trial again."""
 
 SOON_S = 100e-6
-"""Computations that come after one another faster than this keep another thread awake."""
+"""Computations that follow one another within this time keep the execute thread awake."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """What the calls were like so far."""
+    """The calls of a trial so far."""
 
+    device: int
     calls: int = 0
     ended: int = 0
-    """Calls whose results were there when they returned."""
+    """Calls whose results were ready when they returned."""
     processor_s: float = math.inf
     clock_s: float = math.inf
-    """The least that a call took: the first ones set it up, others are unlucky."""
+    """The least that a call took: some calls are slowed down by other work."""
 
 
 class Quick:
-    """The quick computations of a host, by their keys.
-
-    `trials` and `proven` are for others to look into, on the hot path.
-    """
+    """The quick computations of a host, by their keys."""
 
     def __init__(self) -> None:
         self.trials: dict[bytes, _Trial] = {}
-        """Those on trial, whose calls are to be timed (`tried`)."""
-        self.proven: set[bytes] = set()
+        """Computations on trial, whose calls are timed (`tried`)."""
+        self.proven: dict[bytes, int] = {}
+        """The device of each quick computation."""
         self._came_s = -math.inf
+        self._newest: dict[int | None, ref[Value] | None] = {}
+        """The last result enqueued on each device alone, or on several (None); None if it has ended.
 
-    def try_out(self, key: bytes) -> None:
-        """A straight computation has been installed."""
-        self.proven.discard(key)
-        self.trials[key] = _Trial()
+        Kept while any computation is quick. When the first proves quick, it has ended on its device, and so
+        has everything enqueued there before."""
+
+    def try_out(self, key: bytes, device: int) -> None:
+        """Begin the trial of a straight computation that has been installed."""
+        self.proven.pop(key, None)
+        self.trials[key] = _Trial(device)
 
     def forget(self, key: bytes) -> None:
-        """A computation is not installed any more."""
-        self.proven.discard(key)
+        """Forget a computation that is not installed any more."""
+        self.proven.pop(key, None)
         self.trials.pop(key, None)
 
     def tried(self, key: bytes, processor_s: float, clock_s: float, *, ended: bool) -> None:
-        """A call of one on trial took so long, and had `ended` when it returned, or not."""
+        """Record a call of a computation on trial, and whether it had ended when it returned."""
+        if not self.proven:
+            self._newest.clear()
         trial = self.trials[key]
         trial.calls += 1
         trial.ended += ended
@@ -71,14 +87,39 @@ class Quick:
         if trial.calls == CALLS:
             del self.trials[key]
             if trial.ended == CALLS and trial.processor_s < PROCESSOR_S and trial.clock_s < CLOCK_S:
-                self.proven.add(key)
+                self.proven[key] = trial.device
 
     def took(self, key: bytes, clock_s: float) -> None:
-        """A call of one that is quick took so long."""
+        """Record the time of a call of a quick computation."""
         if clock_s > LONG_S:
-            self.try_out(key)
+            self.try_out(key, self.proven[key])
+
+    def enqueued(self, device: int | None, results: Sequence[Value], array: Any) -> None:
+        """Record the results of a computation on `device`, the last of which is `array`."""
+        self._newest[device] = None if array.is_ready() else ref(results[-1])
 
     def comes_alone(self, now_s: float) -> bool:
-        """A computation comes now: whether the one before it came some time ago."""
+        """Whether the computation that comes now does not follow closely on the one before it."""
         before_s, self._came_s = self._came_s, now_s
         return now_s - before_s > SOON_S
+
+    def may_run(self, op: Execute) -> bool:
+        """Whether the loop may run this computation now, without waiting for anything."""
+        device = self.proven.get(op.key)
+        if device is None or op.failed is not None:
+            return False
+        try:
+            return self._has_room(device) and all(is_ready(value) for value in op.args)
+        except Exception:  # noqa: BLE001 - something has failed: the execute thread will find out
+            return False
+
+    def _has_room(self, device: int) -> bool:
+        for where in (device, None):
+            newest = self._newest.get(where)
+            if newest is None:
+                continue
+            value = newest()
+            if value is None or not is_ready(value):
+                return False
+            self._newest[where] = None
+        return True

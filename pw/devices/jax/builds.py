@@ -1,0 +1,75 @@
+"""Makes arrays of host bytes: small ones at once, large ones on a thread that copies."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+
+import jax
+
+from pw.devices.host.backend import Build
+from pw.devices.jax.answers import Answers
+from pw.devices.jax.layouts import SUB_BYTE, Layouts, bytes_to_copy, host_shards, put
+from pw.devices.jax.threads import Completions, QueueThread
+from pw.devices.jax.values import Failures
+
+_INLINE_BYTES = 64 * 1024
+"""Builds that copy less than this cost less than a change of threads."""
+
+
+class Builds:
+    """Runs `Build` ops; a value is `building` while the thread copies."""
+
+    def __init__(
+        self, layouts: Layouts, completions: Completions, answers: Answers, failures: Failures
+    ) -> None:
+        self._layouts = layouts
+        self._completions = completions
+        self._answers = answers
+        self._failures = failures
+        self.thread: QueueThread[Build] = QueueThread("pw-copy", self.finish, completions.fail)
+
+    def overtakes(self, op: Build) -> bool:
+        """Whether a build runs before earlier ops; small arguments for devices wait for their turn."""
+        return self._shares_memory or op.done is not None or op.size_bytes > _INLINE_BYTES
+
+    def begin(self, op: Build) -> None:
+        """Build now, or on the thread that copies; on the loop."""
+        if self._takes_long(op):
+            op.result.building = threading.Event()
+            self.thread.put(op)
+        else:
+            with jax.enable_x64(True):
+                self.finish(op)
+
+    def finish(self, op: Build) -> None:
+        """Make the array; on any thread."""
+        result = op.result
+        try:
+            layout = self._layouts(op.spec.sharding, op.devices)
+            shards = host_shards(op.spec, tuple(layout.local), op.parts)
+            result.payload = put(op.spec, layout, shards)
+        except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+            result.alone = True
+            result.error = self._failures.report(error)
+        if result.building is not None:
+            result.building.set()
+        self._answers.tell(result)
+        if op.done is not None:
+            self._completions.post(op.done, result.error)
+
+    def _takes_long(self, op: Build) -> bool:
+        """Whether a build takes longer than a change of threads."""
+        if not self._shares_memory:
+            return True
+        if op.size_bytes <= _INLINE_BYTES:
+            return False
+        try:
+            return op.spec.dtype in SUB_BYTE or bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
+        except Exception:  # noqa: BLE001 - wrong parts: `finish` reports them
+            return False
+
+    @cached_property
+    def _shares_memory(self) -> bool:
+        """Whether the devices compute on host memory."""
+        return bool(jax.local_devices()[0].platform == "cpu")

@@ -1,0 +1,213 @@
+"""Enqueues computations on devices, and moves arrays between devices, in the order of the ops.
+
+JAX is asynchronous, but not always. On CPU it blocks the caller of a collective until the peers have
+come, blocks the caller of a 33rd computation until one has ended, and runs computations with few
+operations in the calling thread.
+
+Donation. A donated buffer is deleted while earlier ops may still need it. An op that aliases a value
+marks it `shared`, and a read is counted; of such values a copy is donated. An existing host view needs
+no copy: either it is one, or JAX knows it and does not donate. A `Watch` that finds its array
+deleted follows the value's `heir`, a result of the computation that took the buffer.
+
+Gangs. After this host has failed to enqueue a computation of several hosts, it enqueues no other one:
+the peers could meet it in the wrong collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pw.core.errors import ErrorReport, InternalError
+from pw.devices.host.backend import Execute, Move, Value
+from pw.devices.jax.answers import Answers
+from pw.devices.jax.compile import Executable
+from pw.devices.jax.layouts import Layouts, local_shards
+from pw.devices.jax.moves import moved
+from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
+from pw.devices.jax.quick import Quick
+from pw.devices.jax.threads import Completions, QueueThread
+from pw.devices.jax.values import Failures, awaited, fail, is_donated, may_donate
+
+_GUARD_NAP_S = 0.001
+"""How much later the failure of a computation may be reported when no actor watches its results."""
+
+
+class Enqueuer:
+    """Runs `Execute` and `Move` ops; on the execute thread, or on the loop in its place."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        completions: Completions,
+        answers: Answers,
+        failures: Failures,
+        python: PythonFunctions,
+        quick: Quick,
+    ) -> None:
+        self.executables: dict[bytes, Executable] = {}
+        """The installed computations, by key."""
+        self.enqueued = 0
+        """Computations enqueued."""
+        self.copied = 0
+        """Donated arguments that were copied."""
+        self.is_waiting = False
+        """Whether it waits for the host bytes of an argument."""
+        self._layouts = layouts
+        self._completions = completions
+        self._answers = answers
+        self._failures = failures
+        self._python = python
+        self._quick = quick
+        self._gang_error: ErrorReport | None = None
+        """Why no computation of several hosts is enqueued any more."""
+        self.guard_thread: QueueThread[tuple[Value, Callable[[ErrorReport], None]]] = QueueThread(
+            "pw-guard", self.guard, completions.fail, _GUARD_NAP_S
+        )
+
+    def publish(self, key: bytes, executable: Executable | None) -> None:
+        """Make a computation known under `key`; None makes it unknown."""
+        self._quick.forget(key)
+        if executable is None:
+            self.executables.pop(key, None)
+            return
+        self.executables[key] = executable
+        if executable.is_straight and not executable.donated and executable.device is not None:
+            self._quick.try_out(key, executable.device)
+
+    def execute(self, op: Execute) -> None:
+        """Enqueue a computation and fill its results, with errors if it fails."""
+        self._enqueue(op)
+        for value in op.results:
+            if value.asked:
+                self._answers.tell(value)
+
+    def _enqueue(self, op: Execute) -> None:
+        """The hot path: each line is paid for each computation on each host."""
+        try:
+            call, donated, name, device, _ = self.executables[op.key]
+            if type(call) is PythonFunction:
+                return self._python.call(call, op)
+            arrays = []
+            for value in op.args:
+                array = value.payload
+                if array is None:
+                    self.is_waiting = True
+                    array = awaited(value)
+                    self.is_waiting = False
+                    if array is None:
+                        report = value.error or self._failures.unmade
+                        if value.alone and op.failed is not None:
+                            self._break_gang(op.failed, report)
+                        return fail(op.results, report)
+                arrays.append(array)
+            if op.failed is not None and self._gang_error is not None:
+                return fail(op.results, self._gang_error)
+            if donated:
+                donated = self._donate(op, arrays, donated)
+            if op.key in self._quick.trials:
+                outputs = self._try(op.key, call, arrays)
+            else:
+                outputs = call(*arrays)
+        except Exception as error:  # noqa: BLE001 - it belongs to the results
+            report = self._failure(op, error)
+            if op.failed is not None:
+                self._break_gang(op.failed, report)
+            return fail(op.results, report)
+        joint = op.failed is not None
+        order = self.enqueued
+        for value, array in zip(op.results, outputs, strict=True):
+            value.maker, value.joint, value.order, value.payload = name, joint, order, array
+        if self._quick.proven and op.results:
+            self._quick.enqueued(device, op.results, outputs[-1])
+        if op.failed is not None and op.guarded and op.results:
+            self.guard_thread.put((op.results[-1], op.failed))
+        for position in donated:
+            value = op.args[position]
+            value.error, value.payload = self._failures.deleted, None
+        self.enqueued += 1
+        return None
+
+    def _try(self, key: bytes, call: Any, arrays: list[jax.Array]) -> Sequence[jax.Array]:
+        """Call an executable that is on trial."""
+        began_s, processor_s = time.monotonic(), time.thread_time()
+        outputs: Sequence[Any] = call(*arrays)
+        processor_s, clock_s = time.thread_time() - processor_s, time.monotonic() - began_s
+        ended = all(array.is_ready() for array in outputs)
+        self._quick.tried(key, processor_s, clock_s, ended=ended)
+        return outputs
+
+    def _donate(
+        self, op: Execute, arrays: list[jax.Array], donated: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Copy the arguments that are still needed; the positions of those that are donated."""
+        given = []
+        args, copied = op.args, set(op.copied)
+        if len(set(args)) < len(args):
+            copied |= {at for at, value in enumerate(args) if args.count(value) > 1}
+        heir = op.results[0] if op.results else None
+        for position in donated:
+            if position not in copied and may_donate(args[position], heir):
+                given.append(position)
+            else:
+                arrays[position] = copy(arrays[position])
+                self.copied += 1
+        return tuple(given)
+
+    def _break_gang(self, failed: Callable[[ErrorReport], None], report: ErrorReport) -> None:
+        if self._gang_error is None:
+            self._gang_error = self._failures.of_stopped_gang(report)
+            self._completions.post(failed, report)
+
+    def _failure(self, op: Execute, error: Exception) -> ErrorReport:
+        found = self.executables.get(op.key)
+        if found is None:
+            error = InternalError(f"the computation {op.key.hex()} is not installed on this host")
+        return self._failures.report(error, "" if found is None else found.name)
+
+    def move(self, op: Move) -> None:
+        """Lay out a value on other devices of this host."""
+        array = awaited(op.source)
+        if array is None:
+            op.result.alone = op.source.alone
+            op.result.error = op.source.error or self._failures.unmade
+        else:
+            try:
+                op.result.order = self.enqueued
+                op.result.payload = moved(op, array, self._layouts)
+            except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+                op.result.alone = True
+                op.result.error = self._failures.report(error)
+        self._answers.tell(op.result)
+
+    def guard(self, item: tuple[Value, Callable[[ErrorReport], None]]) -> None:
+        """Wait for the result of a gang computation, and report its failure; on the guard thread."""
+        value, failed = item
+        array = value.payload
+        if array is None:
+            return
+        try:
+            array.block_until_ready()
+        except Exception as error:  # noqa: BLE001 - a computation may fail with anything
+            if not is_donated(array, error):
+                self._completions.post(failed, self._failures.report(error, value.maker))
+
+    def described(self, op: object) -> str:
+        """The name of an op, for a report about threads."""
+        if not isinstance(op, Execute):
+            return "nothing" if op is None else f"the {type(op).__name__.lower()} of an array"
+        found = self.executables.get(op.key)
+        name = op.key.decode() if found is None else found.name
+        return f"the arguments of {name!r}" if self.is_waiting else f"the computation {name!r}"
+
+
+def copy(array: jax.Array) -> jax.Array:
+    """A copy of an array, made shard by shard so that no other host takes part."""
+    shards = [jnp.copy(shard) for shard in local_shards(array).values()]
+    return jax.make_array_from_single_device_arrays(
+        array.shape, array.sharding, shards, dtype=array.dtype
+    )

@@ -1,0 +1,116 @@
+"""The order in which a host runs ops: the execute thread, and the loop in its place.
+
+Ops run one after the other in the order of `submit`, so hosts that submit alike enqueue alike, and
+their collectives pair up. While the execute thread has nothing to do, the loop may run quick
+computations itself (`pw.devices.jax.quick`): it holds the lock meanwhile, so the execute thread gets
+nothing, and the order stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from pw.devices.host.backend import Call, Execute, Op, Watch
+from pw.devices.jax.quick import Quick
+from pw.devices.jax.threads import QueueThread
+
+_FEW_OPS = 8
+"""The loop runs at most so many ops in one go."""
+
+
+class Execution:
+    """Runs ops in order.
+
+    Args:
+        handlers: the function that runs each kind of op.
+        quick: knows which computations the loop may run.
+        failed: called with what a handler raises.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[type, Callable[[Any], None]],
+        quick: Quick,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.handlers = handlers
+        self.doing: Op | None = None
+        """The op that runs now."""
+        self._quick = quick
+        self._failed = failed
+        self._closed = False
+        self._submitting = threading.Lock()
+        self._submitted = 0
+        """Batches given to the execute thread; under the lock."""
+        self._ended = 0
+        """Batches that the execute thread has run; only that thread writes it."""
+        self.thread: QueueThread[deque[Op]] = QueueThread("pw-execute", self._run_batch, failed)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the execute thread has nothing to do."""
+        return self._submitted == self._ended
+
+    def submit(self, ops: deque[Op]) -> None:
+        """Run `ops` after all ops before; on the loop, as far as they take no time."""
+        with self._submitting:
+            if self._submitted == self._ended and not self._closed and self._pays_here(ops):
+                self._run_here(ops)
+            if ops:
+                self._submitted += 1
+                self.thread.put(ops)
+
+    def append(self, function: Callable[[], None]) -> None:
+        """Call `function` on the execute thread after all ops before; from any thread."""
+        with self._submitting:
+            self._submitted += 1
+            self.thread.put(deque([Call(function)]))
+
+    def close(self) -> None:
+        """Run no more ops."""
+        self._closed = True
+
+    def _pays_here(self, ops: deque[Op]) -> bool:
+        """Whether the loop runs `ops` in less time than a change of threads takes.
+
+        With many ops at once, or one soon after the other, the execute thread stays awake and works at
+        the same time as the loop.
+        """
+        if len(ops) > _FEW_OPS or not self._takes_no_time(ops[0]):
+            return False
+        return isinstance(ops[0], Watch) or self._quick.comes_alone(time.monotonic())
+
+    def _takes_no_time(self, op: Op) -> bool:
+        return self._quick.may_run(op) if isinstance(op, Execute) else isinstance(op, Watch)
+
+    def _run_here(self, ops: deque[Op]) -> None:
+        """Run and remove the first ops that take no time; none of them submits anything."""
+        with jax.enable_x64(True):
+            while ops and self._takes_no_time(ops[0]):
+                op = ops.popleft()
+                began_s = time.monotonic()
+                self._run(deque((op,)))
+                if isinstance(op, Execute):
+                    self._quick.took(op.key, time.monotonic() - began_s)
+
+    def _run_batch(self, ops: deque[Op]) -> None:
+        self._run(ops)
+        self._ended += 1
+
+    def _run(self, ops: deque[Op]) -> None:
+        """Run `ops`. A delay between two collectives costs ten times itself: their threads fall asleep."""
+        handlers = self.handlers
+        while ops and not self._closed:
+            # Removed from the batch, so that its arguments can be freed while later ops run.
+            self.doing = op = ops.popleft()
+            try:
+                handlers[type(op)](op)
+            except Exception as error:  # noqa: BLE001 - the thread lives on
+                self._failed(error)
+        self.doing = None

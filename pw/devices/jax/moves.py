@@ -1,0 +1,53 @@
+"""Lays out an array on other devices of the same host."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import numpy as np
+
+from pw.core.errors import InternalError
+from pw.core.sharding import box_shape
+from pw.devices.host.backend import Move
+from pw.devices.jax.layouts import Layouts, assemble, local_shards, whole
+
+
+def moved(op: Move, array: jax.Array, layouts: Layouts) -> jax.Array:
+    """The array of `op.result`, made of `array`; a whole shard that stays on its device is aliased."""
+    source = layouts(op.source_spec.sharding, op.source_devices)
+    layout = layouts(op.spec.sharding, op.devices)
+    shards = local_shards(array)
+    shape = op.spec.sharding.shard_shape(op.spec.shape)
+    source_shape = op.source_spec.sharding.shard_shape(op.source_spec.shape)
+    made: dict[int, jax.Array] = {}
+    for piece in op.pieces:
+        home = source.local[piece.source_device]
+        shard, box = shards[home], piece.source_box
+        if box_shape(box) != shape:
+            raise InternalError(f"a piece of {box} moves into shards of {shape}")
+        aliased = whole(box, source_shape)
+        if not aliased:
+            starts, stops = zip(*box, strict=True)
+            shard = _slice(shard, starts, stops)
+        for position in piece.destination_devices:
+            device = layout.local.get(position)
+            if device is None:
+                continue
+            if device == home:
+                made[position] = shard
+                if aliased:
+                    op.source.shared = op.result.shared = True
+            else:
+                made[position] = jax.device_put(shard, device)
+    if not math.prod(shape):  # empty shards may have no piece
+        empty = np.zeros(shape, array.dtype)
+        for position, device in layout.local.items():
+            made.setdefault(position, jax.device_put(empty, device))
+    return assemble(op.spec, layout, made)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _slice(shard: jax.Array, starts: tuple[int, ...], stops: tuple[int, ...]) -> jax.Array:
+    return jax.lax.slice(shard, starts, stops)

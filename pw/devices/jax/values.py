@@ -1,0 +1,140 @@
+"""The state of values, and the errors that values carry.
+
+`pw.devices.jax.backend` says which thread writes which field of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import msgspec
+
+from pw.core.errors import (
+    ArrayDeleted,
+    ComputationFailed,
+    Error,
+    ErrorReport,
+    HostLost,
+    InternalError,
+    OutOfDeviceMemory,
+)
+from pw.devices.host.backend import Value
+
+_DONATED = "deleted or donated buffer"
+"""JAX's words for a buffer that a computation has taken."""
+
+_COLLECTIVES = ("Gloo", "NCCL")
+"""Libraries whose errors mean, in a group of processes, that a peer has died. Computations of this host
+alone that use the results fail with the same error."""
+
+
+class Failures:
+    """Makes the errors of one host's values.
+
+    Args:
+        host: the name of the host.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        words = "an array was used after it had been donated to a computation; pass a copy there, copy.copy(x)"
+        self.deleted = ErrorReport(ArrayDeleted.__name__, words, host)
+        """The error of a value whose buffers were donated."""
+        words = "a value was used before it was made"
+        self.unmade = ErrorReport(InternalError.__name__, words, host)
+        """The error of a value that no op has made."""
+
+    def report(self, error: BaseException, computation: str = "") -> ErrorReport:
+        """Describe an error that was raised by the computation of this name."""
+        words = str(error)
+        kind: type[Error] = ComputationFailed
+        if "RESOURCE_EXHAUSTED" in words:
+            kind = OutOfDeviceMemory
+        elif jax.process_count() > 1 and any(library in words for library in _COLLECTIVES):
+            kind = HostLost
+        report = ErrorReport.of(error, self._host, kind)
+        if not computation:
+            return report
+        return msgspec.structs.replace(
+            report, message=f"the computation {computation!r} failed: {report.message}"
+        )
+
+    def of_stopped_gang(self, report: ErrorReport) -> ErrorReport:
+        """The error of gang computations that come after one that failed on this host."""
+        words = f"host {self._host} stopped, as others may go on where it failed: {report.message}"
+        return ErrorReport.of(HostLost(words), self._host)
+
+    def settled(self, value: Value) -> ErrorReport | None:
+        """Wait until a made value is ready, and return its error."""
+        array = value.payload
+        if array is None:
+            return value.error or self.unmade
+        try:
+            array.block_until_ready()
+        except Exception as error:  # noqa: BLE001 - a computation may fail with anything
+            if is_donated(array, error):
+                return self.deleted
+            value.alone = value.joint
+            value.error, value.payload = self.report(error, value.maker), None
+            return value.error
+        return None
+
+
+def fail(results: Sequence[Value], report: ErrorReport) -> None:
+    """Put an error into values that could not be made."""
+    for value in results:
+        value.error = report
+
+
+def awaited(value: Value) -> Any:
+    """Wait for a build or Python call that makes the value; its array, None if there is none."""
+    building = value.building
+    if building is not None:
+        building.wait()
+    return value.payload
+
+
+def may_donate(value: Value, heir: Value | None) -> bool:
+    """Whether a value's buffers may be donated to a computation that makes `heir`; on the execute thread.
+
+    If so, a `Watch` follows the heir, and the loop does not read the value any more.
+    """
+    if value.shared:
+        return False
+    # The loop counts its read before it looks at `given`, so this thread sets `given` before it looks
+    # at the reads. `heir` is set before the call, because a watcher may find the array deleted during it.
+    value.given, value.heir = True, heir
+    if value.reads_begun == value.reads_ended:
+        return True
+    value.given, value.heir = False, None
+    return False
+
+
+def is_donated(array: jax.Array, error: Exception) -> bool:
+    """Whether waiting for an array failed because a computation has taken it, or is taking it."""
+    # JAX looks at the first buffer only, and those on other devices may have been taken before it.
+    return array.is_deleted() or _DONATED in str(error)
+
+
+def is_ready(value: Value) -> bool:
+    """Whether a value is made, and its array is ready."""
+    array = value.payload
+    return array is not None and not array.is_deleted() and array.is_ready()
+
+
+def is_made(value: Value) -> bool:
+    """Whether the op that makes a value has run, with success or not."""
+    return value.payload is not None or value.error is not None
+
+
+def is_pending(value: Value) -> bool:
+    """Whether a value is not made, or its array is neither ready nor deleted."""
+    array = value.payload
+    if array is None:
+        return value.error is None
+    try:
+        return not array.is_deleted() and not array.is_ready()
+    except Exception:  # noqa: BLE001 - the execute thread has donated it at this moment
+        return False
