@@ -90,7 +90,7 @@ class LocalRuntime:
             island=island or self.islands[0],
             platform=self.platform,
             kind=kind,
-            size=devices,
+            devices=range(devices),
         )
 
     def release_slice(self, slice: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client.connection import runtime as runtime_module
+from pw.client.connection import inflight
 from pw.client.connection.runtime import Runtime
 from pw.client.session.notes import Close, Open, Put, Tell, resolve
 from pw.core.errors import Disconnected
@@ -93,7 +93,7 @@ def waits(thread: threading.Thread) -> bool:
 
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_module, "AHEAD_BYTES", FEW * SIZE)
+    monkeypatch.setattr(inflight, "AHEAD_BYTES", FEW * SIZE)
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_slices_are_given_back(cluster: InProcessCluster) -> None:
 
     def slices() -> int:
         gc.collect()
-        return sum(client.slices for client in runtime.status().clients)
+        return sum(client.slices for client in runtime.ask.status().clients)
 
     pw.put(1.0)  # the default slice is there for good
     base = slices()

@@ -15,7 +15,7 @@ import pytest
 
 import pw
 from pw.client.connection import current, waiting
-from pw.client.connection.runtime import Runtime
+from pw.client.connection.questions import Questions
 from pw.client.session.uploads import KEEP_BYTES, Uploads
 from pw.testing import InProcessCluster
 from tests.daemons import until
@@ -41,11 +41,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The checkpoints that were asked for; the test plays the cluster."""
     calls: Asked = []
 
-    def checkpoint(self: Runtime, arrays: list[int]) -> Future[None]:
+    def checkpoint(self: Questions, arrays: list[int]) -> Future[None]:
         calls.append((list(arrays), Future()))
         return calls[-1][1]
 
-    monkeypatch.setattr(Runtime, "checkpoint", checkpoint)
+    monkeypatch.setattr(Questions, "checkpoint", checkpoint)
     return calls
 
 
@@ -93,9 +93,9 @@ def test_who_has_waited_in_vain_is_told_what_is_in_the_way(
     mesh: pw.Mesh, path: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "POLL_S", 0.0)
-    monkeypatch.setattr(Runtime, "in_the_way", lambda self: "The disk is slow")
+    monkeypatch.setattr(Questions, "in_the_way", lambda self: "The disk is slow")
     for kind in ("checkpoint", "save"):
-        monkeypatch.setattr(Runtime, kind, lambda self, *_: waiting.Waiting(self.in_the_way))
+        monkeypatch.setattr(Questions, kind, lambda self, *_: waiting.Waiting(self.in_the_way))
     x = pw.put(numbers(8), sharding=split(mesh))
     with pytest.raises(TimeoutError, match="The disk is slow"):
         pw.checkpoint(x, path=path).result(timeout=0.01)
@@ -182,7 +182,7 @@ def test_drain_waits_and_tells_why_not(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts: dict[str, Future[None]] = {name: Future() for name in ("done", "slow", "unknown")}
-    monkeypatch.setattr(Runtime, "drain", lambda self, host: hosts[host])
+    monkeypatch.setattr(Questions, "drain", lambda self, host: hosts[host])
     hosts["done"].set_result(None)
     hosts["unknown"].set_exception(pw.ArgumentError("no such host"))
     assert pw.drain("done") is None
@@ -200,13 +200,13 @@ def test_drain_waits_and_tells_why_not(
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Size and `keep` of everything that is uploaded."""
     notes: list[tuple[int, bool]] = []
-    put = Uploads.put
+    put = Uploads.on_put
 
-    def note(self: Uploads, upload: Any) -> None:
+    def note(self: Uploads, sender: Address, upload: Any) -> None:
         notes.append((upload.value.nbytes, upload.keep))
-        put(self, upload)
+        put(self, sender, upload)
 
-    monkeypatch.setattr(Uploads, "put", note)
+    monkeypatch.setattr(Uploads, "on_put", note)
     return notes
 
 
@@ -222,13 +222,13 @@ def test_a_kept_value_is_what_it_was(mesh: pw.Mesh) -> None:
     x = pw.put(value, sharding=split(mesh))
     value[:] = -1
     np.testing.assert_array_equal(x, numbers(5000))
-    inputs = session._node._actors["session"]._uploads._inputs
+    inputs = session._node._actors["session"].uploads.inputs
     assert any(np.array_equal(upload.value, numbers(5000)) for upload in list(inputs.values()))
 
 
 def test_inputs_are_let_go_when_nothing_can_need_them(mesh: pw.Mesh) -> None:
     session: Any = current.runtime()._thread
-    inputs = session._node._actors["session"]._uploads._inputs
+    inputs = session._node._actors["session"].uploads.inputs
     x = pw.put(numbers(5000), sharding=split(mesh), keep=True)
     number = x._id
     x.block_until_ready()

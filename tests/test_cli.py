@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from pw.cli.host import DESCRIPTORS, take_descriptors
-from pw.client.connection.runtime import Runtime, SliceHandle
+from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
+from pw.core.messages import SliceBound
 from pw.core.program import Node, Output, Value
 from pw.core.program import Program as Graph
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -116,7 +117,7 @@ def until_ready(session: Runtime, name: str, epoch: int = 1) -> dict[str, int]:
     """Wait for an island; returns the process ids of its hosts' runtimes by name."""
 
     def island() -> Any:
-        for one in session.status().islands:
+        for one in session.ask.status().islands:
             if one.island == name and one.state == "ready" and one.epoch >= epoch:
                 return one
         return None
@@ -128,7 +129,7 @@ def until_ready(session: Runtime, name: str, epoch: int = 1) -> dict[str, int]:
 class AllReduce:
     """A program whose two devices wait for each other."""
 
-    def __init__(self, session: Runtime, slice: SliceHandle) -> None:
+    def __init__(self, session: Runtime, slice: SliceBound) -> None:
         self._session = session
         sharding = Sharding(("x",), (2,), (("x",),))
         self.spec = spec = ArraySpec((2,), "float32", sharding, Placement(slice.slice, (0, 1)))
@@ -426,7 +427,7 @@ def test_a_runtime_that_ends_or_hangs_is_replaced_and_its_island_usable_again(
     number: signal.Signals, cluster: Cluster
 ) -> None:
     session = cluster.session()
-    (before,) = [i.epoch for i in session.status().islands if i.island == "pair"]
+    (before,) = [i.epoch for i in session.ask.status().islands if i.island == "pair"]
     processes = until_ready(session, "pair")
     send(processes["pair-1"], number)
     again = until_ready(session, "pair", before + 1)
@@ -447,7 +448,7 @@ def test_sigterm_ends_workers_stuck_in_a_collective_and_the_controller(start: St
     session.wait([(program.run(), program.spec)]).result(BOUND_S)
     send(processes["stuck-1"], signal.SIGSTOP)
     program.run()
-    until(lambda: session.status().islands[0].launched > 0, "the all-reduce is launched")
+    until(lambda: session.ask.status().islands[0].launched > 0, "the all-reduce is launched")
     for name in ("stuck-0", "stuck-1"):
         worker = cluster.workers[name]
         worker.process.terminate()

@@ -24,7 +24,7 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.connection import current, threads
 from pw.client.connection.runtime import Runtime
-from pw.client.session.link import ControllerLink
+from pw.client.session.journaling import JournalingEnv
 from pw.client.session.notes import Allocate, Ask, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.session.session import ClientSession
 from pw.client.trace.jit import jit
@@ -200,13 +200,13 @@ class Cluster:
         client = self.world.control.ledger.clients[self.user.number]
         assert not client.arrays
         assert not client.lineage.origins
-        journal = self.user.session._link.journal
-        assert not journal._runs
-        assert not journal._inputs
-        assert not journal._held
+        journal = self.user.session.link.journal
+        assert not journal.runs
+        assert not journal.inputs
+        assert not journal.held
         self.world.sent.clear()  # the record of all messages
         gc.collect()  # former controllers
-        assert not journal._artifacts
+        assert not journal.artifacts
 
 
 def work(cluster: Cluster, seed: int, steps: int, happens: dict[int, Any]) -> dict[int, Any]:
@@ -385,7 +385,7 @@ def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when:
     cluster = Cluster(2)
     user, world = cluster.user, cluster.world
     given, kept = cluster.a.placement.slice, cluster.b.placement.slice
-    hosts = user.session._hosts
+    hosts = user.session.hosts
     if when == "in between":
         cluster.lose()
         world.settle()
@@ -393,11 +393,11 @@ def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when:
     world.drain("c")
     if when == "unconfirmed":
         cluster.lose()
-    assert given in hosts._former | hosts._slices.keys(), "no controller has heard of it"
+    assert given in hosts.former | hosts.slices.keys(), "no controller has heard of it"
     cluster.start()
     cluster.time(20)
-    assert hosts._slices.keys() == hosts.bounds.keys() == {kept}
-    assert not hosts._former
+    assert hosts.slices.keys() == hosts.bounds.keys() == {kept}
+    assert not hosts.former
     assert world.control.ledger.clients[user.number].slices == {kept}
 
 
@@ -429,9 +429,9 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again_or_says_why_
     else:
         np.testing.assert_array_equal(user.value(y), cluster.x)
         assert world.counters["inputs_sent_again"] == 1
-    hosts, journal = user.session._hosts, user.session._link.journal
+    hosts, journal = user.session.hosts, user.session.link.journal
     kept = {cluster.b.placement.slice}
-    assert hosts._slices.keys() == hosts.bounds.keys() == journal._islands.keys() == kept
+    assert hosts.slices.keys() == hosts.bounds.keys() == journal.islands.keys() == kept
     assert world.control.ledger.clients[user.number].slices == kept
     user.delete(y)
     cluster.idle()
@@ -504,7 +504,7 @@ def test_a_session_that_has_ended_says_why_until_there_is_another(
         double = jit(lambda x: x * 2, mesh=mesh)
         for use in (
             current.runtime,
-            ended.status,
+            ended.ask.status,
             ended.check_alive,
             array.block_until_ready,
             lambda: np.asarray(array),
@@ -572,17 +572,17 @@ def test_a_program_that_was_released_can_be_made_again_under_another_controller(
     cluster.time(20)
     again = make(spec)
     works(again, spec)
-    assert runtime._sent == {digest(b"7"): 1}
+    assert runtime.programs.artifacts == {digest(b"7"): 1}
     registered = cluster.world.to(CONTROL, RegisterProgram)
     assert [len(message.artifacts) for message in registered] == [1, 0, 0, 1]
     release(again)
-    assert not runtime._sent
-    assert not runtime._needs
+    assert not runtime.programs.artifacts
+    assert not len(runtime.programs)
     thread = runtime._thread
     assert isinstance(thread, Thread)
     del registered
     cluster.idle()
-    assert not thread.session._link.journal._artifacts
+    assert not thread.session.link.journal.artifacts
     assert not cluster.world.control._programs._artifacts
 
 
@@ -623,8 +623,8 @@ def test_a_program_that_no_message_can_hold_is_refused_in_the_call(
     halves = {digest(blob): blob for blob in (bytes(9_000), b"7" * 9_000)}
     with pytest.raises(ArgumentError, match="cannot be sent"):  # a host gets both in one message
         runtime.register_program(chain([spec], b"7" * 9_000), halves)
-    assert not runtime._sent
-    assert not runtime._needs
+    assert not runtime.programs.artifacts
+    assert not len(runtime.programs)
     assert not cluster.world.to(CONTROL, RegisterProgram)
     thread.has_frames = False  # in a cluster inside this process there are none
     runtime.release_program(runtime.register_program(chain([spec], large), {digest(large): large}))
@@ -640,11 +640,11 @@ def test_questions_that_were_answered_are_not_kept() -> None:
     cluster = Cluster(1)
     runtime = Runtime(lambda runtime: Thread(cluster.world, runtime), 1.0, 0)
     for _ in range(20):
-        runtime.status()
-        runtime.explain()
+        runtime.ask.status()
+        runtime.ask.explain()
         runtime.stats()
     thread: Any = runtime._thread
-    assert not thread.session._link.journal._requests
+    assert not thread.session.link.journal.requests
 
 
 def test_a_program_of_too_many_arrays_is_refused_with_their_number(
@@ -664,7 +664,7 @@ def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
         raise codec.MessageTooLarge("no frame holds it")
 
     nothing = dict.fromkeys(("now_s", "call_later", "introduce", "forget", "log", "count"))
-    link = ControllerLink(cast(Any, SimpleNamespace(send=send, **nothing)))
+    link = JournalingEnv(cast(Any, SimpleNamespace(send=send, **nothing)))
     link.keeps = True
     with pytest.raises(codec.MessageTooLarge):
         link.send(CONTROL, CreateArray(1, split(1, 2)))
@@ -884,7 +884,7 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     assert float(before) == 28
     new = pw.jit(lambda x: x - 1)(state)
     assert np.array_equal(new, np.arange(8.0) + steps - 1)
-    while current.runtime().status().clients[0].runs_in_flight:
+    while current.runtime().ask.status().clients[0].runs_in_flight:
         time.sleep(0.01)
     print("went on after", restarts)
 """

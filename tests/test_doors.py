@@ -190,7 +190,7 @@ def test_another_user_gets_in_nowhere_even_if_all_doors_are_open_and_the_secret_
 def test_the_address_is_all_that_a_process_of_the_same_user_needs(doors: list[str]) -> None:
     for address in controllers(doors):
         session = Runtime(threads.remote(address), 1.0, 0, connect_s=20.0)
-        assert session.status(20.0).islands
+        assert session.ask.status(20.0).islands
         session.close()
 
 

@@ -132,7 +132,7 @@ def test_a_killed_client_is_released_and_others_notice_nothing(address: str) -> 
         from pw.client.connection import current
         deadline = time.monotonic() + 25
         while True:
-            clients = current.runtime().status().clients
+            clients = current.runtime().ask.status().clients
             held = {n: c["live_arrays"] for n, c in pw.stats().items() if n.startswith("island-0")}
             if len(clients) == 1 and not any(held.values()):
                 break

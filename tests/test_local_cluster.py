@@ -156,7 +156,7 @@ def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_paren
                             os._exit(9)
                     if anew:
                         assert current.connect(cluster.address).allocate_slice(1).size == 1
-                        assert len(current.runtime().status().clients) == 2
+                        assert len(current.runtime().ask.status().clients) == 2
                     sys.exit(5)
                 assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 5
                 assert session.allocate_slice(1).size == 1
@@ -177,7 +177,7 @@ def test_threads_hear_that_the_session_is_over(scripts: list[Program], tmp_path:
         def ask(session):
             try:
                 while True:
-                    session.status()
+                    session.ask.status()
                     asked.set()
             except Disconnected as error:
                 os.write(1, b"told\\n")
@@ -205,7 +205,7 @@ def test_clusters_may_be_nested_and_started_from_threads(
         def in_thread():
             with LocalCluster(connect=False) as other:
                 session = Runtime(runtime_threads.remote(other.address), 1.0, 0)
-                assert len(session.status().clients) == 1
+                assert len(session.ask.status().clients) == 1
                 session.close()
 
         from pw.client.connection import threads as runtime_threads
@@ -252,7 +252,7 @@ def test_the_processes_of_hosts_can_be_found_and_ended(
                 time.sleep(0.01)
 
         def ready():
-            (island,) = current.runtime().status().islands
+            (island,) = current.runtime().ask.status().islands
             return [(host.node, host.process) for host in island.hosts if island.state == "ready"]
 
         with LocalCluster(spare_hosts=1) as cluster:

@@ -31,9 +31,9 @@ SOURCE = Path(pw.__file__).parent
 
 FOR_OPERATORS = {
     "core/lower.py": "prints plans for those who work on pw",
-    "devices/coordination.py": "hosts tell each other, and their logs",
-    "devices/coordination_service.py": "hosts tell each other, and their logs",
-    "devices/group.py": "hosts tell their logs",
+    "devices/jax/coordination.py": "hosts tell each other, and their logs",
+    "devices/jax/coordination_service.py": "hosts tell each other, and their logs",
+    "devices/jax/group.py": "hosts tell their logs",
     "transport/shared.py": "what a wire may not carry is counted and logged",
     "transport/segments.py": "what a wire may not carry is counted and logged",
     "transport/node.py": "how the parts of pw are put together",

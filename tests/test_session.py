@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.client.connection.fetching import Fetching
+from pw.client.connection.waiting import Fetching
 from pw.client.session.hosts import Hosts
 from pw.client.session.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.session.requests import RETRIES
@@ -346,7 +346,7 @@ def test_what_the_client_gave_away_itself_is_not_asked_for_again(bench: Bench, h
 
 def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     """A loop of runs that fail, and donate what has failed, would add some with each."""
-    bench.session._link.keeps = True
+    bench.session.link.keeps = True
     program = chain([split(SLICE, 2)], donated=(0,))
     bench.note(Tell(RegisterProgram(5, Compact.of(program), (Artifact(b"", b""),))))
     bench.note(Tell(Run(20, 5, (b"x" * 64,), (X,))))
@@ -355,7 +355,7 @@ def test_errors_of_what_was_given_away_are_not_kept(bench: Bench) -> None:
     bench.tell(RunFailed(20, (X,), ERROR), RunFailed(21, (Y,), ERROR))
     assert isinstance(waiting.exception(0), HostLost)
     assert isinstance(bench.wait(Y).exception(0), HostLost)
-    assert bench.session._requests._failed.keys() == {Y}
+    assert bench.session.requests.failed.keys() == {Y}
 
 
 def test_what_was_deleted_is_told_as_that(bench: Bench) -> None:
@@ -400,7 +400,7 @@ def test_everything_ends_with_the_controller_and_with_close() -> None:
         for future in (open_, inquiring, bench.get()):
             kind = ConnectionFailed if end == "lost" else Disconnected
             assert isinstance(future.exception(0), kind)
-        assert not bench.session._requests._requests
+        assert not bench.session.requests._requests
 
 
 # --- who has met the client ------------------------------------------------------------------------------
@@ -428,8 +428,8 @@ def test_a_new_process_is_told_who_asks(bench: Bench, news: str) -> None:
 
 def traces(bench: Bench) -> dict[str, bool]:
     """Where the session has something of the slice."""
-    hosts = bench.session._hosts
-    places = {"slices": hosts._slices, "bounds": hosts.bounds, "former": hosts._former}
+    hosts = bench.session.hosts
+    places = {"slices": hosts.slices, "bounds": hosts.bounds, "former": hosts.former}
     return {name: SLICE in place for name, place in places.items()}
 
 
@@ -450,7 +450,7 @@ def test_a_slice_is_forgotten_when_the_controller_has_heard_that_it_was_given_ba
     assert not any(traces(bench).values())
     bench.tell(ForgetInputs((X,)))
     bench.world.sent.clear()  # the record of all messages
-    assert bench.session._hosts.devices(spec) is None
+    assert bench.session.hosts.devices(spec) is None
 
 
 def test_an_input_gets_to_a_slice_that_was_given_back() -> None:
@@ -467,7 +467,7 @@ def test_an_input_gets_to_a_slice_that_was_given_back() -> None:
     np.testing.assert_array_equal(first, sent[: LARGE // 2])
     np.testing.assert_array_equal(np.concatenate([bench.take("a"), bench.take("b")]), sent)
     bench.world.sent.clear()
-    assert not bench.session._hosts._given_back
+    assert not bench.session.hosts.given_back
 
 
 def test_a_slice_that_is_refused_is_forgotten(bench: Bench) -> None:
@@ -483,7 +483,7 @@ def test_hosts_knows_where_an_array_lies() -> None:
     assert not hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices, 1))
     assert hosts.devices(spec) == devices[:2]
     assert hosts.bind(SliceBound(SLICE, "east", "cpu", "fake", devices, 2))
-    hosts.unbind(SLICE)
+    hosts.handlers()[SliceLost](Address("me", "x"), SliceLost(SLICE, ERROR))
     assert hosts.devices(spec) is None
 
 
@@ -585,9 +585,9 @@ def test_the_end_of_an_old_attempt_says_nothing_about_the_new_one() -> None:
     bench.session.receive(CONTROL, UploadAgain(X, X))  # before the push has ended
     bench.world.settle()
     assert [type(m) for m in bench.hosts["a"].received] == [Upload]
-    assert bench.session._uploads._inputs, "the first push was not of the second attempt"
+    assert bench.session.uploads.inputs, "the first push was not of the second attempt"
     bench.take("a")
-    assert not bench.session._uploads._inputs
+    assert not bench.session.uploads.inputs
 
 
 def test_the_oldest_values_go_first() -> None:
@@ -616,15 +616,15 @@ def test_hosts_get_what_they_wait_for_even_if_nothing_will_ask_again(end: Any) -
     sent = bench.put(spec, keep=True)
     bench.tell(end)
     np.testing.assert_array_equal(np.concatenate([bench.take("a"), bench.take("b")]), sent)
-    assert not bench.session._uploads._inputs
+    assert not bench.session.uploads.inputs
 
     bench.put(spec, array=Y)
     bench.asked("b")
     bench.tell(type(end)(*((Y,) if field == (X,) else field for field in fields(end))))
     bench.take("a", Y)
-    assert bench.session._uploads._inputs, "b may still want it"
+    assert bench.session.uploads.inputs, "b may still want it"
     bench.lose("b")
-    assert not bench.session._uploads._inputs
+    assert not bench.session.uploads.inputs
 
 
 @pytest.mark.parametrize("is_bound", [True, False])
@@ -638,10 +638,10 @@ def test_what_no_host_takes_any_more_is_forgotten_when_its_slice_moves(is_bound:
     if not is_bound:
         bench.tell(SliceLost(SLICE, ERROR))
     bench.tell(UploadAgain(X, Y))
-    assert (Y in bench.session._uploads._inputs) == is_bound
+    assert (Y in bench.session.uploads.inputs) == is_bound
     bench.tell(SliceLost(SLICE, ERROR))
     bench.bind("c", "b")
-    assert list(bench.session._uploads._inputs) == [X]
+    assert list(bench.session.uploads.inputs) == [X]
     bench.asked("b")
     bench.tell(UploadAgain(X, Y))
     assert [(m.island, m.epoch) for m in bench.asked("b", Upload)] == [("east", 2)]
@@ -661,7 +661,7 @@ def test_a_failed_input_that_was_never_sent_is_forgotten(bench: Bench) -> None:
     bench.tell(SliceLost(SLICE, ERROR))
     bench.put(split(SLICE, 2))
     bench.tell(RunFailed(0, (X,), ErrorReport("ArrayLost", "given up")))
-    assert not bench.session._uploads._inputs
+    assert not bench.session.uploads.inputs
     assert isinstance(bench.get().exception(0), ArrayLost)
 
 

@@ -35,7 +35,7 @@ BOUND_S = 60.0
 
 
 def status() -> Status:
-    return current.runtime().status(20.0)
+    return current.runtime().ask.status(20.0)
 
 
 def members(island: str = "island-0") -> dict[str, int]:

@@ -94,7 +94,7 @@ def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch
     runtime = cluster.client()
     runtime._thread.post(Forget((1,)))
     with pytest.raises(InternalError, match="KeyError: 'broken'"):
-        runtime.status()
+        runtime.ask.status()
     assert CONTROLLER in forgotten, "the cluster is told, and lets go of what the client had"
     with pytest.raises(AssertionError, match="actors crashed"):
         cluster.close()

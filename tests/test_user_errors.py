@@ -186,7 +186,7 @@ def test_a_computation_that_never_ends_times_out(cluster: pw.LocalCluster, mesh:
     kept.block_until_ready()
     stuck = on(mesh, for_ever, timeout=0.5)(kept)
     after, beside = on(mesh, mix)(stuck), on(mesh, mix)(kept)
-    until(lambda: current.runtime().status().runs, "the run is in flight")
+    until(lambda: current.runtime().ask.status().runs, "the run is in flight")
     other.stdin.write("\n")
     other.stdin.flush()
     for array in (after, stuck):
@@ -251,7 +251,7 @@ def test_the_operator_cancels_what_status_shows(cluster: pw.LocalCluster, mesh: 
 
     stuck = on(mesh, for_ever)(numbers(4))
     beside = on(mesh, mix)(numbers(4))
-    until(lambda: len(current.runtime().status().runs) == 2, "both are in flight")
+    until(lambda: len(current.runtime().ask.status().runs) == 2, "both are in flight")
     shown = command("status")
     assert shown.returncode == 0, shown.stderr
     (line,) = [line for line in shown.stdout.splitlines() if "for_ever" in line]

@@ -125,7 +125,7 @@ class Chaos:
             self._changed.wait_for(lambda: self._over or condition())
 
     def _kill(self, when: str) -> None:
-        islands = current.runtime().status().islands
+        islands = current.runtime().ask.status().islands
         members = [host.node for island in islands for host in island.hosts]
         name = self._draw.choice(
             [name for name in members if name in self._hosts] or [*self._hosts]

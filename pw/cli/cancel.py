@@ -27,6 +27,6 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
     session = Runtime(remote(address), 1.0, 0, connect_s=timeout_s)
     try:
         for client, run in chosen:
-            session.cancel_runs(client, run).result(timeout_s)
+            session.ask.cancel_runs(client, run).result(timeout_s)
     finally:
         session.close()

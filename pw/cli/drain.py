@@ -19,7 +19,7 @@ def drain_host(address: str, host: str, timeout_s: float) -> None:
     """
     session = Runtime(remote(address), 1.0, 0, connect_s=CONNECT_S)
     try:
-        session.drain(host).result(timeout_s)
+        session.ask.drain(host).result(timeout_s)
     except TimeoutError:
         raise Error(
             f"host {host} is not empty after {timeout_s:g} s; the drain goes on, see pw status"

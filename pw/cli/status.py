@@ -24,7 +24,7 @@ def ask(address: str, timeout_s: float) -> tuple[Status, int]:
     """
     session = Runtime(remote(address), 1.0, 0, connect_s=timeout_s)
     try:
-        return session.status(timeout_s), session.client
+        return session.ask.status(timeout_s), session.client
     finally:
         session.close()
 

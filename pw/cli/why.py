@@ -20,7 +20,7 @@ def explain(address: str, timeout_s: float) -> Explanation:
     """
     session = Runtime(remote(address), 1.0, 0, connect_s=timeout_s)
     try:
-        return session.explain(timeout_s)
+        return session.ask.explain(timeout_s)
     finally:
         session.close()
 

@@ -104,7 +104,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         return Checkpoint(nothing)
     saving = None if path is None else checkpoint_files.save(leaves, path, overwrite)
     session = arrays[0]._runtime
-    future: Future[None] = session.checkpoint([array._id for array in arrays])
+    future: Future[None] = session.ask.checkpoint([array._id for array in arrays])
     if saving is not None:
         future = _both(saving, future, session)
     future.add_done_callback(_log_failure)
@@ -113,7 +113,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
 
 def _both(first: Future[None], second: Future[None], session: Any) -> Future[None]:
     """Done when both are; fails with what the first failed with, else the second."""
-    both: Future[None] = Waiting(session.in_the_way, getattr(first, "about", None))
+    both: Future[None] = Waiting(session.ask.in_the_way, getattr(first, "about", None))
 
     def settle(_: Future[None]) -> None:
         error = first.exception() or second.exception()
@@ -158,7 +158,7 @@ def drain(host: str, *, timeout_s: float | None = None) -> None:
         TimeoutError: it took longer.
         Error: there is no such host, or nothing that could take its place.
     """
-    future = current.runtime().drain(host)
+    future = current.runtime().ask.drain(host)
     if timeout_s is None:
         wait_for(future)
     else:

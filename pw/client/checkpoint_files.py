@@ -120,7 +120,7 @@ def save(leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -> Future[No
             "pw.checkpoint(path=...) was given a tree with the same path in it twice"
         )
     arrays = {name: number for number, name in names.items()}
-    future: Future[None] = session.save(where, overwrite, arrays, _encode(described))
+    future: Future[None] = session.ask.save(where, overwrite, arrays, _encode(described))
     return future
 
 
@@ -177,7 +177,7 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
     session = mesh.runtime
     if any(entry is not None and entry.mesh.runtime is not session for entry in wanted):
         raise NotOwner("pw.restore was given shardings over devices of different sessions")
-    described: Described = session.look(where, mesh.placement)
+    described: Described = session.ask.look(where, mesh.placement)
     try:
         on_disk = {leaf.key: leaf for leaf in _decode(described.tree)}
     except msgspec.MsgspecError as error:

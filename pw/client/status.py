@@ -278,4 +278,4 @@ def status(timeout_s: float = STATUS_S) -> ClusterStatus:
         ConnectionFailed: the controller has not answered within `timeout_s`, or is gone for good.
     """
     session = current.runtime()
-    return ClusterStatus.of(session.status(timeout_s), session.endpoint, session.client)
+    return ClusterStatus.of(session.ask.status(timeout_s), session.endpoint, session.client)

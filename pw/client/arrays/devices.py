@@ -10,6 +10,7 @@ from typing import Any
 from pw.client.arrays.recent import Recent
 from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
+from pw.core.messages import SliceBound
 
 __all__ = ["Slice", "VirtualDevice", "VirtualDeviceSet", "make_virtual_device_set"]
 
@@ -30,13 +31,13 @@ class Slice:
         "types",
     )
 
-    def __init__(self, session: Any, handle: Any) -> None:
+    def __init__(self, session: Any, bound: SliceBound) -> None:
         self.runtime = session
-        self.id: int = handle.slice
-        self.island: str = handle.island
-        self.platform: str = handle.platform
-        self.kind: str | None = handle.kind
-        self.size: int = handle.size
+        self.id = bound.slice
+        self.island = bound.island
+        self.platform = bound.platform
+        self.kind = bound.kind
+        self.size = len(bound.devices)
         self.compiled = Recent()
         """Compiled operators and moves for these devices."""
         self.constants: dict[Any, Any] = {}
@@ -152,8 +153,7 @@ class VirtualDeviceSet:
         if count < 1:
             raise ValueError(f"a slice has at least one device, and a whole number; not {asked!r}")
         shape = None if topology is None else tuple(map(index, topology))
-        handle = self._runtime.allocate_slice(count, kind, island, shape)
-        added = Slice(self._runtime, handle)
+        added = Slice(self._runtime, self._runtime.allocate_slice(count, kind, island, shape))
         self._slices.append(added)
         return added
 

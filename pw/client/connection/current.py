@@ -173,7 +173,7 @@ def why() -> str:
     Raises:
         ConnectionFailed: the controller does not answer.
     """
-    return runtime().explain().text
+    return runtime().ask.explain().text
 
 
 atexit.register(disconnect)

@@ -1,113 +1,60 @@
-"""The connected runtime: what the API's objects stand on.
+"""The connected runtime: one session with a cluster, as the API's threads see it.
 
-A runtime is one session with a cluster. Its actors live on an event loop in a background thread; the
-methods here are called by the user's threads, give names to what they create, post a note, and return.
-Nothing here waits for a reply but `allocate_slice`, `status` and `stats`, and, when the client is too far
-ahead, `run` and uploads for runs.
+The session's actors live on an event loop in a background thread. The methods here run in the user's
+threads: they name what they create, post a note to the session, and return. Only `allocate_slice`, the
+questions, and a client that is too far ahead wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_all
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
-from pw.client.connection.fetching import Fetching
-from pw.client.connection.waiting import Waiting
-from pw.client.session.notes import (
-    Allocate,
-    Ask,
-    Await,
-    Close,
-    Forget,
-    Get,
-    Listen,
-    Look,
-    Open,
-    Put,
-    Tell,
-)
+from pw.client.connection.inflight import InFlight
+from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
+from pw.client.connection.questions import Questions, counted
+from pw.client.connection.waiting import Fetching, Waiting
+from pw.client.session.notes import Allocate, Await, Close, Forget, Get, Listen, Open, Put, Tell
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.live import About, patiently
 from pw.client.show.worker_output import WorkerOutput, is_wanted
 from pw.core.compact import Compact
-from pw.core.errors import ArgumentError, ConnectionFailed, Disconnected, Error, ErrorReport
+from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import client_id
 from pw.core.messages import (
-    INLINE_BYTES,
     AllocateSlice,
-    Artifact,
     Attached,
     Cancel,
-    CancelRuns,
-    Checkpoint,
     CreateArray,
-    Described,
-    DrainHost,
-    Explain,
-    Explanation,
     FileSource,
-    GetStats,
-    GetStatus,
     RegisterProgram,
     ReleaseProgram,
     ReleaseSlice,
     Run,
-    SaveArrays,
     SliceBound,
-    Status,
 )
 from pw.core.program import Program
-from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.transport import codec
+from pw.core.sharding import ArraySpec
 
-T = TypeVar("T")
-
-CALLS_NAMED = 1024
-"""Runs whose names are remembered: more than may be in flight."""
 PARTS_COUNTED = 256
-"""A wait for more arrays than this does not count how many of them are ready."""
+"""The line of a wait for more arrays does not count the ready ones."""
 CONNECT_S = 30.0
 CLOSE_S = 30.0
-"""A session settles all that was asked of it before it ends: a busy machine may need a while for thousands."""
+"""How long `close` waits: a busy machine may take a while to settle thousands of notes."""
 RECONNECT_S = 60.0
-EXPLAIN_S = 10.0
-HURRIED_S = 1.5
-"""How long an explanation may take that nobody has asked for."""
 RELEASES_KEPT = 64
 RELEASED_BYTES = 16 << 20
-"""Handles that may have died, and the size of their arrays, before those are deleted without waiting for the
-next tick: hosts had better use warm pages again than take fresh ones."""
-AHEAD_BYTES = 1 << 30
-"""Bytes of host values that calls have uploaded for runs in flight before a call that has another waits: in a
-loop that waits for nothing, the inputs of every step ahead lie on the hosts. It leaves room for some large
-batches, so that the next is sent while one is computed on."""
-
-
-MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
-"""So many small host values always travel with a run."""
-
-
-class SliceHandle:
-    """A slice as the cluster bound it."""
-
-    __slots__ = ("island", "kind", "platform", "size", "slice")
-
-    def __init__(self, bound: SliceBound) -> None:
-        self.slice = bound.slice
-        self.island = bound.island
-        self.platform = bound.platform
-        self.kind = bound.kind
-        self.size = len(bound.devices)
+"""A call deletes released arrays before the next tick when there are more, or larger ones: the hosts can
+then reuse warm pages."""
+CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
 
 
 class SessionThread(Protocol):
@@ -115,9 +62,9 @@ class SessionThread(Protocol):
 
     address: str | None
     endpoint: str | None
-    """Where other processes reach the controller; None if they cannot."""
+    """The controller's address for other processes; None if they cannot reach it."""
     has_frames: bool
-    """What is sent leaves this process, and no frame may be too large."""
+    """Messages leave this process, so their size is limited."""
 
     def post(self, note: object) -> None:
         """Deliver a note to the session; from any thread."""
@@ -126,17 +73,14 @@ class SessionThread(Protocol):
         """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
 
     def counters(self) -> dict[str, int]:
-        """This process's counters."""
+        """Return this process's counters."""
 
     def close(self) -> None:
-        """Say goodbye, end the thread, and release whatever was started for it."""
-
-
-CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
+        """Say goodbye, end the thread, and release all that was started for it."""
 
 
 class Runtime:
-    """One session with a cluster, as the API's threads see it."""
+    """One session with a cluster."""
 
     def __init__(
         self,
@@ -150,37 +94,24 @@ class Runtime:
     ) -> None:
         self._output = WorkerOutput() if is_wanted(worker_output) else None
         self._show_output = (lambda: None) if self._output is None else self._output.flush
-        """Has what was written before a result is read be seen before it."""
+        """Shows the output of host functions that belongs before a result."""
         self._lock = threading.RLock()
         self._serial = 0
-        self._turn = threading.Condition(self._lock)
-        """Runs have ended, or there will be no more."""
-        self._credits = 0
-        """Runs that may be in flight."""
-        self._runs = self._runs_over = 0
-        self._inputs: deque[tuple[int, int]] = deque()
-        """Uploads for runs in flight: the number of runs with that which needs it, and its size."""
-        self._inputs_bytes = 0
+        self._flight = InFlight(self._lock)
+        self.programs = Programs()
+        self.release_program = self.programs.release
         self._released: deque[int] = deque()
-        self._released_bytes = 0  # about: several threads may change it at once
-        self._sent: Counter[bytes] = Counter()
-        """Artifacts that the controller has, and how many programs need each: it keeps them no longer."""
-        self._needs: dict[int, tuple[bytes, ...]] = {}
-        self._unused: deque[int] = deque()
-        """Programs that died, of which the controller has not been told."""
-        self._saving: set[Future[None]] = set()
-        """Checkpoints that are being written to disk."""
+        self._released_bytes = 0  # approximate: several threads may change it at once
         self._closing: Error | None = None
         """Why no calls can be made any more."""
         self._ended: ErrorReport | None = None
         self._is_closed = False
         self._process = _process
         self._thread = start(self)
-        self._names: dict[int, str] = {}
-        """What programs are called."""
-        self._calls: deque[tuple[int, int, str]] = deque(maxlen=CALLS_NAMED)
-        """The newest runs: number, results and program."""
-        attached: Future[Attached] = Waiting(about=self._about_controller)
+        self.ask = Questions(self._post, self._thread.address)
+        attached: Future[Attached] = Waiting(
+            about=lambda: About(f"an answer of the controller at {self._thread.address}")
+        )
         if self._thread.address is None:
             reconnect_s = 0.0  # the controller is in this process
         self._patience_s = CONNECT_S + reconnect_s
@@ -201,23 +132,23 @@ class Runtime:
             raise
         self.client = answer.client
         self.islands = answer.islands
-        self._credits = answer.run_credits
+        self._flight.credits = answer.run_credits
 
     # --- life ----------------------------------------------------------------------------------------
 
     @property
     def address(self) -> str | None:
-        """Address of the controller; None for an embedded cluster."""
+        """The controller's address; None for an embedded cluster."""
         return self._thread.address
 
     @property
     def endpoint(self) -> str | None:
-        """Where other processes reach the controller, also that of an embedded cluster; None if they cannot."""
+        """The controller's address for other processes, also of an embedded cluster; None if there is none."""
         return self._thread.endpoint
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked process's copy of its parent's session."""
+        """Whether this is the copy of a session in a forked process."""
         return self._process is not _process
 
     @property
@@ -227,7 +158,7 @@ class Runtime:
 
     @property
     def ended(self) -> Error | None:
-        """The error that ended the session, if it was not closed: each time a new one, to be raised."""
+        """The error that ended the session, unless it was closed; a new exception each time."""
         return None if self._ended is None else self._ended.exception()
 
     def check_alive(self) -> None:
@@ -243,17 +174,14 @@ class Runtime:
             raise Disconnected(f"the pw session is closed: {self._closing}")
 
     def close(self, error: Error | None = None) -> None:
-        """End the session: everything it owns is released on every host. Idempotent.
+        """End the session and release all that it owns on every host. Idempotent.
 
-        Checkpoints on their way to disk get there first, unless there is an error.
+        Without an error, waits first until hosts have written the checkpoints on their way to disk.
         """
         if self.forked:
             return
         if error is None and self._closing is None:
-            saving = set(self._saving)
-            if saving:
-                about = partial(About, "checkpoints to be written before the session ends")
-                patiently(lambda timeout_s: not wait_for_all(saving, timeout_s).not_done, about)
+            self.ask.wait_until_saved()
         closed: Future[None] = Future()
         with self._lock:
             if self._is_closed:
@@ -261,7 +189,7 @@ class Runtime:
             self._is_closed = True
             if self._closing is None:
                 self._closing = error or Disconnected(CLOSED)
-            self._turn.notify_all()
+            self._flight.close()
             self._thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
             closed.result(CLOSE_S)
@@ -270,39 +198,47 @@ class Runtime:
             self._output.close()
 
     def _post(self, note: object) -> None:
-        """Hand a note to the session; what is posted before `close` is settled by it."""
+        """Hand a note to the session; `close` settles all notes posted before it."""
         with self._lock:
             self.check_alive()
             self._thread.post(note)
 
+    def _tell(self, message: object) -> None:
+        with contextlib.suppress(Error):  # the session has ended
+            self._post(Tell(message))
+
     def grant(self, count: int) -> None:
-        """Called by the session: so many more runs may be sent."""
+        """Give back the credits of runs that have ended; called by the session."""
         with self._lock:
-            self._runs_over += count
-            self._turn.notify_all()
+            self._flight.ended(count)
 
     def session_ended(self, error: Error) -> None:
-        """Called by the session: it is over, unless `close` has said so already."""
+        """Refuse all further calls with this error, unless `close` came first; called by the session."""
         with self._lock:
             if self._closing is None:
                 words = f"{error}. This session is over; pw.connect() begins another"
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error
-                self._turn.notify_all()
+                self._flight.close()
 
     def tick(self) -> None:
-        """Called on the session's thread now and then: delete what no handle refers to any more."""
+        """Release the arrays and programs without handles; called on the session's thread now and then."""
         if self._released:
-            self._flush_released()
-        if self._unused:
-            self._release_programs()
+            self._delete_released()
+        with self._lock:
+            for program in self.programs.forget_released():
+                self._tell(ReleaseProgram(program))
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Return the counters of every process: the controller, each host, and this client."""
+        return self.ask.stats(self._patience_s) | {"client": self._thread.counters()}
 
     def _id(self) -> int:
         return self._ids(1)[0]
 
     def _ids(self, count: int) -> Sequence[int]:
         with self._lock:
-            # A signal's handler may come between two calls, not between these lines.
+            # A signal handler can run between two calls, but not between these lines.
             given = self._serial
             self._serial = given + count
         first = client_id(self.client, given + 1)
@@ -316,13 +252,13 @@ class Runtime:
         kind: str | None = None,
         island: str | None = None,
         topology: tuple[int, ...] | None = None,
-    ) -> SliceHandle:
-        """Bind virtual devices. Raises InsufficientDevices with what was asked and what exists."""
-        what = f"{devices} devices{f' of island {island}' if island else ''}"
-        bound: Future[SliceBound] = Waiting(self.in_the_way, partial(self._about, what))
-        request = AllocateSlice(self._id(), devices, kind, island, topology)
-        self._post(Allocate(request, bound))
-        return SliceHandle(bound.result(self._patience_s))
+    ) -> SliceBound:
+        """Bind virtual devices. Raises InsufficientDevices with the request and what exists."""
+        bound: Future[SliceBound] = self.ask.waiting(
+            f"{devices} devices{f' of island {island}' if island else ''}"
+        )
+        self._post(Allocate(AllocateSlice(self._id(), devices, kind, island, topology), bound))
+        return bound.result(self._patience_s)
 
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""
@@ -331,73 +267,53 @@ class Runtime:
     # --- programs ------------------------------------------------------------------------------------
 
     def register_program(self, program: Program, artifacts: Mapping[bytes, bytes]) -> int:
-        """Announce a program; hosts compile it while the client goes on. Returns its number.
+        """Announce a program, which hosts then compile; returns its number at once.
 
         Raises ArgumentError for a program that no message can hold.
         """
         body = Compact.of(program)
         if self._thread.has_frames:
-            _check_size(body, artifacts)
+            check_size(body, artifacts)
         number = self._id()
         python = {each.placement.slice for each in program.computations if each.python}
         with self._lock:
             self.check_alive()
-            new = [Artifact(d, blob) for d, blob in artifacts.items() if d not in self._sent]
-            self._thread.post(Tell(RegisterProgram(number, body, tuple(new))))
+            new = self.programs.unsent(artifacts)
+            self._thread.post(Tell(RegisterProgram(number, body, new)))
             if self._output is not None and python:
                 self._thread.post(Listen(tuple(python)))
-            self._sent.update(artifacts.keys())
-            self._needs[number] = tuple(artifacts)
-            self._names[number] = program.name
+            self.programs.add(number, program.name, artifacts)
         return number
-
-    def release_program(self, program: int) -> None:
-        """The program will not be run any more; callable from `__del__`, even in the garbage collector.
-
-        The controller hears of it with the next tick, never amid the registration of another program.
-        """
-        self._unused.append(program)
-
-    def _release_programs(self) -> None:
-        with self._lock:
-            while self._unused:
-                program = self._unused.popleft()
-                self._names.pop(program, None)
-                for digest in self._needs.pop(program, ()):
-                    self._sent[digest] -= 1
-                    if not self._sent[digest]:
-                        del self._sent[digest]
-                self._tell(ReleaseProgram(program))
 
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
         """Run a program on arrays and small host values; returns the ids of its results at once.
 
-        Blocks only while the client has as many runs in flight as the controller allows. Raises ArgumentError
-        if no message can hold the host values.
+        Waits only while the client has as many runs in flight as the controller allows. Raises
+        ArgumentError if no message can hold the host values.
         """
         self.check_alive()
         if len(args) > MANY_ARGUMENTS and self._thread.has_frames:
-            _check_arguments(args)
+            check_arguments(args)
         self._make_room()
+        flight = self._flight
         while True:
             with self._lock:
                 self.check_alive()
-                if self._has_credit():
+                if flight.has_credit():
                     *made, run = self._ids(results + 1)
                     self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
-                    self._runs += 1
-                    self._calls.append((run, results, self._names.get(program, "")))
+                    flight.started(run, results, self.programs.name(program))
                     return made
-            what = f"one of {self._credits} calls in flight to end"
-            patiently(partial(self._comes, self._has_credit), partial(self._about, what))
+            self._wait_until(flight.has_credit, f"one of {flight.credits} calls in flight to end")
 
-    def _has_credit(self) -> bool:
-        return self._runs - self._runs_over < self._credits or self._closing is not None
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait, without the lock, until runs that end have made `condition` true."""
 
-    def _comes(self, what: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait, without holding the lock meanwhile, until something is so; runs that end may make it so."""
-        with self._lock:
-            return self._turn.wait_for(what, timeout_s)
+        def holds(timeout_s: float | None) -> bool:
+            with self._lock:
+                return self._flight.changed.wait_for(condition, timeout_s)
+
+        patiently(holds, partial(self.ask.about, what))
 
     # --- arrays --------------------------------------------------------------------------------------
 
@@ -408,276 +324,97 @@ class Runtime:
         keep: bool = False,
         for_run: bool = False,
     ) -> int:
-        """Send a host value straight to the hosts of `spec`; returns the array's id at once.
+        """Send a host value to the hosts of `spec`; returns the array's id at once.
 
-        The value is copied first if somebody could still change it. It is kept, in case that hosts
-        are lost: `keep` exempts it from the budget for that. An upload `for_run`, which is about to be
-        sent, blocks while those for runs in flight are `AHEAD_BYTES` or more.
+        A value that the caller could still change is copied first. The session keeps the value in case
+        hosts are lost; `keep` exempts it from the budget for that. An upload `for_run`, for the next
+        call, waits while the uploads of runs in flight take `AHEAD_BYTES` or more.
         """
         self.check_alive()
         self._make_room()
         if for_run:
-            self._count_input(value.nbytes)
+            self._count_upload(value.nbytes)
         if _mutable(value):
             value = value.copy()
         array = self._id()
         self._post(Put(array, spec, value, keep))
         return array
 
-    def _count_input(self, size_bytes: int) -> None:
-        """Wait for room, only ever for runs that have been sent, and take it for the next one that is.
-
-        Which runs have ended is not known, only how many: those that were sent first, it is assumed.
-        """
+    def _count_upload(self, size_bytes: int) -> None:
+        flight = self._flight
         while True:
             with self._lock:
                 self.check_alive()
-                if self._has_room():
-                    self._inputs.append((self._runs + 1, size_bytes))
-                    self._inputs_bytes += size_bytes
+                if flight.has_room():
+                    flight.uploaded(size_bytes)
                     return
-            what = f"calls in flight to take the {self._inputs_bytes >> 20} MiB that were sent for them"
-            patiently(partial(self._comes, self._has_room), partial(self._about, what))
+            sent = f"the {flight.inputs_bytes >> 20} MiB that were sent for them"
+            self._wait_until(flight.has_room, f"calls in flight to take {sent}")
 
-    def _has_room(self) -> bool:
-        while self._inputs and self._inputs[0][0] <= self._runs_over:
-            self._inputs_bytes -= self._inputs.popleft()[1]
-        is_over = self._runs <= self._runs_over or self._closing is not None
-        return self._inputs_bytes < AHEAD_BYTES or is_over
+    def load(self, source: FileSource, spec: ArraySpec) -> int:
+        """Have the hosts of `spec` read an array from disk; returns its id at once."""
+        array = self._id()
+        self._post(Tell(CreateArray(array, spec, source=source)))
+        return array
 
     def fetch(self, array: int, spec: ArraySpec) -> Fetching:
-        """The whole value, straight from the hosts that hold it."""
+        """Return the future of the whole value, which hosts send to this process."""
         about = partial(self._about_arrays, ((array, spec),))
-        future = Fetching(spec, self.in_the_way, about, self._show_output)
+        future = Fetching(spec, self.ask.in_the_way, about, self._show_output)
         self._post(Get(array, spec, future))
         return future
 
     def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:
-        """A future of the moment when all arrays are ready; it fails with the first one's error."""
+        """Return a future that is settled when all arrays are ready; it fails with the first error."""
         wanted = tuple(arrays)
         about = partial(self._about_arrays, wanted)
-        future: Future[None] = Waiting(self.in_the_way, about, self._show_output)
+        future: Future[None] = Waiting(self.ask.in_the_way, about, self._show_output)
         self._post(Await(wanted, future))
         return future
 
     def release(self, array: int, size_bytes: int) -> None:
-        """The last handle of an array died; callable from `__del__`, even in the garbage collector.
-
-        Nothing comes of it if the session has ended.
-        """
+        """Delete an array without handles later; callable from `__del__`, even in the garbage collector."""
         if self._closing is None:
             self._released.append(array)
             self._released_bytes += size_bytes
 
     def delete(self, arrays: Sequence[int]) -> None:
-        """Drop arrays now, in order with the runs that use them."""
+        """Delete arrays now, in order with the runs that use them."""
         if arrays and self.alive:
-            with contextlib.suppress(Error):  # the session is over, and its arrays with it
+            with contextlib.suppress(Error):  # the session has ended, and its arrays with it
                 self._post(Forget(tuple(arrays)))
 
-    def _make_room(self) -> None:
-        if len(self._released) > RELEASES_KEPT or self._released_bytes > RELEASED_BYTES:
-            self._flush_released()
-
-    def _flush_released(self) -> None:
-        arrays = []
-        self._released_bytes = 0
-        while self._released:
-            try:
-                arrays.append(self._released.popleft())
-            except IndexError:
-                break
-        self.delete(arrays)
-
-    # --- giving up -------------------------------------------------------------------------------------
-
     def cancel(self, arrays: Sequence[int]) -> None:
-        """Give up the runs that are to make these arrays."""
+        """Cancel the runs that make these arrays."""
         if arrays:
             self._tell(Cancel(tuple(arrays)))
 
-    def cancel_runs(self, client: int, run: int = 0) -> Future[None]:
-        """Have a run of any client given up, or all that a client has in flight."""
-        future: Future[None] = Future()
-        self._post(Ask(lambda request: CancelRuns(request, client, run), future))
-        return future
+    def _make_room(self) -> None:
+        if len(self._released) > RELEASES_KEPT or self._released_bytes > RELEASED_BYTES:
+            self._delete_released()
 
-    # --- before hosts go -------------------------------------------------------------------------------
-
-    def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
-        """Have arrays copied to host memory, in order with the runs that make and donate them."""
-        what = f"a checkpoint of {_counted(len(arrays))}"
-        future: Future[None] = Waiting(self.in_the_way, partial(self._about, what))
-        numbers = tuple(dict.fromkeys(arrays))
-        self._post(Ask(lambda request: Checkpoint(request, numbers), future, numbers))
-        return future
-
-    def save(
-        self, path: str, overwrite: bool, arrays: Mapping[str, int], tree: bytes
-    ) -> Future[None]:
-        """Have arrays written to disk by their hosts, in order with the runs that make and donate them."""
-        what = f"a checkpoint of {_counted(len(arrays))} at {path}"
-        future: Future[None] = Waiting(self.in_the_way, partial(self._about, what))
-        names, numbers = tuple(arrays), tuple(arrays.values())
-        checkpoint = secrets.token_hex(8)
-        self._post(
-            Ask(
-                lambda request: SaveArrays(
-                    request, checkpoint, path, overwrite, numbers, names, tree
-                ),
-                future,
-                numbers,
-            )
-        )
-        self._saving.add(future)
-        future.add_done_callback(self._saving.discard)
-        return future
-
-    def look(self, path: str, placement: Placement) -> Described:
-        """What is on disk at a path, in the eyes of the hosts of this placement."""
-        about = partial(self._about, f"what is at {path}")
-        answer: Future[Described] = Waiting(self.in_the_way, about)
-        spec = ArraySpec((), "bool", Sharding((), ()), placement)
-        self._post(Look(path, spec, answer))
-        return answer.result()
-
-    def load(self, source: FileSource, spec: ArraySpec) -> int:
-        """Have an array read from disk by its hosts; returns its id at once."""
-        array = self._id()
-        self._post(Tell(CreateArray(array, spec, source=source)))
-        return array
-
-    def drain(self, host: str) -> Future[None]:
-        """Have a host left by all that runs and lies there; settled when it may be switched off."""
-        about = partial(self._about, f"host {host} to be left by all that runs and lies there")
-        future: Future[None] = Waiting(self.in_the_way, about)
-        self._post(Ask(lambda request: DrainHost(request, host), future))
-        return future
-
-    # --- reports -------------------------------------------------------------------------------------
-
-    def status(self, timeout_s: float = CONNECT_S) -> Status:
-        """The cluster as the controller sees it. Raises ConnectionFailed if it does not answer in time."""
-        answer: Future[Status] = Future()
-        self._post(Ask(GetStatus, answer))
-        return self._answered(answer, timeout_s)
-
-    def stats(self) -> dict[str, dict[str, int]]:
-        """Counters of every process: the controller, each host, and this client."""
-        about = partial(self._about, "the counters of all hosts")
-        answer: Future[dict[str, dict[str, int]]] = Waiting(self.in_the_way, about)
-        self._post(Ask(GetStats, answer))
-        collected = dict(answer.result(self._patience_s))
-        collected["client"] = self._thread.counters()
-        return collected
-
-    def explain(self, timeout_s: float = EXPLAIN_S) -> Explanation:
-        """Why it does not go on, in words and as data. Raises ConnectionFailed if nobody answers in time."""
-        return self._answered(self._ask_why(), timeout_s)
-
-    def _answered(self, answer: Future[T], timeout_s: float) -> T:
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError:
-            where = f"at {self.address}" if self.address else "in this process"
-            raise ConnectionFailed(
-                f"the controller {where} has not answered within {timeout_s:g} s; is it running?"
-            ) from None
-
-    def in_the_way(self) -> str:
-        """Why it does not go on, for somebody who has waited too long already; raises nothing."""
-        try:
-            return self.explain(HURRIED_S).text
-        except Error as error:
-            return str(error)
-
-    # --- waits ---------------------------------------------------------------------------------------
-
-    def about_hosts(self, progress: Callable[[], str]) -> About:
-        """Describe the wait of this process for the hosts of its cluster."""
-        return About("the hosts of the cluster", self._ask_why, progress=progress)
-
-    def _about_controller(self) -> About:
-        return About(f"an answer of the controller at {self.address}")
-
-    def _about(self, what: str) -> About:
-        return About(what, self._ask_why)
+    def _delete_released(self) -> None:
+        arrays = []
+        self._released_bytes = 0
+        with contextlib.suppress(IndexError):  # empty: another thread may have taken the last one
+            while True:
+                arrays.append(self._released.popleft())
+        self.delete(arrays)
 
     def _about_arrays(self, arrays: tuple[tuple[int, ArraySpec], ...]) -> About:
         """Describe a wait for these arrays."""
         parts: Sequence[Future[None]] = ()
         if 1 < len(arrays) <= PARTS_COUNTED:
             parts = [self.wait([one]) for one in arrays]
-        what = arrays[0][1].short if len(arrays) == 1 else _counted(len(arrays))
-        makers = self._makers({array for array, _ in arrays})
-        names = ", ".join(map(repr, makers[:3])) + (", ..." if len(makers) > 3 else "")
-        return About(f"{what} of {names}" if names else what, self._ask_why, parts)
-
-    def _makers(self, arrays: Set[int]) -> list[str]:
-        """The names of the programs that make these, as far as they are among the newest calls."""
+        what = arrays[0][1].short if len(arrays) == 1 else counted(len(arrays))
         with self._lock:
-            calls = list(self._calls)
-        found = (
-            name
-            for run, results, name in calls
-            if any(a in arrays for a in range(run - results, run))
-        )
-        return list(dict.fromkeys(filter(None, found)))
-
-    def _ask_why(self) -> Future[Explanation]:
-        answer: Future[Explanation] = Future()
-        self._post(Ask(Explain, answer))
-        return answer
-
-    def _tell(self, message: object) -> None:
-        with contextlib.suppress(Error):  # the session is over
-            self._post(Tell(message))
-
-
-def _check_size(body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None:
-    """Raise ArgumentError for a program that cannot travel: to a host it goes with all its artifacts."""
-    program = body.held
-    every = tuple(Artifact(digest, artifacts[digest]) for digest in artifacts)
-    try:
-        codec.encode_message(RegisterProgram(0, body, every))
-    except codec.TooManyObjects as error:
-        raise ArgumentError(
-            f"the program {program.name!r} cannot be sent to the cluster: {error}. It takes "
-            f"{len(program.inputs)} arrays and makes {len(program.outputs)}, with {len(program.nodes)} calls: "
-            "stack arrays that are alike, or divide the function"
-        ) from error
-    except codec.MessageTooLarge as error:
-        sizes = {artifact.digest: len(artifact.blob) for artifact in every}
-        name, size_bytes = max(
-            ((one.name, sizes.get(one.artifact, 0)) for one in program.computations),
-            key=lambda known: known[1],
-            default=("", 0),
-        )
-        raise ArgumentError(
-            f"the program {program.name!r} cannot be sent to the cluster: {error}. Its largest "
-            f"computation, {name!r}, takes {size_bytes} bytes; a large value that is part of one belongs in "
-            "an argument: place it once with pw.put(x), and pass it"
-        ) from error
-
-
-def _check_arguments(args: Sequence[int | bytes]) -> None:
-    """Raise ArgumentError for host values that cannot travel with their run."""
-    size_bytes = sum(len(arg) for arg in args if isinstance(arg, bytes))
-    limit_bytes = codec.MAX_FRAME_BYTES // 2
-    if size_bytes > limit_bytes:
-        raise ArgumentError(
-            f"a call has {len(args)} arguments, and those that are small host values take {size_bytes} bytes "
-            f"together, more than the {limit_bytes} that travel with one call: place them with pw.put first, "
-            "or stack them"
-        )
-
-
-def _counted(arrays: int) -> str:
-    return f"{arrays} array{'' if arrays == 1 else 's'}"
+            makers = self._flight.makers({array for array, _ in arrays})
+        names = ", ".join(map(repr, makers[:3])) + (", ..." if len(makers) > 3 else "")
+        return About(f"{what} of {names}" if names else what, self.ask.ask_why, parts)
 
 
 def _mutable(value: np.ndarray[Any, Any]) -> bool:
-    """Whether somebody could still write to the memory of `value`."""
+    """Whether other code could still write to the memory of `value`."""
     array: Any = value
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
@@ -687,7 +424,7 @@ def _mutable(value: np.ndarray[Any, Any]) -> bool:
 
 
 _process = object()
-"""Another one in a forked child: asking the system who we are takes longer than a call may."""
+"""A forked child gets another one: a call is too short for os.getpid()."""
 
 
 def _forked() -> None:

@@ -18,7 +18,7 @@ import uvloop
 
 from pw.client.session.notes import AwaitHosts, Close
 from pw.client.session.session import ClientSession
-from pw.client.show.live import patiently
+from pw.client.show.live import About, patiently
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
@@ -153,11 +153,13 @@ class SessionOnNode:
         def progress() -> str:
             return f"{self._session.hosts_ready} of {count} are ready"
 
-        patiently(settles, partial(self._runtime.about_hosts, progress), HOSTS_S)
+        ask = self._runtime.ask
+        about = partial(About, "the hosts of the cluster", ask.ask_why, progress=progress)
+        patiently(settles, about, HOSTS_S)
         if not ready.done():
             raise ConnectionFailed(
                 f"the cluster's {count} hosts were not ready within {HOSTS_S:.0f} s. "
-                + self._runtime.in_the_way()
+                + ask.in_the_way()
             )
         ready.result()
 

@@ -1,26 +1,30 @@
-"""Futures that say what holds up a wait: during a long wait, and after a time-out."""
+"""Futures of a session: a long wait shows a line, and a timeout says why the wait took so long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from pw.client.session.notes import Part
 from pw.client.show.live import QUIET_S, About, patiently
+from pw.core.sharding import ArraySpec, box_slices, dtype_of
 
 T = TypeVar("T")
 
 POLL_S = 0.5
-"""Who waits for less than this looks again and again, and is not kept up with an explanation."""
+"""A timeout shorter than this is a poll: its error comes at once, without an explanation."""
 
 
 class Waiting(Future[T]):
-    """A future that shows why it takes long (see `pw.client.show.live`), and whose timeout says so.
+    """A future whose long wait shows a line (see `pw.client.show.live`).
 
     Args:
-        explain: tells in a second or so why it does not go on; empty if it cannot tell.
-        about: describes the wait, for the line of a long one.
-        before: called by the thread that waits, before it is given the result.
+        explain: returns in about a second why the cluster does not go on; empty if it cannot tell.
+        about: describes the wait for the line.
+        before: called in the waiting thread, before it gets the result.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class Waiting(Future[T]):
         self._before = before
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, after at most `timeout` seconds. Raises what it failed with, or TimeoutError."""
+        """Return the result within `timeout` seconds. Raises the future's error, or TimeoutError."""
         try:
             return self._outcome(timeout)
         finally:
@@ -61,7 +65,7 @@ class Waiting(Future[T]):
         try:
             return super().result(timeout)
         except TimeoutError:
-            if self.done():  # it has failed with that, or was settled at this moment
+            if self.done():  # the future failed with TimeoutError, or was settled just now
                 return super().result(0)
             raise TimeoutError(self._in_vain(asked_s)) from None
 
@@ -70,3 +74,45 @@ class Waiting(Future[T]):
         if self._explain is None or timeout_s is None or timeout_s < POLL_S:
             return words
         return f"{words}. {self._explain()}".rstrip(". ")
+
+
+class Fetching(Waiting[Any]):
+    """The future of a value; the first thread that asks for the result puts its parts together."""
+
+    def __init__(
+        self,
+        spec: ArraySpec,
+        explain: Callable[[], str] | None = None,
+        about: Callable[[], About] | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(explain, about, before)
+        self._spec = spec
+        self._whole: np.ndarray[Any, Any] | None = None
+        self._parts: list[Part] = []
+
+    def set_result(self, result: list[Part]) -> None:
+        """Take the parts of the value."""
+        self._parts = result
+        super().set_result(None)
+
+    def result(self, timeout: float | None = None) -> np.ndarray[Any, Any]:
+        """Return the whole value, read-only. Raises the future's error, or TimeoutError."""
+        super().result(timeout)
+        parts = self._parts  # read before `_whole`: another thread sets that first
+        if self._whole is None:
+            self._whole = _assembled(self._spec, parts)
+            self._parts = []
+        return self._whole
+
+
+def _assembled(spec: ArraySpec, parts: list[Part]) -> np.ndarray[Any, Any]:
+    whole_box = tuple((0, size) for size in spec.shape)
+    if len(parts) == 1 and parts[0][0] == whole_box:
+        whole = parts[0][1]
+    else:
+        whole = np.empty(spec.shape, dtype_of(spec.dtype))
+        for box, part in parts:
+            whole[box_slices(box)] = part
+    whole.flags.writeable = False
+    return whole

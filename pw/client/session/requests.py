@@ -1,31 +1,33 @@
-"""What a session waits for: requests to hosts and to the controller, and asking again.
+"""Requests: what a client asks hosts and the controller, and asks again after a loss.
 
-A value is asked of the hosts that its slice is bound to. When they cannot give it, because one of them was
-lost or has not got the array, that is the controller's to judge, not the host's: it may be bringing the
-array back. So what was asked stays open, and the controller is asked when it makes sense to try again.
+The client asks the hosts of an array's slice for its value. When they cannot give it, because one of them
+was lost or does not have the array, the controller decides: it may be restoring the array. So the request
+stays open, and the controller says when to ask again.
 
     asked -every host has answered-> settled
       |  ^
       |  +-- Answered: ask where the slices are now ------------+
       |                                                         |
-      +- a host is lost, or has not got it; a slice is lost -> inquiring
+      +- a host is lost or lacks the array; a slice is lost -> inquiring
       |                                                         |
       +-> failed <- RunFailed, Answered with an error, RETRIES in vain -+
 
-What a host says about the program itself (it raised, it did not compile) is final. So is any error if this
-client has deleted the array, or donated it. The controller may know of a loss a little later than the
-client, and a host of an array that is made again, so what fails in vain is asked after a growing pause.
+A host's error about the program itself (it raised, it did not compile) is final. So is any error of an array
+that this client has deleted or donated. The controller may hear of a loss later than the client, so the
+client asks again after pauses that grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pw.client.session.hosts import Devices, Hosts
+from pw.client.session.journaling import JournalingEnv
 from pw.client.session.notes import Ask, Await, Get, Look, Settle, reject, resolve
-from pw.core.actor import Env
+from pw.core.actor import Part, handles
 from pw.core.errors import (
     INFRASTRUCTURE,
     ArrayDeleted,
@@ -34,44 +36,54 @@ from pw.core.errors import (
     ErrorReport,
     HostLost,
 )
-from pw.core.ids import CONTROL, CONTROLLER
+from pw.core.ids import CONTROL, CONTROLLER, Address
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
     INLINE_BYTES,
+    Answered,
     CancelRequest,
     Describe,
+    Described,
     Explain,
+    Explanation,
     Fetch,
+    Fetched,
     GetStats,
     Inquire,
+    Ready,
+    RequestFailed,
+    RunFailed,
+    SliceLost,
+    Stats,
+    Status,
     Wait,
 )
 from pw.core.packing import unpack
 from pw.core.sharding import ArraySpec, Box, box_bytes, packed_offsets
 
 RETRIES = 8
-"""How often the same is asked again before its last error is believed, unless a slice was bound since."""
+"""After so many retries the last error is final, unless a slice was bound meanwhile."""
 
 RETRY_S = 0.01
-"""How long to wait before asking a third time; twice as long before each further time."""
+"""The pause before asking a third time; it doubles each further time."""
 
 _MAY_PASS = INFRASTRUCTURE | {ArrayDeleted.__name__, Disconnected.__name__}
-"""Errors of hosts that do not say what becomes of an array."""
+"""Errors of hosts that leave it open whether an array is lost."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """One thing the API waits for, and the requests it takes."""
+    """A future of the API, and the requests that settle it."""
 
     future: Settle
     arrays: tuple[int, ...]
     specs: tuple[ArraySpec, ...] = ()
     ask: Callable[[_Open, list[Devices]], None] | None = None
-    """Sends the requests, which takes hosts; None for what is asked once and fails with whom it asks."""
+    """Sends requests to hosts; None if the request is sent once and fails with its receiver."""
     result: Any = None
     missing: set[int] = field(default_factory=set)
     given_up: bool = False
-    """This client has deleted or donated one of the arrays meanwhile."""
+    """This client has deleted or donated one of the arrays."""
     retries: int = 0
     bindings: int = 0
     error: ErrorReport | None = None
@@ -80,7 +92,7 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One message to one host (or the controller) that will be answered."""
+    """One message to a host or the controller, which answers it."""
 
     of: _Open
     node: str
@@ -91,15 +103,15 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Note to the session: the pause of this request is over."""
+    """Timer: the pause of this request is over."""
 
     request: int
 
 
-class Requests:
-    """Everything that is open between one client and its cluster."""
+class Requests(Part):
+    """The open requests of one client."""
 
-    def __init__(self, env: Env, bulk: Bulk, hosts: Hosts) -> None:
+    def __init__(self, env: JournalingEnv, bulk: Bulk, hosts: Hosts) -> None:
         self._env = env
         self._bulk = bulk
         self._hosts = hosts
@@ -107,25 +119,27 @@ class Requests:
         self._open: dict[_Open, None] = {}
         self._requests: dict[int, _Request] = {}
         self._next_request = 0
-        self._failed: dict[int, ErrorReport] = {}
+        self.failed: dict[int, ErrorReport] = {}
+        """The errors of arrays that will never exist."""
 
-    # --- what the API wants ----------------------------------------------------------------------------
+    # --- from the API --------------------------------------------------------------------------------
 
-    def get(self, note: Get) -> None:
-        """Fetch a value."""
+    @handles(Get)
+    def _on_get(self, sender: Address, note: Get) -> None:
         opened = _Open(note.parts, (note.array,), (note.spec,), self._fetch)
         if self._begin(opened):
             self._ask(opened)
 
-    def wait(self, note: Await) -> None:
-        """Wait for arrays."""
+    @handles(Await)
+    def _on_await(self, sender: Address, note: Await) -> None:
         arrays = tuple(array for array, _ in note.arrays)
         opened = _Open(note.ready, arrays, tuple(spec for _, spec in note.arrays), self._wait)
         if self._begin(opened):
             self._ask(opened)
 
-    def ask(self, note: Ask) -> None:
-        """Ask the controller, and for counters every host."""
+    @handles(Ask)
+    def _on_ask(self, sender: Address, note: Ask) -> None:
+        """Ask the controller, and for counters also every host."""
         opened = _Open(note.answer, note.arrays)
         if not self._begin(opened):
             return
@@ -140,9 +154,8 @@ class Requests:
                 self._hosts.send(host, GetStats(self._request(_Request(opened, host))))
         self._check(opened)
 
-    def look(self, note: Look) -> None:
-        """Ask a host what there is on disk."""
-
+    @handles(Look)
+    def _on_look(self, sender: Address, note: Look) -> None:
         def describe(opened: _Open, located: list[Devices]) -> None:
             host = located[0][0].host
             self._hosts.send(host, Describe(self._request(_Request(opened, host)), note.path))
@@ -159,15 +172,15 @@ class Requests:
         return True
 
     def _check(self, opened: _Open) -> bool:
-        """Whether all arrays may exist; if one cannot, it has failed."""
+        """Return whether no array has failed; otherwise fail."""
         for array in opened.arrays:
-            if (error := self._failed.get(array)) is not None:
+            if (error := self.failed.get(array)) is not None:
                 self._fail(opened, error)
                 return False
         return True
 
     def _ask(self, opened: _Open) -> None:
-        """Send the requests to where the arrays are now."""
+        """Send the requests to the hosts that have the arrays now."""
         assert opened.ask is not None
         if not self._check(opened):
             return
@@ -189,15 +202,12 @@ class Requests:
             landing = None
             if total > INLINE_BYTES:
                 try:
-                    landing = self._bulk.land(total, self._landed(number))
+                    landing = self._bulk.land(total, partial(self._fetched, number))
                 except Error as error:
                     self._fail(opened, ErrorReport.of(error))
                     return
                 request.transfer = landing.transfer
             self._hosts.send(host, Fetch(number, array, spec, devices, tuple(positions), landing))
-
-    def _landed(self, number: int) -> Callable[[Bytes], None]:
-        return lambda buffer: self.fetched(number, buffer)
 
     def _wait(self, opened: _Open, located: list[Devices]) -> None:
         by_host: dict[str, list[int]] = {}
@@ -216,8 +226,11 @@ class Requests:
 
     # --- answers -------------------------------------------------------------------------------------
 
-    def fetched(self, number: int, buffer: bytes | Bytes) -> None:
-        """The bytes of a fetch are here."""
+    @handles(Fetched)
+    def _on_fetched(self, sender: Address, message: Fetched) -> None:
+        self._fetched(message.request, message.data)
+
+    def _fetched(self, number: int, buffer: bytes | Bytes) -> None:
         request = self._taken(number)
         if request is None or request.spec is None:
             return
@@ -227,33 +240,28 @@ class Requests:
             request.of.result.append((box, unpack(buffer, offset, request.spec, box)))
         self._settle(request.of)
 
-    def ready(self, number: int) -> None:
-        """One host's shards are ready."""
-        request = self._taken(number)
-        if request is not None:
-            self._settle(request.of)
-
-    def report(self, number: int, result: Any) -> None:
-        """The controller has told how things are."""
-        request = self._taken(number)
-        if request is not None:
-            request.of.result = result
-            self._settle(request.of)
-
-    def counters(self, number: int, node: str, counters: dict[str, int]) -> None:
-        """One process's counters."""
-        request = self._taken(number)
-        if request is not None:
-            request.of.result[node] = counters
-            self._settle(request.of)
-
-    def answered(self, number: int, error: ErrorReport | None) -> None:
-        """The controller has done what it was asked to, or knows that a host can be asked again."""
-        request = self._taken(number)
+    @handles(Ready, Described, Status, Explanation, Stats)
+    def _on_report(
+        self, sender: Address, message: Ready | Described | Status | Explanation | Stats
+    ) -> None:
+        request = self._taken(message.request)
         if request is None:
             return
-        if error is not None:
-            self._fail(request.of, error)
+        if isinstance(message, Stats):
+            request.of.result[message.node] = message.counters
+        elif not isinstance(message, Ready):
+            request.of.result = message
+        self._settle(request.of)
+
+    @handles(Answered)
+    def _on_answered(self, sender: Address, message: Answered) -> None:
+        """The controller has done what it was asked to, or knows when to ask a host again."""
+        self._env.journal.prune_requests(self.is_open)
+        request = self._taken(message.request)
+        if request is None:
+            return
+        if message.error is not None:
+            self._fail(request.of, message.error)
         elif request.of.ask is None:
             self._settle(request.of)
         elif request.of.retries < 2:
@@ -262,14 +270,18 @@ class Requests:
             pause = self._request(_Request(request.of, CONTROLLER))
             self._env.call_later(RETRY_S * 2 ** (request.of.retries - 2), AskAgain(pause))
 
-    def ask_again(self, number: int) -> None:
-        """A pause is over."""
-        request = self._taken(number)
+    @handles(AskAgain)
+    def _on_ask_again(self, sender: Address, note: AskAgain) -> None:
+        request = self._taken(note.request)
         if request is not None:
             self._ask(request.of)
 
-    def failed(self, number: int, error: ErrorReport) -> None:
-        """A request has failed, which may be no failure of what was asked."""
+    @handles(RequestFailed)
+    def _on_failed(self, sender: Address, message: RequestFailed) -> None:
+        self._failed(message.request, message.error)
+
+    def _failed(self, number: int, error: ErrorReport) -> None:
+        """Fail the API's future, or ask the controller whether that is final."""
         request = self._taken(number)
         if request is None:
             return
@@ -283,7 +295,7 @@ class Requests:
         self._inquire(request.of, error)
 
     def is_open(self, number: int) -> bool:
-        """Whether somebody waits for the answer."""
+        """Whether a future waits for the answer."""
         return number in self._requests
 
     def _taken(self, number: int) -> _Request | None:
@@ -295,37 +307,42 @@ class Requests:
     # --- news ----------------------------------------------------------------------------------------
 
     def host_lost(self, node: str, error: ErrorReport) -> None:
-        """Nothing that was asked of a host will be answered."""
+        """Fail all requests to this host."""
         for number, request in list(self._requests.items()):
             if request.node == node:
-                self.failed(number, error)
+                self._failed(number, error)
 
     def slice_moved(self, slice: int) -> None:
-        """Whoever was asked about arrays of this slice does not have them any more."""
+        """Ask again for arrays of this slice: the hosts that were asked do not have them any more."""
         for opened in list(self._open):
             asked = any(self._requests[number].node != CONTROLLER for number in opened.missing)
             if asked and any(spec.placement.slice == slice for spec in opened.specs):
                 self._inquire(opened, _unbound(opened))
 
-    def arrays_failed(self, arrays: tuple[int, ...], error: ErrorReport) -> None:
-        """These arrays never will be."""
-        self._failed.update(dict.fromkeys(arrays, error))
-        failed = set(arrays)
+    @handles(SliceLost)
+    def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
+        self.slice_moved(message.slice)
+
+    @handles(RunFailed)
+    def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
+        arrays = set(message.results)
+        self.failed.update(dict.fromkeys(message.results, message.error))
         for opened in list(self._open):
-            if not failed.isdisjoint(opened.arrays):
-                self._fail(opened, error)
+            if not arrays.isdisjoint(opened.arrays):
+                self._fail(opened, message.error)
+        self.forget([array for array in message.results if not self._env.may_have(array)])
 
     def forget(self, arrays: Sequence[int]) -> None:
-        """The client has deleted or donated these: what is asked of them now is not asked again."""
-        if self._failed:
+        """The client has deleted or donated these arrays: do not ask for them again."""
+        if self.failed:
             for array in arrays:
-                self._failed.pop(array, None)
+                self.failed.pop(array, None)
         gone = set(arrays) if self._open else set()
         for opened in self._open:
             opened.given_up = opened.given_up or not gone.isdisjoint(opened.arrays)
 
     def close(self, error: Error) -> None:
-        """Fail all that is open; no host is asked any more."""
+        """Fail all that is open, and all that is asked later."""
         self._closed = error
         for opened in self._open:
             reject(opened.future, error)
@@ -338,13 +355,13 @@ class Requests:
     # --- asking again, and ends --------------------------------------------------------------------------
 
     def _inquire(self, opened: _Open, error: ErrorReport) -> None:
-        """Have the controller say when to ask again, or believe the error."""
+        """Ask the controller when to ask again, or fail."""
         self._withdraw(opened)
         if opened.bindings != self._hosts.bindings:
             opened.bindings, opened.retries = self._hosts.bindings, 0
         opened.retries += 1
         if opened.error is None or error.kind != ArrayDeleted.__name__:
-            opened.error = error  # what a host has not got it does not know the end of
+            opened.error = error  # a host that lacks an array does not know why
         if opened.given_up:
             self._fail(opened, error)
             return
@@ -366,7 +383,7 @@ class Requests:
         reject(opened.future, error.exception())
 
     def _withdraw(self, opened: _Open) -> None:
-        """Nobody waits for what has not been answered yet."""
+        """Cancel the requests that have not been answered."""
         for number in opened.missing:
             request = self._requests.pop(number)
             if request.transfer is not None:
@@ -377,7 +394,7 @@ class Requests:
 
 
 def _cover(spec: ArraySpec, devices: Devices) -> dict[str, list[int]]:
-    """For each host the mesh positions to ask for so that every distinct box comes exactly once."""
+    """Return the mesh positions to fetch from each host, so that each distinct box comes exactly once."""
     chosen: dict[str, list[int]] = {}
     for _, positions in spec.distinct_boxes():
         chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
@@ -388,7 +405,7 @@ def _unbound(opened: _Open) -> ErrorReport:
     what = ", ".join(spec.short for spec in opened.specs[:4]) or "what was asked for"
     return ErrorReport.of(
         HostLost(
-            f"the devices of {what} are away: a host of their island was lost. It can be used again when the "
-            "island has all its hosts (see pw.status())"
+            f"the devices of {what} are away: a host of their island was lost. They come back when the island "
+            "has all its hosts (see pw.status())"
         )
     )

@@ -1,16 +1,16 @@
-"""Host values on their way to devices, and kept afterwards: a client's inputs.
+"""Uploads: sends a client's host values to devices, and keeps them in case hosts are lost.
 
-An input that is lost with its hosts, and of which there is no copy, can only come from here once more.
-So its value stays after it was sent, until the controller says that nothing can ask for it any more.
+When hosts are lost together with all copies of an input, only the client can provide it again. So the
+client keeps the value until the controller says that nothing can ask for it any more.
 
     put -> under way -all hosts have it-> kept -the budget is spent-> gone (UploadAgain: InputGone)
              |   ^                          |
              |   +------- UploadAgain ------+
              +- (its slice is not bound, a host was lost, a push failed: stays until UploadAgain)
 
-What the budget pushes out first is what was sent first. A value under way is outside of the budget, and so
-is one that its user wants kept. Two ends: `ForgetInputs`, and `RunFailed` for the array itself. Hosts
-that still wait for bytes then get them nevertheless, for they count on them.
+The oldest value leaves the budget first. Values under way, and those that the user wants kept, do not count.
+`ForgetInputs`, and `RunFailed` for the array itself, end the life of an input. Hosts that still wait for its
+bytes get them nevertheless, because they rely on them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ import numpy as np
 
 from pw.client.session.hosts import Devices, Hosts
 from pw.client.session.notes import Put
-from pw.core.actor import Env
+from pw.core.actor import Env, Part, handles
 from pw.core.errors import ArrayLost, ErrorReport, TransferFailed
-from pw.core.ids import CONTROL
+from pw.core.ids import CONTROL, Address
 from pw.core.landing import Bulk
 from pw.core.messages import (
     INLINE_BYTES,
     CreateArray,
+    ForgetInputs,
     InputGone,
+    RunFailed,
     SliceBound,
+    SliceLost,
     Upload,
     UploadAborted,
+    UploadAgain,
     UploadLanding,
 )
 from pw.core.packing import pack
@@ -48,89 +52,110 @@ class _Input:
     spec: ArraySpec
     value: np.ndarray[Any, Any]
     keep: bool
-    """Exempt from the budget."""
+    """Does not count for the budget."""
     attempt: int = 0
     bound: SliceBound | None = None
-    """How its slice is bound, which the user may give back while the value is under way."""
+    """How its slice is bound; the user may give the slice back while the value is under way."""
     missing: set[str] = field(default_factory=set)
-    """Hosts that have not got it in this attempt."""
+    """Hosts that have not received it in this attempt."""
     interrupted: bool = False
-    """Will not get there in this attempt: stays until it is asked for again."""
+    """This attempt fails: the value stays until the controller asks for it again."""
     forgotten: bool = False
+    """The controller will not ask for it again."""
 
     @property
     def under_way(self) -> bool:
         return self.interrupted or bool(self.missing)
 
 
-class Uploads:
+class Uploads(Part):
     """The inputs of one client."""
 
     def __init__(self, env: Env, bulk: Bulk, hosts: Hosts) -> None:
         self._env = env
         self._bulk = bulk
         self._hosts = hosts
-        self._inputs: dict[int, _Input] = {}
+        self.inputs: dict[int, _Input] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()
-        """Inputs under the budget and their sizes, the first to go first."""
+        """The sizes of inputs that count for the budget, the oldest first."""
         self._kept_bytes = 0
         self.keep_bytes = KEEP_BYTES
         self._attempts = 0
+        self._closed = False
 
-    def put(self, note: Put) -> None:
-        """Announce an array and send its value, unless there is nowhere to send it to."""
+    @handles(Put)
+    def on_put(self, sender: Address, note: Put) -> None:
+        """Announce an array, and send its value if its slice is bound."""
+        if self._closed:
+            return
         bound = self._hosts.bound(note.spec)
         self._env.send(CONTROL, CreateArray(note.array, note.spec, bound))
-        self._inputs[note.array] = _Input(note.spec, note.value, note.keep)
+        self.inputs[note.array] = _Input(note.spec, note.value, note.keep)
         self._send(note.array)
 
-    def again(self, array: int, name: int) -> None:
-        """The controller misses this input: send it, as `name`, to where its slice is now."""
-        upload = self._inputs.get(array)
+    @handles(UploadAgain)
+    def _on_again(self, sender: Address, message: UploadAgain) -> None:
+        """Send a lost input again, under the name that the controller gives."""
+        if self._closed:
+            return
+        array, name = message.array, message.name
+        upload = self.inputs.get(array)
         if upload is None:
             self._env.count("inputs_gone")
             self._env.send(CONTROL, InputGone(name))
             return
         self._env.count("inputs_sent_again")
         if name != array:
-            self._inputs[name] = _Input(upload.spec, upload.value, keep=False, forgotten=True)
+            self.inputs[name] = _Input(upload.spec, upload.value, keep=False, forgotten=True)
             self._send(name)
             return
         self._kept_bytes -= self._kept.pop(array, 0)
         self._send(array)
 
-    def forget(self, arrays: tuple[int, ...]) -> None:
-        """Nothing will ask for these again."""
+    @handles(ForgetInputs)
+    def _on_forget(self, sender: Address, message: ForgetInputs) -> None:
+        self._forget(message.arrays)
+
+    @handles(RunFailed)
+    def _on_run_failed(self, sender: Address, message: RunFailed) -> None:
+        self._forget(message.results)
+
+    def _forget(self, arrays: tuple[int, ...]) -> None:
         for array in arrays:
-            upload = self._inputs.get(array)
+            upload = self.inputs.get(array)
             if upload is not None:
                 upload.forgotten, upload.interrupted = True, False
                 self._settle(array, upload)
 
     def host_lost(self, node: str) -> None:
-        """What was on its way to the host waits to be asked for again, if somebody can still ask."""
-        for array, upload in list(self._inputs.items()):
+        """Stop waiting for this host; a live input stays until the controller asks for it again."""
+        for array, upload in list(self.inputs.items()):
             if upload.forgotten:
                 upload.missing.discard(node)
                 self._settle(array, upload)
 
     def slice_moved(self, slice: int) -> None:
-        """No host takes any more what was on its way there: that is asked for again, if it is needed."""
-        for array, upload in list(self._inputs.items()):
+        """Stop waiting for the slice's hosts; a live input stays until the controller asks for it again."""
+        for array, upload in list(self.inputs.items()):
             if upload.forgotten and upload.spec.placement.slice == slice:
                 upload.missing.clear()
                 self._settle(array, upload)
 
+    @handles(SliceLost)
+    def _on_slice_lost(self, sender: Address, message: SliceLost) -> None:
+        self.slice_moved(message.slice)
+
     def close(self) -> None:
         """Forget everything."""
-        self._inputs.clear()
+        self._closed = True
+        self.inputs.clear()
         self._kept.clear()
         self._kept_bytes = 0
 
     # --- sending -------------------------------------------------------------------------------------
 
     def _send(self, array: int) -> None:
-        upload = self._inputs[array]
+        upload = self.inputs[array]
         spec, devices = upload.spec, self._hosts.devices(upload.spec)
         binding = self._hosts.binding(spec)
         self._attempts += 1
@@ -152,17 +177,20 @@ class Uploads:
             self._hosts.send(host, message)
         self._settle(array, upload)
 
-    def landing(self, host: str, message: UploadLanding) -> None:
-        """A host has made room for its shards."""
-        upload = self._inputs.get(message.array)
+    @handles(UploadLanding)
+    def _on_landing(self, sender: Address, message: UploadLanding) -> None:
+        """Push the shards of a host that has made room for them."""
+        if self._closed:
+            return
+        host = sender.node
+        upload = self.inputs.get(message.array)
         if upload is None:
             words = "the client does not have the value of this array any more"
             self._abort(host, message, ArrayLost(words))
             return
         if message.attempt != upload.attempt:
-            self._abort(
-                host, message, TransferFailed("the array is sent once more, from the start")
-            )
+            again = TransferFailed("the array is sent once more, from the start")
+            self._abort(host, message, again)
             return
         devices = self._hosts.devices(upload.spec)
         if devices is not None:
@@ -180,7 +208,7 @@ class Uploads:
         ]
 
         def pushed(error: Exception | None) -> None:
-            if self._inputs.get(message.array) is not upload or upload.attempt != attempt:
+            if self.inputs.get(message.array) is not upload or upload.attempt != attempt:
                 return  # a new attempt is under way
             upload.missing.discard(host)
             if error is not None:
@@ -197,7 +225,7 @@ class Uploads:
     # --- keeping -------------------------------------------------------------------------------------
 
     def _settle(self, array: int, upload: _Input) -> None:
-        """Once nothing of it is under way, an input is forgotten, or comes under the budget."""
+        """Once no host waits for it, drop an input, or count it for the budget."""
         if upload.under_way:
             return
         size = upload.value.nbytes
@@ -210,5 +238,5 @@ class Uploads:
                 self._drop(next(iter(self._kept)))
 
     def _drop(self, array: int) -> None:
-        del self._inputs[array]
+        del self.inputs[array]
         self._kept_bytes -= self._kept.pop(array, 0)

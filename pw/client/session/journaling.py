@@ -1,30 +1,32 @@
-"""A session's way to its controller, which may be lost and come back as another process.
+"""`JournalingEnv`: the session's `Env`, whose messages to the controller survive the loss of the controller.
 
-The session's parts send to the controller as if it were always there. While it is not, what they say is
-held; when there is another one, that is told all that its predecessor knew, and then what was held.
+The parts of a session send to the controller as if it were always there. This `Env` writes down in the
+journal what it sends to the controller. While there is no controller, it holds messages for it. The next
+controller gets the journal, and then the held messages.
 
-    open -PeerLost-> lost -Attached-> open, after `Journal.retold`, open requests, and what was held
+    open -PeerLost-> lost -Attached-> open, after `Journal.retold`, open requests and held messages
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pw.client.session.journal import Journal
-from pw.client.session.requests import Requests
 from pw.core.actor import Env
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, CreateArray, InputGone, LinkLost
 
-_OF_NO_USE = (InputGone, LinkLost)
-"""What only the controller wants to hear that has asked, or that sees the same cluster."""
+_NOT_HELD = (InputGone, LinkLost)
+"""Answers and news that only the lost controller can use."""
 
 
-class ControllerLink:
-    """An `Env` whose messages to the controller survive it.
+class JournalingEnv:
+    """An `Env` for all parts of a session.
 
     Args:
-        env: the session's.
+        env: the session's own.
     """
 
     def __init__(self, env: Env) -> None:
@@ -36,13 +38,13 @@ class ControllerLink:
         self.log = env.log
         self.count = env.count
         self.keeps = False
-        """Whether there will be somebody to tell everything again."""
+        """Keep a journal: the session will look for another controller."""
         self.journal = Journal()
         self._held: list[object] | None = None
 
     @property
     def address(self) -> Address:
-        """The session's own address."""
+        """The session's address."""
         return self._env.address
 
     @property
@@ -51,32 +53,34 @@ class ControllerLink:
         return self._held is None
 
     def may_have(self, array: int) -> bool:
-        """Whether the client may still have this array; certain if what it says is written down."""
+        """Whether the client may still have this array; exact when there is a journal."""
         return not self.keeps or array in self.journal
 
     def send(self, to: Address, message: object) -> None:
-        """Send, or hold what is for the controller until there is one."""
+        """Send a message; hold it if it is for the controller and there is none."""
         if to != CONTROL:
             self._env.send(to, message)
         elif self._held is None:
             self._env.send(to, message)
-            if self.keeps:  # what could not be sent would stop the next controller's being told
+            if (
+                self.keeps
+            ):  # after sending: a message that cannot be sent must not be in the journal
                 self.journal.told(message)
-        elif not isinstance(message, _OF_NO_USE):
+        elif not isinstance(message, _NOT_HELD):
             self._held.append(message)
 
     def call(self, message: object) -> None:
-        """Send to whoever may be the controller by now, whatever has been lost."""
+        """Send to the process at the controller's address, although no controller is known there."""
         self._env.send(CONTROL, message)
 
-    def lost(self, requests: Requests) -> None:
-        """There is no controller: hold what is for it. What it was asked it will be asked once more."""
+    def lost(self, is_open: Callable[[int], bool]) -> None:
+        """Hold messages from now on, after the unanswered requests; `is_open` says which those are."""
         if self._held is None:
-            self._held = self.journal.open_requests(requests.is_open)
+            self._held = self.journal.open_requests(is_open)
 
     def resume(self) -> int:
-        """There is another controller: tell it everything. Returns how many runs were in flight."""
-        assert self._held is not None, "resumes without having lost anything"
+        """Tell another controller everything. Returns how many runs were in flight."""
+        assert self._held is not None, "the controller was not lost"
         held, self._held = self._held, None
         in_flight, self.journal.in_flight = self.journal.in_flight, 0
         for message in self.journal.retold():

@@ -1,0 +1,76 @@
+"""The runs that a session has in flight: how many, what was uploaded for them, and their names.
+
+The controller gives a session credits, one for each run in flight. A call without a credit waits. So does a
+call that uploads a large host value while `AHEAD_BYTES` of such values belong to runs in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Set
+
+AHEAD_BYTES = 1 << 30
+"""Uploads for runs in flight that a call does not wait for: the hosts hold the inputs of every step ahead.
+It has room for some large batches, so that hosts receive the next one while they compute."""
+CALLS_NAMED = 1024
+"""How many of the newest runs keep their names: more than may be in flight."""
+
+
+class InFlight:
+    """Counts runs and their uploads; every method needs the session's lock."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.changed = threading.Condition(lock)
+        """Notified when runs have ended, or the session."""
+        self.credits = 0
+        """How many runs may be in flight."""
+        self.closed = False
+        """The session has ended: waits are over."""
+        self._started = 0
+        self._ended = 0
+        self._inputs: deque[tuple[int, int]] = deque()
+        """For each upload, the number of the run that needs it, and its size in bytes."""
+        self.inputs_bytes = 0
+        self._calls: deque[tuple[int, int, str]] = deque(maxlen=CALLS_NAMED)
+        """Of each of the newest runs: number, count of results, name of the program."""
+
+    def started(self, run: int, results: int, name: str) -> None:
+        """Count a run that was sent."""
+        self._started += 1
+        self._calls.append((run, results, name))
+
+    def ended(self, count: int) -> None:
+        """Count runs that have ended; wake waiting calls."""
+        self._ended += count
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """The session has ended; wake waiting calls."""
+        self.closed = True
+        self.changed.notify_all()
+
+    def has_credit(self) -> bool:
+        """Whether another run may be sent."""
+        return self._started - self._ended < self.credits or self.closed
+
+    def uploaded(self, size_bytes: int) -> None:
+        """Count an upload for the next run."""
+        self._inputs.append((self._started + 1, size_bytes))
+        self.inputs_bytes += size_bytes
+
+    def has_room(self) -> bool:
+        """Whether another upload may be sent. Assumes that runs end in the order of their calls."""
+        while self._inputs and self._inputs[0][0] <= self._ended:
+            self.inputs_bytes -= self._inputs.popleft()[1]
+        is_idle = self._started <= self._ended or self.closed
+        return self.inputs_bytes < AHEAD_BYTES or is_idle
+
+    def makers(self, arrays: Set[int]) -> list[str]:
+        """Return the names of the programs that make these arrays, if they are among the newest runs."""
+        found = (
+            name
+            for run, results, name in list(self._calls)
+            if any(array in arrays for array in range(run - results, run))
+        )
+        return list(dict.fromkeys(filter(None, found)))

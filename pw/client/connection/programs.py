@@ -1,0 +1,99 @@
+"""The programs that a session has registered, and what no message can hold."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from pw.core.compact import Compact
+from pw.core.errors import ArgumentError
+from pw.core.messages import INLINE_BYTES, Artifact, RegisterProgram
+from pw.core.program import Program
+from pw.transport import codec
+
+MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
+"""A call with no more arguments fits into a message, whatever their sizes."""
+
+
+class Programs:
+    """Registered programs and their artifacts; every method but `release` needs the session's lock."""
+
+    def __init__(self) -> None:
+        self._sent: Counter[bytes] = Counter()
+        """How many programs need each artifact; the controller keeps an artifact as long."""
+        self._needs: dict[int, tuple[bytes, ...]] = {}
+        self._names: dict[int, str] = {}
+        self._released: deque[int] = deque()
+        self.release = self._released.append
+        """Takes a program to be released with the next tick; callable from `__del__`."""
+
+    def __len__(self) -> int:
+        return len(self._needs)
+
+    def name(self, program: int) -> str:
+        """Return a program's name."""
+        return self._names.get(program, "")
+
+    def unsent(self, artifacts: Mapping[bytes, bytes]) -> tuple[Artifact, ...]:
+        """Return the artifacts that the controller does not have."""
+        return tuple(Artifact(d, blob) for d, blob in artifacts.items() if d not in self._sent)
+
+    def add(self, number: int, name: str, artifacts: Mapping[bytes, bytes]) -> None:
+        """Count a program that was registered."""
+        self._sent.update(artifacts.keys())
+        self._needs[number] = tuple(artifacts)
+        self._names[number] = name
+
+    def forget_released(self) -> Iterator[int]:
+        """Forget the released programs, and yield their numbers."""
+        while self._released:
+            program = self._released.popleft()
+            self._names.pop(program, None)
+            for digest in self._needs.pop(program, ()):
+                self._sent[digest] -= 1
+                if not self._sent[digest]:
+                    del self._sent[digest]
+            yield program
+
+    @property
+    def artifacts(self) -> Mapping[bytes, int]:
+        """The artifacts that the controller has, and how many programs need each."""
+        return self._sent
+
+
+def check_size(body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None:
+    """Raise ArgumentError if a program and its artifacts do not fit into one message to a host."""
+    program = body.held
+    every = tuple(Artifact(digest, artifacts[digest]) for digest in artifacts)
+    try:
+        codec.encode_message(RegisterProgram(0, body, every))
+    except codec.TooManyObjects as error:
+        raise ArgumentError(
+            f"the program {program.name!r} cannot be sent to the cluster: {error}. It takes "
+            f"{len(program.inputs)} arrays and makes {len(program.outputs)}, with {len(program.nodes)} calls: "
+            "stack similar arrays, or divide the function"
+        ) from error
+    except codec.MessageTooLarge as error:
+        sizes = {artifact.digest: len(artifact.blob) for artifact in every}
+        name, size_bytes = max(
+            ((one.name, sizes.get(one.artifact, 0)) for one in program.computations),
+            key=lambda known: known[1],
+            default=("", 0),
+        )
+        raise ArgumentError(
+            f"the program {program.name!r} cannot be sent to the cluster: {error}. Its largest "
+            f"computation, {name!r}, takes {size_bytes} bytes; place large constants once with pw.put(x), "
+            "and pass them as arguments"
+        ) from error
+
+
+def check_arguments(args: Sequence[int | bytes]) -> None:
+    """Raise ArgumentError if the small host values of a call do not fit into one message."""
+    size_bytes = sum(len(arg) for arg in args if isinstance(arg, bytes))
+    limit_bytes = codec.MAX_FRAME_BYTES // 2
+    if size_bytes > limit_bytes:
+        raise ArgumentError(
+            f"a call has {len(args)} arguments, and those that are small host values take {size_bytes} bytes "
+            f"together, more than the {limit_bytes} that travel with one call: place them with pw.put first, "
+            "or stack them"
+        )

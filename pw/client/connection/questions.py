@@ -1,0 +1,149 @@
+"""What the API asks the controller and the hosts; each answer is a future."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
+from functools import partial
+from typing import Any, TypeVar
+
+from pw.client.connection.waiting import Waiting
+from pw.client.session.notes import Ask, Look
+from pw.client.show.live import About, patiently
+from pw.core.errors import ConnectionFailed, Error
+from pw.core.messages import (
+    CancelRuns,
+    Checkpoint,
+    Described,
+    DrainHost,
+    Explain,
+    Explanation,
+    GetStats,
+    GetStatus,
+    SaveArrays,
+    Status,
+)
+from pw.core.sharding import ArraySpec, Placement, Sharding
+
+T = TypeVar("T")
+
+STATUS_S = 30.0
+EXPLAIN_S = 10.0
+HURRIED_S = 1.5
+"""How long an explanation may take that belongs to an error."""
+
+
+class Questions:
+    """Asks on behalf of the API's threads.
+
+    Args:
+        post: hands a note to the session. Raises Error when the session has ended.
+        address: the controller's address; None if it is in this process.
+    """
+
+    def __init__(self, post: Callable[[object], None], address: str | None) -> None:
+        self._post = post
+        self._where = f"at {address}" if address else "in this process"
+        self._saving: set[Future[None]] = set()
+        """Checkpoints that hosts are writing to disk."""
+
+    def waiting(self, what: str, before: Callable[[], None] = lambda: None) -> Waiting[Any]:
+        """Return a future whose line says that a thread waits for `what`."""
+        return Waiting(self.in_the_way, partial(self.about, what), before)
+
+    def about(self, what: str) -> About:
+        """Describe a wait for `what`."""
+        return About(what, self.ask_why)
+
+    def _ask(
+        self, request: Callable[[int], object], answer: Future[T], arrays: tuple[int, ...] = ()
+    ) -> Future[T]:
+        self._post(Ask(request, answer, arrays))
+        return answer
+
+    # --- reports -------------------------------------------------------------------------------------
+
+    def status(self, timeout_s: float = STATUS_S) -> Status:
+        """Return the state of the cluster. Raises ConnectionFailed if the controller does not answer."""
+        return self._answered(self._ask(GetStatus, Future[Status]()), timeout_s)
+
+    def stats(self, timeout_s: float) -> dict[str, dict[str, int]]:
+        """Return the counters of the controller and of each host."""
+        answer = self._ask(GetStats, self.waiting("the counters of all hosts"))
+        return dict(answer.result(timeout_s))
+
+    def ask_why(self) -> Future[Explanation]:
+        """Ask the controller what holds up this client."""
+        return self._ask(Explain, Future[Explanation]())
+
+    def explain(self, timeout_s: float = EXPLAIN_S) -> Explanation:
+        """Return what holds up this client. Raises ConnectionFailed if the controller does not answer."""
+        return self._answered(self.ask_why(), timeout_s)
+
+    def in_the_way(self) -> str:
+        """Return in words what holds up this client, for the error of a timeout; raises nothing."""
+        try:
+            return self.explain(HURRIED_S).text
+        except Error as error:
+            return str(error)
+
+    def _answered(self, answer: Future[T], timeout_s: float) -> T:
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            raise ConnectionFailed(
+                f"the controller {self._where} has not answered within {timeout_s:g} s; is it running?"
+            ) from None
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def cancel_runs(self, client: int, run: int = 0) -> Future[None]:
+        """Cancel one run of any client, or all that the client has in flight."""
+        return self._ask(lambda request: CancelRuns(request, client, run), Future[None]())
+
+    def checkpoint(self, arrays: Sequence[int]) -> Future[None]:
+        """Copy arrays to host memory, in order with the runs that make and donate them."""
+        numbers = tuple(dict.fromkeys(arrays))
+        answer = self.waiting(f"a checkpoint of {counted(len(arrays))}")
+        return self._ask(lambda request: Checkpoint(request, numbers), answer, numbers)
+
+    def save(
+        self, path: str, overwrite: bool, arrays: Mapping[str, int], tree: bytes
+    ) -> Future[None]:
+        """Have hosts write arrays to disk, in order with the runs that make and donate them."""
+        names, numbers = tuple(arrays), tuple(arrays.values())
+        checkpoint = secrets.token_hex(8)
+        answer: Future[None] = self._ask(
+            lambda request: SaveArrays(request, checkpoint, path, overwrite, numbers, names, tree),
+            self.waiting(f"a checkpoint of {counted(len(arrays))} at {path}"),
+            numbers,
+        )
+        self._saving.add(answer)
+        answer.add_done_callback(self._saving.discard)
+        return answer
+
+    def wait_until_saved(self) -> None:
+        """Wait until hosts have written all checkpoints to disk, or failed to."""
+        saving = set(self._saving)
+        if saving:
+            about = partial(About, "checkpoints to be written before the session ends")
+            patiently(lambda timeout_s: not wait_for_all(saving, timeout_s).not_done, about)
+
+    def look(self, path: str, placement: Placement) -> Described:
+        """Return the description of the checkpoint at `path`, as the hosts of this placement see it."""
+        answer = self.waiting(f"the description of {path}")
+        self._post(Look(path, ArraySpec((), "bool", Sharding((), ()), placement), answer))
+        described: Described = answer.result()
+        return described
+
+    def drain(self, host: str) -> Future[None]:
+        """Move all work and data off a host; settled when it may be switched off."""
+        answer = self.waiting(f"host {host} to be left by all that runs and lies there")
+        return self._ask(lambda request: DrainHost(request, host), answer)
+
+
+def counted(arrays: int) -> str:
+    """Return the number of arrays, in words."""
+    return f"{arrays} array{'' if arrays == 1 else 's'}"
