@@ -17,6 +17,7 @@ import pw
 from pw.client.connection import current, waiting
 from pw.client.connection.questions import Questions
 from pw.client.session.uploads import KEEP_BYTES, Uploads
+from pw.core.ids import Address
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import mesh_on, numbers, split
