@@ -715,7 +715,7 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
     assert client.of(ReleaseSlice)[-1] == ReleaseSlice(number)
     assert not owner.borrowed
     assert number not in world.control.ledger.bindings
-    assert sum(world.resources._slices.counts().values()) == 2
+    assert sum(world.resources.slices.counts().values()) == 2
     assert number in owner.requests, "it may be needed once more"
     client.delete(y)
     if not released:
@@ -765,11 +765,11 @@ def test_a_client_that_leaves_does_not_wait_for_slices_that_it_gave_back() -> No
     given_back_on_an_island_that_is_gone(cluster)
     cluster.hosts["b0"].crash()
     world.settle()
-    assert [request.island for request in world.resources._slices._parked] == ["a"]
+    assert [one.request.island for one in world.resources.slices.parked] == ["a"]
     world.kill("c")
     world.settle()
-    assert not world.resources._slices._parked
-    assert not world.resources._slices.counts()
+    assert not world.resources.slices.parked
+    assert not world.resources.slices.counts()
 
 
 @pytest.mark.parametrize("seed", range(10))

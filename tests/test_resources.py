@@ -30,7 +30,8 @@ from pw.core.messages import (
     SliceRefused,
     StopCoordination,
 )
-from pw.sched.cluster.manager import REJOIN_S, RESTART_S, ResourceManager
+from pw.sched.cluster.epochs import REJOIN_S, RESTART_S
+from pw.sched.cluster.manager import ResourceManager
 from pw.sched.cluster.slices import MOVE_S
 from tests.actors import SECRET, Services, World
 

@@ -1,7 +1,7 @@
-"""Which hosts there are, and where each is: in an island, waiting as a spare, or here only to be emptied.
+"""Which hosts there are, and where each is: in an island, waiting as a spare, or being drained.
 
-Plain state, and questions about it, shared by those that change it: `ResourceManager` seats hosts and forms
-islands, `Drains` has hosts emptied, `Slices` looks for room.
+State and questions about it. `Epochs` changes the islands and spares, `Drains` the draining hosts,
+and `Slices` counts the load of devices.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pw.core.messages import (
 from pw.core.sharding import DeviceAddress
 
 SETTLING_S = 30.0
-"""How long hosts that an earlier controller had may take to show up."""
+"""How long hosts of an earlier controller may take to register."""
 
-Place = tuple[int, int]
-"""A device of an island by rank and ordinal: it outlives the host that has the rank."""
+Position = tuple[int, int]
+"""A device of an island by rank and ordinal; it outlives the host that has the rank."""
 
 
 @dataclass(slots=True)
 class Host:
-    """A host that is here."""
+    """A registered host."""
 
     node: str
     registration: RegisterHost
@@ -40,7 +40,7 @@ class Host:
 
 @dataclass(slots=True)
 class Island:
-    """An island as it was declared, and who has its ranks."""
+    """An island as it was declared, and the hosts that have its ranks."""
 
     name: str
     expected_hosts: int
@@ -48,62 +48,62 @@ class Island:
     local_devices: int
     epoch: int = 0
     newest: int = 0
-    """The last epoch under any controller."""
+    """Its last epoch under any controller."""
     state: str = "waiting"
     hosts: dict[str, Host] = field(default_factory=dict)
-    """Those that are here."""
+    """Its hosts that are registered."""
     ranks: list[str] = field(default_factory=list)
-    """Who has each rank, or had it and may take it again."""
+    """The host that has each rank, or had it and may take it again."""
     awaited: set[str] = field(default_factory=set)
-    """Hosts that were told to leave and are about to come back."""
+    """Hosts that have left the epoch and are expected back."""
     invited: bool = False
-    """Its hosts know of the epoch: they can only leave it as other incarnations."""
+    """Its hosts know of the epoch, so each can only leave it as another incarnation."""
     formed: bool = False
-    """Ranks were given out: they are kept from now on."""
+    """Ranks have been assigned, and are kept."""
     is_open: bool = False
-    """Though no ranks were given out, its own hosts have had their time: spares may have its places."""
+    """Spares may have its seats although no ranks are assigned: its own hosts are overdue."""
     is_late: bool = False
-    """It has been away for so long that its slices go to any island that has room."""
+    """It has been away so long that its slices move to any island that has room."""
     kind: str = ""
-    load: Counter[Place] = field(default_factory=Counter)
-    """Virtual devices bound to each physical one, as `Slices` counts them."""
+    load: Counter[Position] = field(default_factory=Counter)
+    """Virtual devices bound to each physical one."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its hosts are here."""
+        """Whether all its hosts are registered."""
         return len(self.hosts) == self.expected_hosts
 
     @property
     def device_count(self) -> int:
-        """Devices of all its hosts."""
+        """How many devices its hosts have."""
         return self.expected_hosts * self.local_devices
 
     def ranked(self) -> list[Host]:
-        """Hosts that are here, in the order of their ranks."""
+        """Return the registered hosts in the order of their ranks."""
         order = self.ranks if self.formed else sorted(self.hosts)
         return [self.hosts[node] for node in order if node in self.hosts]
 
-    def places(self) -> list[Place]:
-        """All places in rank order."""
+    def positions(self) -> list[Position]:
+        """Return all positions in rank order."""
         return [
             (rank, ordinal)
             for rank in range(self.expected_hosts)
             for ordinal in range(self.local_devices)
         ]
 
-    def located(self, places: tuple[Place, ...]) -> tuple[DeviceAddress, ...]:
-        """The devices at these places, in an island that is ready."""
-        return tuple(DeviceAddress(self.ranks[rank], ordinal) for rank, ordinal in places)
+    def located(self, positions: tuple[Position, ...]) -> tuple[DeviceAddress, ...]:
+        """Return the devices at these positions of an island that is ready."""
+        return tuple(DeviceAddress(self.ranks[rank], ordinal) for rank, ordinal in positions)
 
     def free_rank(self) -> int | None:
-        """A rank whose host is gone and not expected back."""
+        """Return a rank whose host is gone and not expected back."""
         for rank, node in enumerate(self.ranks):
             if node not in self.hosts and node not in self.awaited:
                 return rank
         return None
 
-    def has_place(self, node: str) -> bool:
-        """Whether a host may be seated here."""
+    def has_seat(self, node: str) -> bool:
+        """Whether the island has a seat for a host."""
         if node in self.hosts or (self.formed and node in self.ranks):
             return True
         if self.formed:
@@ -111,29 +111,29 @@ class Island:
         return len(self.hosts) < self.expected_hosts
 
     def is_like(self, registration: RegisterHost) -> bool:
-        """Whether a host has what each host of the island has."""
+        """Whether a host has the same devices as each host of the island."""
         return (
             registration.local_devices == self.local_devices
             and registration.platform == self.platform
         )
 
     def is_abandoned(self, registration: RegisterHost) -> bool:
-        """Whether the island has no hosts, and may be declared anew by one that wants another form."""
+        """Whether the island has no hosts, and a host declares it anew in another form."""
         wanted = registration.island_hosts
         alike = self.expected_hosts == wanted and self.is_like(registration)
         deserted = self.state == "waiting" and not self.hosts and not self.awaited
-        named = self.name == registration.island  # its last host may be one from elsewhere
+        named = self.name == registration.island  # not so if its last host came from elsewhere
         return named and deserted and not alike and wanted > 0
 
     def objection(self, node: str, registration: RegisterHost) -> Error | None:
-        """Why a host can neither have a place here nor wait for one."""
+        """Return why a host can neither have a seat here nor wait for one."""
         if registration.island_hosts != self.expected_hosts and not registration.spare:
             return IslandFull(
                 f"island {self.name!r} was declared with {self.expected_hosts} hosts, this worker "
                 f"says {registration.island_hosts}; start it with --island-hosts {self.expected_hosts}"
             )
-        # One with places that are kept for hosts to come back is not full.
-        if self.is_complete and not self.has_place(node) and not registration.spare:
+        # An island that keeps seats for hosts to come back is not full.
+        if self.is_complete and not self.has_seat(node) and not registration.spare:
             return IslandFull(
                 f"island {self.name!r} already has all its {self.expected_hosts} hosts "
                 f"({', '.join(sorted(self.hosts))}); use another --island, raise --island-hosts, or "
@@ -148,7 +148,7 @@ class Island:
         return None
 
     def describe(self) -> str:
-        """One line for error messages."""
+        """Return one line for error messages."""
         hosts = counted(self.expected_hosts, "host")
         devices = counted(self.device_count, "device")
         text = f"{self.name} ({self.platform}, {devices} on {hosts}"
@@ -164,41 +164,47 @@ class Inventory:
     islands: dict[str, Island] = field(default_factory=dict)
     spares: dict[str, Host] = field(default_factory=dict)
     draining: dict[str, Host | None] = field(default_factory=dict)
-    """Hosts to be emptied; None until they have come back without a place."""
+    """Hosts that are drained; None until they have come back without a seat."""
     settling_until_s: float = 0.0
-    """Until then hosts that an earlier controller had may show up."""
+    """Until then hosts of an earlier controller may register."""
 
     def declare(self, registration: RegisterHost, expected_hosts: int) -> Island:
-        """A new island of hosts like this one; it takes the place of one with the same name."""
+        """Add an island of hosts like this one, in place of one with the same name."""
         name = registration.island
         island = Island(name, expected_hosts, registration.platform, registration.local_devices)
         self.islands[name] = island
         return island
 
     def island_of(self, node: str) -> Island | None:
-        """Where a host sits."""
+        """Return the island that has a host."""
         return next((i for i in self.islands.values() if node in i.hosts), None)
 
     def island_with_rank_of(self, node: str) -> Island | None:
-        """Where a rank is kept for a host, or is its."""
+        """Return the island where a host has a rank, or had it and may take it again."""
         return next((i for i in self.islands.values() if i.formed and node in i.ranks), None)
 
+    def away(self, name: str, epoch: int) -> Island | None:
+        """Return an island if it has not been formed again since it left this epoch."""
+        island = self.islands.get(name)
+        is_away = island is not None and island.state == "waiting" and island.epoch == epoch
+        return island if is_away else None
+
     def spare_for(self, island: Island) -> Host | None:
-        """Who is to have the next free place of an island."""
+        """Return the spare that is to have the next free seat of an island."""
         return next(iter(self._spares_for(island)), None)
 
     def takes_spares(self, island: Island) -> bool:
-        """Whether an island has a place that nobody else is to have, and is served by filling it."""
+        """Whether an island has a free seat, and gains from a spare in it."""
         if island.formed:
             return island.free_rank() is not None
         lacking = island.expected_hosts - len(island.hosts)
         return island.is_open and 0 < lacking <= len(self._spares_for(island))
 
     def _spares_for(self, island: Island) -> list[Host]:
-        """Hosts that wait and can take a place in the island, first those that belong there.
+        """Return the spares that fit the island, first those that belong there.
 
-        Where a host from elsewhere sits in an island, the one that it has replaced can go anywhere in its
-        stead: or each crash of a runtime would cost the cluster a spare.
+        Where a host from elsewhere has a seat in an island, the host that it replaced may go
+        anywhere instead: or each crash of a runtime would cost the cluster a spare.
         """
         belonging: list[Host] = []
         others: list[Host] = []
@@ -218,7 +224,7 @@ class Inventory:
     # --- reports -------------------------------------------------------------------------------------
 
     def directory(self) -> Directory:
-        """Who is here, also those that only have copies to give."""
+        """Return all registered hosts, also those that only have replicas to give."""
         members = {
             node
             for island in self.islands.values()
@@ -237,7 +243,7 @@ class Inventory:
     def status(
         self, bound: Mapping[str, int], queued: Mapping[str, tuple[int, int]]
     ) -> tuple[IslandStatus, ...]:
-        """Describe all islands.
+        """Return the status of all islands.
 
         Args:
             bound: how many slices are bound to each.
@@ -269,7 +275,7 @@ class Inventory:
         )
 
     def waiting_hosts(self) -> tuple[WaitingHost, ...]:
-        """Describe all hosts that are here and have no place in an island."""
+        """Return all registered hosts that have no seat in an island."""
         waiting = [("spare", host) for host in self.spares.values()]
         waiting += [("draining", host) for host in self.draining.values() if host is not None]
         return tuple(
@@ -286,5 +292,5 @@ class Inventory:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things in words."""
+    """Return a number of things in words."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,25 +1,24 @@
-"""Binds slices to devices: which island has room, which of its places a slice gets, and when it moves.
+"""Binds slices to devices: which island has room, which positions a slice gets, and when it moves.
 
-A slice goes to the island whose devices it would share the least. It keeps its places over the epochs of its
-island, so that arrays lie where they lay. While no island that is ready can have it, but one that is being
-formed again could, the request waits; so does a slice of an earlier controller, first for the island that it
-was on, then for any that has room.
+A slice goes to the island whose devices it would share the least. A slice of an earlier controller
+waits first for the island that it was on, then for any that has room
+(`pw.sched.cluster.slice_states`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from pw.core.actor import Env
+from pw.core.actor import Env, Part, handles
 from pw.core.errors import ErrorReport, InsufficientDevices
-from pw.core.ids import CONTROL
-from pw.core.messages import AllocateSlice, SliceBound, SliceRefused
-from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island, Place, counted
+from pw.core.ids import CONTROL, Address
+from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
+from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island, Position, counted
+from pw.sched.cluster.slice_states import Event, Slice, State
 
 MOVE_S = 30.0
 """How long slices wait for their island before they move to another one."""
@@ -29,127 +28,126 @@ RESUME_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WaitedEnough:
-    """Note to the resource manager: this slice has waited for its former island, or for any."""
+    """Timer: a parked slice has waited for its former island, or for any."""
 
     slice: int
     is_over: bool
+    """Refuse it if no island has room."""
 
 
-@dataclass(slots=True)
-class _Bound:
-    request: AllocateSlice
-    island: str
-    places: tuple[Place, ...]
+@dataclass(eq=False, repr=False)
+class Slices(Part):
+    """All slices of the cluster."""
 
+    env: Env
+    inventory: Inventory
+    _slices: dict[int, Slice] = field(default_factory=dict, init=False)
+    """Parked slices in the order in which they were parked, bound ones in that of their binding."""
 
-class Slices:
-    """The resource manager's part that binds slices; see the module.
-
-    Args:
-        env: of the resource manager.
-        inventory: the islands.
-        fill: gives an island's free places to spares.
-    """
-
-    def __init__(self, env: Env, inventory: Inventory, fill: Callable[[Island], None]) -> None:
-        self._env = env
-        self._inventory = inventory
-        self._fill = fill
-        self._bound: dict[int, _Bound] = {}
-        self._parked: list[AllocateSlice] = []
-        """Requests that only an island can satisfy which is not ready."""
-
-    def allocate(self, request: AllocateSlice) -> None:
-        """Bind a slice, now or when an island is back that can have it; or refuse it."""
+    @handles(AllocateSlice)
+    def _allocate(self, sender: Address, request: AllocateSlice) -> None:
         if request.resumed:
-            self._inventory.settling_until_s = self._env.now_s() + SETTLING_S
-            self._env.call_later(MOVE_S, WaitedEnough(request.slice, False))
-            self._env.call_later(RESUME_S, WaitedEnough(request.slice, True))
-        self._place(request)
-        if not request.resumed and request in self._parked:
-            self._env.call_later(MOVE_S, WaitedEnough(request.slice, True))
+            self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
+            self.env.call_later(MOVE_S, WaitedEnough(request.slice, False))
+            self.env.call_later(RESUME_S, WaitedEnough(request.slice, True))
+        piece = Slice(request)
+        self._place(piece)
+        if not request.resumed and piece.state is State.PARKED:
+            self.env.call_later(MOVE_S, WaitedEnough(request.slice, True))
 
-    def release(self, number: int) -> None:
-        """A slice is no longer used."""
-        self._parked = [request for request in self._parked if request.slice != number]
-        bound = self._bound.pop(number, None)
-        if bound is not None:
-            self._inventory.islands[bound.island].load.subtract(bound.places)
+    @handles(ReleaseSlice)
+    def _release(self, sender: Address, message: ReleaseSlice) -> None:
+        piece = self._slices.pop(message.slice, None)
+        if piece is not None:
+            if piece.state is State.BOUND:
+                self.inventory.islands[piece.island].load.subtract(piece.positions)
+            piece.happened(Event.RELEASE)
+
+    @handles(WaitedEnough)
+    def _waited_enough(self, sender: Address, timer: WaitedEnough) -> None:
+        """The slice's former island does not come back, or no island has had room for it."""
+        piece = self._slices.get(timer.slice)
+        if piece is None or piece.state is not State.PARKED:
+            return
+        piece.request = msgspec.structs.replace(piece.request, formerly="")
+        if timer.is_over and self._roomiest(piece.request) is None:
+            self._refuse(piece)
+        else:
+            self._place(piece)
+
+    @property
+    def parked(self) -> list[Slice]:
+        """The slices that wait for an island, in the order in which they were parked."""
+        return [one for one in self._slices.values() if one.state is State.PARKED]
 
     def counts(self) -> Counter[str]:
-        """How many slices each island has."""
-        return Counter(bound.island for bound in self._bound.values())
+        """Return how many slices each island has."""
+        return Counter(one.island for one in self._slices.values() if one.state is State.BOUND)
 
-    # --- what becomes of their islands -----------------------------------------------------------------
+    # --- changes of islands -----------------------------------------------------------------------
 
     def bind_again(self, island: Island) -> None:
-        """An island has another epoch: its slices have their places again."""
+        """An island has another epoch: bind its slices to their positions again."""
         island.load.clear()
-        for number, bound in self._on(island):
-            if _fits(island, bound.request):
-                self._bind(bound.request, island, bound.places)
+        for piece in self._on(island):
+            if _fits(island, piece.request):
+                self._bind(piece, Event.REBIND, island)
             else:  # the island came back smaller, or as another platform
-                del self._bound[number]
-                self._refuse(bound.request)
+                self._refuse(piece)
 
     def retry_parked(self) -> None:
-        """An island is ready again, or will not be: requests that waited for it have their answer."""
-        parked, self._parked = self._parked, []
-        for request in parked:
-            self._place(request)
+        """An island is ready: place the slices that wait."""
+        for piece in self.parked:
+            self._place(piece)
 
     def move(self, island: Island) -> None:
-        """An island does not come back: its slices go where there is room."""
-        for _, bound in self._on(island):
-            target = self._roomiest(bound.request)
+        """An island does not come back: move its slices to islands that have room."""
+        for piece in self._on(island):
+            target = self._roomiest(piece.request)
             if target is not None:
-                island.load.subtract(bound.places)
-                self._bind(bound.request, target)
+                island.load.subtract(piece.positions)
+                piece.positions = ()
+                self._bind(piece, Event.MOVE, target)
 
     def stuck_on(self, island: Island) -> int:
-        """How many slices of an island no other one has room for."""
-        return sum(self._roomiest(bound.request, island) is None for _, bound in self._on(island))
+        """Return how many slices of an island no other island has room for."""
+        return sum(self._roomiest(one.request, island) is None for one in self._on(island))
 
-    def waited_enough(self, note: WaitedEnough) -> None:
-        """A slice's own island does not come back, or none that could have it."""
-        for request in [request for request in self._parked if request.slice == note.slice]:
-            self._parked.remove(request)
-            home = self._inventory.islands.get(request.formerly)
-            if home is not None and not home.formed:
-                home.is_open = True
-                self._fill(home)
-            request = msgspec.structs.replace(request, formerly="")
-            if note.is_over and self._roomiest(request) is None:
-                self._refuse(request)
-            else:
-                self._place(request)
+    def _on(self, island: Island) -> list[Slice]:
+        return [
+            one
+            for one in self._slices.values()
+            if one.state is State.BOUND and one.island == island.name
+        ]
 
-    def _on(self, island: Island) -> list[tuple[int, _Bound]]:
-        return [(n, bound) for n, bound in self._bound.items() if bound.island == island.name]
+    # --- placing ----------------------------------------------------------------------------------
 
-    # --- where they go ---------------------------------------------------------------------------------
-
-    def _place(self, request: AllocateSlice) -> None:
-        islands = self._inventory.islands
+    def _place(self, piece: Slice) -> None:
+        """Bind, park or refuse a slice."""
+        request, islands = piece.request, self.inventory.islands
+        self._slices.pop(request.slice, None)
         island = self._roomiest(request)
         if request.formerly:
             home = islands.get(request.formerly)
             is_back = home is not None and home.state == "ready" and _fits(home, request)
             island = home if is_back else None
         if island is not None:
-            self._bind(msgspec.structs.replace(request, resumed=False, formerly=""), island)
+            piece.request = msgspec.structs.replace(request, resumed=False, formerly="")
+            self._slices[request.slice] = piece
+            self._bind(piece, Event.BIND, island)
         elif request.resumed or any(
             i.formed and i.state != "ready" and _fits(i, request) for i in islands.values()
         ):
-            self._parked.append(request)
+            self._slices[request.slice] = piece
+            piece.happened(Event.PARK)
         else:
-            self._refuse(request)
+            self._refuse(piece)
 
     def _roomiest(self, request: AllocateSlice, but: Island | None = None) -> Island | None:
         """The island on which a slice would share its devices the least."""
         fitting = [
             island
-            for island in self._inventory.islands.values()
+            for island in self.inventory.islands.values()
             if island.state == "ready" and island is not but and _fits(island, request)
         ]
         return min(
@@ -161,33 +159,37 @@ class Slices:
             default=None,
         )
 
-    def _bind(self, request: AllocateSlice, island: Island, places: tuple[Place, ...] = ()) -> None:
-        """Bind a slice, to the places that it had in this island if it had any."""
-        if not places or not set(places) <= set(island.places()):
-            places = _choose(island, request)
-        island.load.update(places)
-        self._bound[request.slice] = _Bound(request, island.name, places)
+    def _bind(self, piece: Slice, event: Event, island: Island) -> None:
+        """Bind a slice, to the positions that it had in this island if it had any."""
+        positions = piece.positions
+        if not positions or not set(positions) <= set(island.positions()):
+            positions = _choose(island, piece.request)
+        island.load.update(positions)
+        piece.bound(event, island.name, positions)
         bound = SliceBound(
-            request.slice,
+            piece.request.slice,
             island.name,
             island.platform,
             island.kind,
-            island.located(places),
+            island.located(positions),
             island.epoch,
         )
-        self._env.send(CONTROL, bound)
+        self.env.send(CONTROL, bound)
 
-    def _refuse(self, request: AllocateSlice) -> None:
+    def _refuse(self, piece: Slice) -> None:
+        request = piece.request
+        self._slices.pop(request.slice, None)
+        piece.happened(Event.REFUSE)
         asked = counted(request.devices, "device")
         for name in ("kind", "island", "topology"):
             value = getattr(request, name)
             if value is not None:
                 asked += f" with {name}={value!r}"
-        there = "; ".join(island.describe() for island in self._inventory.islands.values())
+        there = "; ".join(island.describe() for island in self.inventory.islands.values())
         error = InsufficientDevices(
             f"no island has {asked} for one slice. There are: {there or 'no islands yet'}"
         )
-        self._env.send(CONTROL, SliceRefused(request.slice, ErrorReport.of(error)))
+        self.env.send(CONTROL, SliceRefused(request.slice, ErrorReport.of(error)))
 
 
 def _fits(island: Island, request: AllocateSlice) -> bool:
@@ -208,20 +210,22 @@ def _fits(island: Island, request: AllocateSlice) -> bool:
     return request.devices <= island.device_count
 
 
-def _choose(island: Island, request: AllocateSlice) -> tuple[Place, ...]:
+def _choose(island: Island, request: AllocateSlice) -> tuple[Position, ...]:
     """The least loaded devices; with a topology, the least loaded block of that form."""
-    places = island.places()
+    positions = island.positions()
     if request.topology is None or len(request.topology) < 2:
-        chosen = sorted(places, key=lambda place: (island.load[place], place))
+        chosen = sorted(positions, key=lambda position: (island.load[position], position))
         return tuple(sorted(chosen[: request.devices]))
     rows, columns = _block(request.topology)
     width = island.local_devices
     blocks = [
-        tuple(places[(row + r) * width + column + c] for r in range(rows) for c in range(columns))
+        tuple(
+            positions[(row + r) * width + column + c] for r in range(rows) for c in range(columns)
+        )
         for row in range(island.expected_hosts - rows + 1)
         for column in range(width - columns + 1)
     ]
-    return min(blocks, key=lambda block: sum(island.load[place] for place in block))
+    return min(blocks, key=lambda block: sum(island.load[position] for position in block))
 
 
 def _block(topology: tuple[int, ...]) -> tuple[int, int]:

@@ -1,0 +1,94 @@
+"""The lifecycle of a slice: virtual devices that a client owns, bound to devices of one island.
+
+Theory of operation. A client asks for a slice. The slice is bound if an island that is ready fits
+it, and refused if no island can. It is parked while only an island that is away could have it: one
+that left its epoch and has not formed again, or, for a slice of an earlier controller, any island
+that hosts may still bring back. A parked slice is tried again whenever an island becomes ready, and
+when it has waited for long enough.
+
+A bound slice keeps its positions (ranks and ordinals) when its island is formed again, so that
+arrays lie where they lay; it is only bound again, to the hosts that now have the ranks. If its
+island does not come back, it moves to an island that has room. If its island comes back in a form
+that no longer fits, it is refused. Its client releases it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pw.core.lifecycle import Lifecycle
+from pw.core.messages import AllocateSlice
+from pw.sched.cluster.inventory import Position
+
+
+class State(StrEnum):
+    """Where a slice is in its life."""
+
+    REQUESTED = "requested"
+    """A client has asked for it."""
+    PARKED = "parked"
+    """It waits for an island."""
+    BOUND = "bound"
+    """It has positions on an island, which may be away for a while."""
+    REFUSED = "refused"
+    """No island fits it."""
+    RELEASED = "released"
+    """Its client does not need it any more."""
+
+
+class Event(StrEnum):
+    """What happens to a slice."""
+
+    PARK = "park"
+    BIND = "bind"
+    REBIND = "bind again"
+    MOVE = "move"
+    REFUSE = "refuse"
+    RELEASE = "release"
+
+
+SLICE = Lifecycle[State, Event](
+    "slice",
+    {
+        State.REQUESTED: {
+            Event.PARK: State.PARKED,
+            Event.BIND: State.BOUND,
+            Event.REFUSE: State.REFUSED,
+        },
+        State.PARKED: {
+            Event.PARK: State.PARKED,  # the island that became ready does not fit
+            Event.BIND: State.BOUND,
+            Event.REFUSE: State.REFUSED,
+            Event.RELEASE: State.RELEASED,
+        },
+        State.BOUND: {
+            Event.REBIND: State.BOUND,
+            Event.MOVE: State.BOUND,
+            Event.REFUSE: State.REFUSED,
+            Event.RELEASE: State.RELEASED,
+        },
+        State.REFUSED: {},
+        State.RELEASED: {},
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """One slice."""
+
+    request: AllocateSlice
+    state: State = State.REQUESTED
+    island: str = ""
+    """Where it is bound."""
+    positions: tuple[Position, ...] = ()
+
+    def happened(self, event: Event) -> None:
+        """Change the state. Raises ImpossibleTransition."""
+        self.state = SLICE.after(self.state, event)
+
+    def bound(self, event: Event, island: str, positions: tuple[Position, ...]) -> None:
+        """It has these positions from now on."""
+        self.happened(event)
+        self.island, self.positions = island, positions
