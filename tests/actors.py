@@ -30,6 +30,7 @@ from pw.devices.host.executor import HostExecutor
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.sched.cluster.manager import ResourceManager
+from pw.sched.control.clients import Client
 from pw.sched.control.controller import Controller, ControllerVersions
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
@@ -280,6 +281,12 @@ class World:
             ),
         )
         return self.control
+
+    def client(self, number: int) -> Client:
+        """What the controller knows of a client."""
+        client = self.control.sessions.get(number)
+        assert client is not None
+        return client
 
     def host(
         self, name: str, island: str, hosts: int = 1, devices: int = 1, **flags: bool

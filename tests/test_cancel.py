@@ -26,7 +26,7 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import Placement
-from pw.sched.control.cancelling import GRACE_S, Deadlines, LookAtDeadlines
+from pw.sched.control.run_ends import GRACE_S, Deadlines, LookAtDeadlines
 from pw.sched.island import window
 from pw.sched.island.in_flight import HEAD_S
 from pw.sched.island.quarantine import STRIKES
@@ -351,7 +351,7 @@ def test_what_was_donated_to_a_run_that_is_held_back_goes_when_it_has_been_made(
     client.tell(Cancel((y,)))
     world.settle()
     assert kind(client.value(y)) == "Cancelled"
-    assert world.control.ledger.clients[client.number].arrays.keys() == {y}
+    assert world.client(client.number).arrays.held.keys() == {y}
     client.delete(y)
     client.release(make), client.release(eat)
     cluster.idle()
@@ -368,7 +368,7 @@ def test_what_is_behind_a_run_that_is_held_back_goes_when_that_is_cancelled() ->
     (z,) = client.run(quick, X)
     while world.links["c", "controller"]:
         world._deliver("c", "controller")
-    known = world.control.ledger.clients[client.number]
+    known = world.client(client.number)
     assert len(known.backlog) == 2, "the second program is being compiled"
     client.tell(Cancel((y,)))
     while world.links["c", "controller"]:
@@ -376,7 +376,7 @@ def test_what_is_behind_a_run_that_is_held_back_goes_when_that_is_cancelled() ->
     assert not known.backlog
     np.testing.assert_array_equal(client.value(z), X + 1)
     assert kind(client.value(y)) == "Cancelled"
-    assert known.arrays.keys() == {y, z}
+    assert known.arrays.held.keys() == {y, z}
 
 
 def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
@@ -391,7 +391,7 @@ def test_what_is_lost_and_cancelled_is_not_made_again() -> None:
     world.settle()
     cluster.hosts["a1"].die()
     world.settle()
-    assert stuck in world.control.ledger.clients[client.number].lost
+    assert world.client(client.number).arrays.held[stuck].is_lost
     before = launched(cluster)
     client.tell(Cancel((stuck,)))
     world.settle()
@@ -491,7 +491,7 @@ def test_anybody_may_cancel_runs_by_their_numbers() -> None:
     (stuck,) = client.run(endless, X)
     (fine,) = client.run(add, X)
     world.settle()
-    (status, _) = world.control._ender.status()
+    (status, _) = world.control.runs.status()
     (run, _) = [m.run for _, _, m in world.sent if isinstance(m, Run)]
     assert (status.run, status.program, status.segments_left) == (run, "chain", 1)
     assert parse(run_name(run)) == (client.number, run)
@@ -589,7 +589,7 @@ def test_a_run_that_seemed_to_have_ended_is_refused_with_its_results() -> None:
     add = client.program(chain([cluster.a]))
     (made,) = client.run(add, X)
     world.settle()
-    (run,) = world.control.ledger.clients[client.number].lineage._records
+    (run,) = (m.run for _, _, m in world.sent if isinstance(m, Run))
     error = ErrorReport("OutOfDeviceMemory", "too late", "a1")
     executor = world.actors["a1"]["executor"]
     executor.env.send(executor.order.scheduler, GangBroken(1, "too late", run, error, (made,)))

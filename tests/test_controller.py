@@ -69,9 +69,9 @@ class Stage:
 
     def check_idle(self) -> None:
         self.world.settle()
-        assert not self.world.control.ledger.runs
-        for client in self.world.control.ledger.clients.values():
-            assert client.in_flight == 0
+        assert not self.world.control.runs.in_flight
+        for client in self.world.control.sessions.clients:
+            assert self.world.control.runs.count(client) == 0
         assert self.client.credits == self.client.sent_runs
 
 
@@ -199,9 +199,9 @@ def test_equal_specs_of_a_client_are_one_object() -> None:
         program = client.program(chain([split(stage.slice, 2)]))
         (x,) = client.run(program, x)
     stage.world.settle()
-    (owner,) = stage.world.control.ledger.clients.values()
+    (owner,) = stage.world.control.sessions.clients
     bodies = [program.body for program in owner.programs.values()]
-    specs = [array.spec for array in owner.arrays.values()]
+    specs = [array.spec for array in owner.arrays.held.values()]
     specs += [spec for body in bodies for spec in body.inputs + body.computations[0].outputs]
     specs += [output.spec for body in bodies for output in body.outputs]
     assert len(specs) == 3 + 4 + 2
@@ -284,7 +284,7 @@ def test_a_run_that_cannot_be_takes_away_what_was_donated_to_it() -> None:
     (w,) = client.run(client.program(both), y, client.id())
     assert stage.failure(z).kind == "CompileError"
     assert stage.failure(w).kind == "ArrayDeleted"
-    assert stage.world.control.ledger.clients[client.number].arrays.keys() == {z, w}
+    assert stage.world.client(client.number).arrays.held.keys() == {z, w}
     assert [host.census()["live_arrays"] for host in stage.hosts] == [0, 0]
     stage.check_idle()
 
@@ -308,7 +308,7 @@ def test_arrays_may_be_given_away_before_their_upload_has_ended(how: str, inline
         client.release(program)
         stage.check_idle()
         assert all(not any(host.census().values()) for host in stage.hosts)
-        assert not client.env.world.control.ledger.clients[client.number].doomed
+        assert not client.env.world.client(client.number).arrays.discarded
 
 
 def test_an_upload_may_end_before_the_controller_has_heard_of_it() -> None:
@@ -335,7 +335,7 @@ def test_an_upload_may_end_before_the_controller_has_heard_of_it() -> None:
         stage.deliver("h0", "controller", "h1", "controller")
         np.testing.assert_array_equal(client.value(y), X + 1)
         stage.check_idle()
-        assert not stage.world.control.ledger.clients[client.number].early_uploads
+        assert not stage.world.client(client.number).arrays.unannounced
 
 
 def test_an_upload_that_fails_fails_the_runs_that_wait_for_it() -> None:
@@ -427,12 +427,12 @@ def test_a_slice_that_was_given_back_is_forgotten_and_its_client_told_so() -> No
     client.tell(ReleaseSlice(stage.slice))
     np.testing.assert_array_equal(client.value(y), X + 1)
     assert client.of(ReleaseSlice) == [ReleaseSlice(stage.slice)]
-    owner = world.control.ledger.clients[client.number]
-    assert not owner.slices
-    assert not owner.bounds
+    owner = world.client(client.number)
+    assert not owner.slices.owned
+    assert not owner.slices.times_bound
     client.delete(y)
     world.settle()
-    assert not owner.requests, "nothing can be made there again"
+    assert not owner.slices.requests, "nothing can be made there again"
     world.host("h0", "i", 2)
     world.settle()
     assert len(client.of(SliceBound)) == 1, "nothing more is said of it"
@@ -443,7 +443,7 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
     stage = Stage()
     client, world = stage.client, stage.world
     other, slice_ = stage.join("other")
-    artifacts = world.control._programs._artifacts
+    artifacts = world.control.registry.artifacts
 
     def known() -> set[bytes]:
         world.settle()
@@ -453,9 +453,7 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
     program = client.program(chain([stage.spec], b"7"), b"7")
     theirs = other.program(chain([split(slice_, 2)], b"7"), b"7")
     assert known() == {digest(b"7")}
-    held = [
-        p.artifacts[0] for c in world.control.ledger.clients.values() for p in c.programs.values()
-    ]
+    held = [p.artifacts[0] for c in world.control.sessions.clients for p in c.programs.values()]
     assert held[0] is held[1], "the same bytes are there twice"
     del held
     client.release(program)
@@ -470,7 +468,7 @@ def test_an_artifact_is_kept_as_long_as_a_program_of_any_client_is_made_of_it() 
     assert known() == {digest(b"7")}, "what it made is still there, and may have to be made again"
     other.delete(y)
     assert known() == set()
-    assert len(world.control.ledger.clients) == 2
+    assert len(world.control.sessions.clients) == 2
     stage.check_idle()
 
 
@@ -492,6 +490,6 @@ def test_answers_of_an_old_epoch_are_dropped() -> None:
     stage.world.post(executor_of("h0"), scheduler, Installed(0, program, None))
     stage.world.settle()
     assert stage.world.counters["messages_stale"] == stale + 1
-    assert digest(b"1") in stage.world.control._programs._artifacts
+    assert digest(b"1") in stage.world.control.registry.artifacts
     assert not stage.world.to(executor_of("h0"), Discard)
     assert stage.client.of(RunFailed) == stage.client.of(RunsSettled) == []

@@ -49,8 +49,8 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, box_slices
-from pw.sched.control import client_numbers
-from pw.sched.control.client_numbers import CLIENT_NUMBERS, ClientNumbers
+from pw.sched.control import sessions
+from pw.sched.control.sessions import CLIENT_NUMBERS, ClientNumbers
 from pw.transport import codec
 from tests.actors import World
 from tests.daemons import Program as Script
@@ -197,7 +197,7 @@ class Cluster:
                 left = host.current.census()
                 left.pop("edges_parked")
                 assert not any(left.values()), f"{host.name}: {left}"
-        client = self.world.control.ledger.clients[self.user.number]
+        client = self.world.client(self.user.number)
         assert not client.arrays
         assert not client.lineage.origins
         journal = self.user.session.link.journal
@@ -398,7 +398,7 @@ def test_a_slice_that_was_given_back_is_forgotten_under_another_controller(when:
     cluster.time(20)
     assert hosts.slices.keys() == hosts.bounds.keys() == {kept}
     assert not hosts.former
-    assert world.control.ledger.clients[user.number].slices == {kept}
+    assert world.client(user.number).slices.owned == {kept}
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -432,10 +432,10 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again_or_says_why_
     hosts, journal = user.session.hosts, user.session.link.journal
     kept = {cluster.b.placement.slice}
     assert hosts.slices.keys() == hosts.bounds.keys() == journal.islands.keys() == kept
-    assert world.control.ledger.clients[user.number].slices == kept
+    assert world.client(user.number).slices.owned == kept
     user.delete(y)
     cluster.idle()
-    assert world.control.ledger.clients[user.number].requests.keys() == kept
+    assert world.client(user.number).slices.requests.keys() == kept
 
 
 class Thread(QuietThread):
@@ -583,7 +583,7 @@ def test_a_program_that_was_released_can_be_made_again_under_another_controller(
     del registered
     cluster.idle()
     assert not thread.session.link.journal.artifacts
-    assert not cluster.world.control._programs._artifacts
+    assert not cluster.world.control.registry.artifacts
 
 
 def test_an_artifact_is_sent_anew_if_a_program_dies_while_another_one_is_registered() -> None:
@@ -760,7 +760,7 @@ def test_a_client_that_its_own_controller_gave_up_is_not_taken_back(
     assert isinstance(user.session.closed, Disconnected)
     assert "given up" in str(user.session.closed)
     assert words in str(user.session.closed)
-    assert not world.control.ledger.clients
+    assert not world.control.sessions.clients
 
 
 def test_copies_of_clients_that_do_not_come_back_are_dropped() -> None:
@@ -780,7 +780,7 @@ def test_copies_of_clients_that_do_not_come_back_are_dropped() -> None:
     world.wait(100)
     held = [host.current.census()["replica_bytes"] for host in cluster.hosts.values()]
     assert not any(held)
-    assert not world.control._copies.unclaimed
+    assert not world.control.replicas.unclaimed
 
 
 def test_what_is_asked_of_the_controller_is_asked_again() -> None:
@@ -814,8 +814,8 @@ def test_client_numbers_begin_elsewhere_and_are_not_given_twice() -> None:
 
 
 def test_client_numbers_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_numbers, "CLIENT_NUMBERS", 12)
-    monkeypatch.setattr(client_numbers, "GIVEN_KEPT", 4)
+    monkeypatch.setattr(sessions, "CLIENT_NUMBERS", 12)
+    monkeypatch.setattr(sessions, "GIVEN_KEPT", 4)
     numbers = ClientNumbers(1, {5})
     given = [numbers.take({7}) for _ in range(30)]
     assert given == ([1, 2, 3, 4, 6, 8, 9, 10, 11] * 4)[:30]

@@ -937,7 +937,7 @@ def test_runs_that_need_all_the_memory_of_several_islands_always_finish(unlimite
         for client in clients:
             assert client.credits == client.sent_runs == 6
             assert not client.failed, client.failed
-        assert not world.control.ledger.runs
+        assert not world.control.runs.in_flight
         check_memory_is_free(world)
         assert world.counters["runs_refused"] == 0
 
@@ -1041,5 +1041,5 @@ def test_clients_and_hosts_may_go_at_any_moment() -> None:
             world.settle()
         for client in (other,) if seed % 2 else (gone, other):
             assert client.credits == client.sent_runs == 5
-        assert not world.control.ledger.runs
+        assert not world.control.runs.in_flight
         check_memory_is_free(world)

@@ -49,7 +49,7 @@ from pw.core.packing import pack
 from pw.core.program import Node, Output, Value
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.devices.host.replica_memory import KEEP_S
-from pw.sched.control.recovery.rebuild import AGAIN_S, DOUBLINGS
+from pw.sched.control.attempts import AGAIN_S, DOUBLINGS
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, split
 from tests.supervised import SupervisedHost
@@ -161,8 +161,9 @@ class Cluster:
             if not host.finished:
                 left = host.current.census()
                 assert not any(left.values()), f"{host.name}: {left}"
-        for client in self.world.control.ledger.clients.values():
-            assert not any(client.unanswered.values()), client.unanswered
+        for client in self.world.control.sessions.clients:
+            assert not self.world.control.checkpoints.count(client)
+            assert not self.world.control.saves.count(client)
 
 
 def crash_points() -> Any:
@@ -208,7 +209,7 @@ def test_a_donated_step_goes_on_from_its_checkpoint(seed: int, elements: int) ->
     world.settle()
     world.wait(KEEP_S)
     assert client.answered(asked) == Answered(asked, None)
-    assert world.control.ledger.clients[client.number].lineage.programs(), "back to the checkpoint"
+    assert world.client(client.number).lineage.programs(), "back to the checkpoint"
     for _ in range(3):
         (state,) = client.run(step, state)
     world.steps(seed * 2)
@@ -385,7 +386,7 @@ def test_hosts_that_have_the_last_copies_are_waited_for(returns: bool) -> None:
         np.testing.assert_array_equal(client.value(state), cluster.x + 1)
         return
     world.wait(60)
-    assert "no copies of it" in client.value(state).message
+    assert "no replicas of it" in client.value(state).message
 
 
 def error_of(client: Survivor, request: int) -> ErrorReport:
@@ -697,7 +698,7 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
         client.release(program)
         world.settle()
     number = given.placement.slice
-    assert number not in world.control.ledger.bindings
+    assert number not in world.control.sessions.islands.bindings
     if loss == "link":
         world.post(store_of("b0"), CONTROL, ArraysLost((y,)))
         world.settle()
@@ -710,18 +711,18 @@ def test_what_was_made_on_a_slice_that_was_given_back_is_made_again(
         world.settle()
         world.wait(5)
     np.testing.assert_array_equal(client.value(y), value)
-    owner = world.control.ledger.clients[client.number]
+    owner = world.client(client.number)
     assert sum(m.slice == number for m in client.of(SliceBound)) >= 2
     assert client.of(ReleaseSlice)[-1] == ReleaseSlice(number)
-    assert not owner.borrowed
-    assert number not in world.control.ledger.bindings
+    assert not owner.slices.borrowed
+    assert number not in world.control.sessions.islands.bindings
     assert sum(world.resources.slices.counts().values()) == 2
-    assert number in owner.requests, "it may be needed once more"
+    assert number in owner.slices.requests, "it may be needed once more"
     client.delete(y)
     if not released:
         client.release(program)
     world.settle()
-    assert number not in owner.requests, "nothing leads back to it"
+    assert number not in owner.slices.requests, "nothing leads back to it"
     cluster.idle()
 
 
@@ -756,7 +757,7 @@ def test_a_slice_that_was_given_back_and_cannot_be_had_again_holds_up_nobody() -
     assert "given back" in client.failed[y].message
     np.testing.assert_array_equal(client.value(fine), X + 1)
     np.testing.assert_array_equal(client.value(late), X + 1)
-    assert not world.control.ledger.clients[client.number].borrowed
+    assert not world.client(client.number).slices.borrowed
 
 
 def test_a_client_that_leaves_does_not_wait_for_slices_that_it_gave_back() -> None:
@@ -952,7 +953,7 @@ def test_an_array_that_does_not_arrive_is_tried_for_as_long_as_a_network_takes_t
     world.settle()
     for _ in range(60):
         world.wait(0.5)
-    (held,) = [each.arrays[array] for each in world.control.ledger.clients.values()]
+    (held,) = [each.arrays.held[array] for each in world.control.sessions.clients]
     assert held.error is None
     broken = False
     world.wait(3)
@@ -973,7 +974,7 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
     for _ in range(3):
         world.post(RESOURCES, CONTROL, Draining(("a0",)))
     world.drain(CONTROLLER)
-    looks = [a for a in world.alarms if type(a.note).__name__ == "_LookAtDrained"]
+    looks = [a for a in world.alarms if type(a.note).__name__ == "LookAtDrained"]
     assert len(looks) == 1
 
 

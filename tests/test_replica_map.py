@@ -1,4 +1,4 @@
-"""Which hosts are asked for copies, and when a host has none that are needed, by `Copies` alone."""
+"""Which hosts are offered replicas, and when a drained host has none that are needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import itertools
 
 import pytest
 
-from pw.core.ids import CONTROL, client_id, session_of, store_of
-from pw.core.messages import Directory, Holding, Holdings, OfferReplica, Peer
-from pw.sched.control.checkpoints.replicas import OFFER_S, PAUSE_DOUBLINGS, Copies
-from pw.sched.control.clients import Client
-from pw.sched.control.ledger import Ledger
+from pw.core.actor import Actor
+from pw.core.ids import CONTROL, RESOURCES, client_id, session_of, store_of
+from pw.core.messages import (
+    Attach,
+    Directory,
+    Draining,
+    Holding,
+    Holdings,
+    HoldsNoMore,
+    HostEmptied,
+    OfferReplica,
+    Peer,
+)
+from pw.sched.control.checkpoints.replicas import EMPTIED_S, OFFER_S, PAUSE_DOUBLINGS, Replicas
+from pw.sched.control.islands import Islands
+from pw.sched.control.sessions import Sessions
 from tests.actors import FakeEnv, World
 from tests.scripted import split
 
@@ -18,50 +29,67 @@ ARRAY = client_id(1, 5)
 
 
 class Bench:
-    """A client with an input of one box, and what hosts say about its copies."""
+    """A client with an input of one box, and what hosts report of its replicas."""
 
     def __init__(self, *hosts: str) -> None:
         self.world = World()
-        ledger = Ledger()
-        self.client = ledger.clients[1] = Client(session_of("c"), 1, "c")
-        self.copies = Copies(FakeEnv(self.world, CONTROL), ledger, 60.0, lambda number: True)
+        env = FakeEnv(self.world, CONTROL)
+        sessions = Sessions(env, Islands(env), b"", 1)
+        client = sessions.attach(session_of("c"), Attach("c", 1.0, 0), ())
+        assert client is not None
+        self.client = client
+        self.replicas = Replicas(sessions, 60.0)
+        self.actor = Actor(env)
+        self.actor.compose(self.replicas)
         self.client.lineage.add_input(ARRAY, split(client_id(1, 0), 1))
         self.box = split(client_id(1, 0), 1).box(0)
         self.hosts_are(*hosts)
 
     def hosts_are(self, *names: str) -> None:
-        self.copies.hosts_are(Directory(tuple(Peer(name, name, True) for name in names)))
+        peers = tuple(Peer(name, name, True) for name in names)
+        self.actor.receive(RESOURCES, Directory(peers))
 
     def has(self, host: str) -> None:
-        self.copies.holds(host, Holdings((Holding(ARRAY, (self.box,)),)))
+        self.actor.receive(store_of(host), Holdings((Holding(ARRAY, (self.box,)),)))
 
     def refuses(self, host: str) -> None:
-        self.copies.holds(host, Holdings((Holding(ARRAY, ()),)))
+        self.actor.receive(store_of(host), Holdings((Holding(ARRAY, ()),)))
 
     def wait(self, seconds: float) -> None:
         """Time passes, in which the controller is told what it has asked to be told."""
         until_s = self.world.now_s + seconds
-        while self.world.alarms and self.world.alarms[0].due_s <= until_s:
-            self.world.now_s = self.world.alarms.pop(0).due_s
-            self.copies.offer_again()
+        while self.world.alarms and min(a.due_s for a in self.world.alarms) <= until_s:
+            self.world.alarms.sort(key=lambda alarm: alarm.due_s)
+            alarm = self.world.alarms.pop(0)
+            self.world.now_s = alarm.due_s
+            self.actor.receive(CONTROL, alarm.note)
         self.world.now_s = until_s
+
+    def drain(self, *hosts: str) -> None:
+        self.actor.receive(RESOURCES, Draining(hosts))
+
+    def has_emptied(self, host: str) -> bool:
+        """Whether the controller finds, when it looks next, that the host is empty."""
+        before = len(self.world.to(RESOURCES, HostEmptied))
+        self.wait(EMPTIED_S)
+        return HostEmptied(host) in self.world.to(RESOURCES, HostEmptied)[before:]
 
     def offers(self, host: str) -> int:
         return len(self.world.to(store_of(host), OfferReplica))
 
 
-def test_what_was_deleted_a_moment_ago_does_not_keep_a_host_from_being_empty() -> None:
-    """Its copies go when the turn ends; until then they are of nothing that is known."""
+def test_a_deleted_array_does_not_keep_a_host_from_being_empty() -> None:
+    """Its replicas are dropped at the end of the turn; until then they have no origin."""
     bench = Bench("a", "b")
     bench.has("a")
-    bench.copies.draining = {"a"}
-    assert not bench.copies.emptied("a")
+    bench.drain("a")
+    assert not bench.has_emptied("a")
     assert bench.offers("b") == 1
     bench.client.lineage.release([ARRAY])
-    assert bench.copies.emptied("a")
+    assert bench.has_emptied("a")
 
 
-def test_a_copy_that_could_not_be_taken_is_offered_again_and_to_others_first() -> None:
+def test_a_replica_that_a_host_refused_is_offered_again_and_to_other_hosts_first() -> None:
     bench = Bench("a", "b")
     bench.has("a")
     bench.client.lineage.copied(ARRAY)
@@ -74,7 +102,7 @@ def test_a_copy_that_could_not_be_taken_is_offered_again_and_to_others_first() -
     assert bench.offers("b") == 2
     bench.hosts_are("a", "b", "c")
     bench.refuses("b")
-    bench.copies.top_up(bench.client)
+    bench.replicas.top_up(bench.client)
     assert (bench.offers("b"), bench.offers("c")) == (2, 1)
     bench.has("c")
     bench.wait(1000)
@@ -82,41 +110,42 @@ def test_a_copy_that_could_not_be_taken_is_offered_again_and_to_others_first() -
     assert not bench.world.alarms
 
 
-def test_a_host_that_never_has_room_for_a_copy_is_asked_less_and_less_often() -> None:
+def test_a_host_that_never_has_room_is_offered_a_replica_less_and_less_often() -> None:
     bench = Bench("a", "b")
     bench.has("a")
-    bench.copies.draining = {"a"}
+    bench.drain("a")
     asked_s: list[float] = []
     for _ in range(10_000):
-        assert not bench.copies.emptied("a")
+        assert not bench.has_emptied("a")
         if bench.offers("b") > len(asked_s):
             asked_s.append(bench.world.now_s)
             bench.refuses("b")
-        bench.wait(0.1)
     pauses_s = [after - before for before, after in itertools.pairwise(asked_s)]
     expected = [OFFER_S * 2 ** min(n, PAUSE_DOUBLINGS) for n in range(len(pauses_s))]
     assert len(pauses_s) > PAUSE_DOUBLINGS
     assert pauses_s == pytest.approx(expected, abs=OFFER_S + 0.2)
 
 
-def test_copies_are_waited_for_until_their_hosts_are_back() -> None:
+def test_recovery_waits_until_hosts_with_replicas_are_back() -> None:
     bench = Bench("a", "b")
     bench.has("a")
-    assert not bench.copies.may_come_back
+    assert not bench.replicas.may_come_back
     bench.hosts_are("b")
-    bench.copies.host_lost("a")
-    assert bench.copies.may_come_back
-    bench.copies.is_back("b")
-    assert bench.copies.may_come_back
-    bench.copies.is_back("a")  # without them: its supervisor was lost as well
-    assert not bench.copies.may_come_back
+    bench.replicas.host_lost("a")
+    assert bench.replicas.may_come_back
+    bench.actor.receive(store_of("b"), HoldsNoMore())
+    assert bench.replicas.may_come_back
+    bench.actor.receive(
+        store_of("a"), HoldsNoMore()
+    )  # without them: its supervisor was lost as well
+    assert not bench.replicas.may_come_back
 
 
-def test_copies_are_not_waited_for_longer_than_islands_are() -> None:
+def test_recovery_waits_for_replicas_no_longer_than_for_islands() -> None:
     bench = Bench("a", "b")
     bench.has("a")
-    bench.copies.host_lost("a")
+    bench.replicas.host_lost("a")
     bench.wait(59.0)
-    assert bench.copies.may_come_back
+    assert bench.replicas.may_come_back
     bench.wait(1.0)
-    assert not bench.copies.may_come_back
+    assert not bench.replicas.may_come_back

@@ -176,7 +176,7 @@ def test_nothing_is_left_by_the_only_host_that_could_write(tmp_path: Path) -> No
         lost += error is not None
         assert error is None or error.kind == "HostLost"
         assert not writer.junk()
-        assert not writer.world.control._saves._leftovers
+        assert not writer.world.control.saves.leftovers
         writer.client.value(writer.y)
         writer.end()
     assert 0 < lost < len(SEEDS)
@@ -192,7 +192,7 @@ def test_a_client_may_be_lost_at_any_moment(writers: Iterator[Writer]) -> None:
         found = writer.on_disk()
         if found is not None:
             np.testing.assert_array_equal(found[0], X + 1)
-        assert not writer.world.control._saves._saves
+        assert not writer.world.control.saves.under_way
         writer.cluster.idle()
 
 
@@ -311,7 +311,7 @@ def test_those_that_wait_for_others_go_on_whatever_becomes_of_these(
         if victim == "c":
             writer.world.kill("c")
             writer.world.settle()
-            assert not writer.world.control._saves._saves
+            assert not writer.world.control.saves.under_way
             assert not writer.junk()
             writer.cluster.idle()
             continue
@@ -446,9 +446,10 @@ def test_another_controller_finds_it_done_although_its_arrays_were_donated(
     assert entries(tmp_path) == (set() if error else {"last"})
     assert error is None or (seed < 20 and type(error).__name__ in ("ArrayDeleted", "HostLost"))
     np.testing.assert_array_equal(user.value(more), X + 2)
-    (client,) = world.control.ledger.clients.values()
-    assert not any(client.unanswered.values())
-    assert not world.control._saves._saves
+    (client,) = world.control.sessions.clients
+    assert not world.control.saves.count(client)
+    assert not world.control.checkpoints.count(client)
+    assert not world.control.saves.under_way
     user.delete(more)
     user.release(program)
     cluster.idle()
@@ -482,9 +483,10 @@ def test_another_controller_goes_on_with_those_that_wait_for_others(
         assert checkpoint.done(), "a checkpoint is never answered"
         checkpoint.result(0)
     assert entries(tmp_path) == {f"{number}" for number in range(5)}
-    (client,) = world.control.ledger.clients.values()
+    (client,) = world.control.sessions.clients
     assert not client.backlog
-    assert not any(client.unanswered.values())
+    assert not world.control.saves.count(client)
+    assert not world.control.checkpoints.count(client)
     np.testing.assert_array_equal(user.value(arrays[-1]), X + 6)
     user.delete(*arrays)
     user.release(program)

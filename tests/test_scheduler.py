@@ -125,7 +125,7 @@ def test_opposite_directions_always_finish(policy: str, elements: int) -> None:
         check_order(world)
         for client, array, expected in made:
             np.testing.assert_array_equal(client.value(array), expected)
-        assert world.control.ledger.runs == {}
+        assert world.control.runs.in_flight == {}
         for client in clients:
             assert client.credits == client.sent_runs == 12
             client.delete(*[array for owner, array, _ in made if owner is client])
@@ -163,7 +163,7 @@ def test_a_client_may_go_at_any_moment() -> None:
         world.settle()
         check_order(world)
         assert empty(hosts), [host.census() for host in hosts]
-        assert not world.control.ledger.runs
+        assert not world.control.runs.in_flight
         for scheduler in world.schedulers.values():
             assert not scheduler.queued
             assert not scheduler.launched
@@ -720,7 +720,7 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
         check_order(world)
         world.wait(1300)
         assert empty([host.current for host in hosts])
-        assert world.control.ledger.clients[client.number].in_flight == 0
+        assert world.client(client.number).in_flight == 0
         assert client.credits == client.sent_runs
 
 

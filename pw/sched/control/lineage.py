@@ -1,18 +1,17 @@
 """How every array of a client came to be, as far back as it may be needed again.
 
-A *record* is a run: the program, what it read, what it made. A record is kept while one of its results
-is *needed*: because the client holds it, or because another kept record reads it. An array of which there
-are copies in host memory needs no record any more, so a checkpoint is where lineage ends; so is an input,
-which the client keeps. What is kept is bounded: the oldest records go first, and what they made can then
-no longer be rebuilt.
+A *record* is a run: the program, what it read, what it made. A record is kept while one of its
+results is *needed*: because the client holds it, or because another kept record reads it. An array
+of which there are copies in host memory needs no record any more, so a checkpoint is where lineage
+ends; so is an input, which the client keeps. What is kept is bounded: the oldest records go first,
+and what they made can then no longer be rebuilt.
 
-Nothing here sends a message: `drain` says which copies and inputs have lost their last reader, and which
-slices the last run that can be run again.
+Nothing here sends a message: `drain` says which copies and inputs have lost their last reader, and
+which slices the last run that can be run again.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import FileSource
 from pw.core.sharding import ArraySpec
+from pw.sched.control.attempts import Attempts
 from pw.sched.control.programs import RegisteredProgram
 
 RECORDS_KEPT = 16_384
@@ -35,7 +35,7 @@ VALUE_BYTES = 256
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class Record(Attempts):
     """One run, so that it can be run again."""
 
     order: int
@@ -45,12 +45,6 @@ class Record:
     results: tuple[int, ...]
     wanted: int = 0
     """Results that are needed."""
-    repeats: int = 0
-    """How often it was run again because hosts were lost."""
-    attempts: int = 0
-    """The same, where repeats that follow each other closely count as one."""
-    attempted_s: float = -math.inf
-    """When the last of these attempts began."""
     weight: int = 0
     """How many values it has read and made, as far as keeping it goes."""
 
@@ -105,6 +99,11 @@ class Lineage:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def maker(self, array: int) -> Record | None:
+        """Return the record that makes an array, if there is one."""
+        origin = self.origins.get(array)
+        return None if origin is None else origin.maker
 
     def programs(self) -> set[int]:
         """Numbers of the programs of all kept records."""
@@ -192,7 +191,7 @@ class Lineage:
         unneeded, self._unneeded = self._unneeded, Unneeded()
         return unneeded
 
-    # --- who still needs whom --------------------------------------------------------------------------
+    # --- who still needs whom ---------------------------------------------------------------------
 
     def _reconsider(self, array: int) -> None:
         """Forget an array that nobody needs, and with it whatever was kept for its sake."""

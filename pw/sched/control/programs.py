@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pw.core.errors import ErrorReport, ProtocolError
 from pw.core.lower import lower, lower_with_memory
 from pw.core.messages import Artifact, InstallProgram, Submit
@@ -223,3 +225,8 @@ def holders(spec: ArraySpec, bindings: Mapping[int, Binding]) -> Home | None:
         return None
     hosts = dict.fromkeys(device.host for device in binding.located(spec.placement))
     return binding.island, tuple(hosts)
+
+
+def said_of(what: str, error: ErrorReport) -> ErrorReport:
+    """Return the same error, about one of the user's objects."""
+    return msgspec.structs.replace(error, message=f"{what}: {error.message}")

@@ -1,33 +1,39 @@
-"""The programs that clients have registered: takes them in, has them installed on their hosts, lets them go.
+"""The programs that clients have registered: has them installed on their hosts, and uninstalled.
 
-A program is lowered when it comes, and again whenever one of its slices is bound to other devices. What is
-wrong with it becomes its error, and that of all its runs; so a client hears of it where it looks for results.
+A program is lowered when it is registered, and again whenever one of its slices is bound to other
+devices. An error in a program is kept with it, and poisons each of its runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from pw.core.actor import Env
+from pw.core.actor import handles
 from pw.core.artifacts import Artifacts
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
-from pw.core.ids import client_of, scheduler_of
-from pw.core.messages import ProgramInstalled, RegisterProgram, UninstallProgram
+from pw.core.ids import Address, client_of, scheduler_of
+from pw.core.messages import (
+    IslandLost,
+    ProgramInstalled,
+    RegisterProgram,
+    ReleaseProgram,
+    SliceBound,
+    UninstallProgram,
+)
 from pw.sched.control.clients import Client
-from pw.sched.control.ledger import Ledger
-from pw.sched.control.programs import RegisteredProgram, check_program
+from pw.sched.control.programs import RegisteredProgram, check_program, said_of
+from pw.sched.control.sessions import ControlPart, Sessions, handles_client
 
 
-class ProgramRegistry:
-    """The controller's part that has programs installed; see the module."""
+class ProgramRegistry(ControlPart):
+    """All programs; see the module."""
 
-    def __init__(self, env: Env, ledger: Ledger) -> None:
-        self._env = env
-        self._ledger = ledger
-        self._artifacts = Artifacts()
+    def __init__(self, sessions: Sessions) -> None:
+        super().__init__(sessions)
+        self.artifacts = Artifacts()
 
-    def register(self, client: Client, message: RegisterProgram) -> None:
-        """Take in a program, and have its hosts compile it."""
+    @handles_client(RegisterProgram)
+    def _register(self, client: Client, message: RegisterProgram) -> None:
         if client_of(message.program) != client.number or message.program in client.programs:
             self._env.count("messages_refused")
             return
@@ -38,7 +44,7 @@ class ProgramRegistry:
             return
         sent = [a for a in message.artifacts if hashlib.sha256(a.blob).digest() == a.digest]
         body = body.with_placed(client.one_spec, lambda placement: placement)
-        program = RegisteredProgram(message.program, body, self._artifacts.of(body, sent))
+        program = RegisteredProgram(message.program, body, self.artifacts.of(body, sent))
         if client.resuming is not None:
             client.resuming.programs[message.program] = program
             if message.released:
@@ -50,59 +56,90 @@ class ProgramRegistry:
                 ProtocolError(f"program {body.name!r} came without all its artifacts")
             )
         else:
-            self.lower(client, program)
+            self._lower(client, program)
 
-    def lower(self, client: Client, program: RegisteredProgram) -> None:
+    def _lower(self, client: Client, program: RegisteredProgram) -> None:
         """Bind a program to devices and have it installed there, if all its slices are bound."""
-        bindings = self._ledger.bindings
+        bindings = self._islands.bindings
         try:
-            foreign = program.slices - client.slices - client.borrowed
-            if foreign:
+            if any(number not in client.slices for number in program.slices):
                 raise NotOwner(
-                    f"the devices that {program.body.name!r} is to run on have been given back; use the ones "
-                    "of another pw.make_virtual_device_set()"
+                    f"the devices that {program.body.name!r} is to run on have been given back; use "
+                    "the ones of another pw.make_virtual_device_set()"
                 )
             unbound = program.slices - bindings.keys()
-            if unbound and unbound <= client.unbound.keys():
+            if unbound and unbound <= client.slices.unbound.keys():
                 return  # it is lowered when they are bound
             if unbound:
                 raise ArrayLost(
-                    f"the devices that {program.body.name!r} is to run on were lost with their island, and "
-                    "have not come back. Ask for others with pw.make_virtual_device_set(); pw.status() shows "
-                    "what is there"
+                    f"the devices that {program.body.name!r} is to run on were lost with their "
+                    "island, and have not come back. Ask for others with "
+                    "pw.make_virtual_device_set(); pw.status() shows what is there"
                 )
             check_program(program.body)
-            installs = program.lower(bindings, self._ledger.limited)
+            installs = program.lower(bindings, self._islands.limited)
         except Error as error:
             program.error = ErrorReport.of(error)
             return
         for island, install in installs:
             self._env.send(scheduler_of(island), install)
 
-    def slice_bound(self, client: Client, number: int) -> None:
-        """A slice has other devices: lower the programs that use it again."""
-        for program in (*client.programs.values(), *client.retired.values()):
-            if number in program.slices:
-                self.lower(client, program)
+    @handles(SliceBound)
+    def _slice_bound(self, sender: Address, message: SliceBound) -> None:
+        """Lower again the programs of a slice that has other devices."""
+        client = self._sessions.owner(message.slice)
+        if client is not None and message.slice in client.slices:
+            for program in (*client.programs.values(), *client.retired.values()):
+                if message.slice in program.slices:
+                    self._lower(client, program)
 
-    def installed(self, message: ProgramInstalled) -> Client | None:
-        """An island's hosts have compiled a program, or cannot; whose work may go on therefore."""
-        client = self._ledger.clients.get(client_of(message.program))
+    @handles(ProgramInstalled)
+    def _installed(self, sender: Address, message: ProgramInstalled) -> None:
+        client = self._sessions.owner(message.program)
         if client is None:
-            return None
+            return
         number = message.program
         program = client.programs.get(number) or client.retired.get(number)
         if program is None or message.install != program.installs:
-            return None
+            return
         program.installing.discard(message.island)
         if message.error is not None:
             program.error = message.error
             program.installing.clear()
-        return client
 
-    def release(self, client: Client, number: int) -> None:
-        """A client needs a program no more."""
-        program = client.programs.pop(number, None)
+    @handles(IslandLost)
+    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+        """Do not wait until an island has compiled that has left its epoch."""
+        for client in self._sessions.clients:
+            for program in (*client.programs.values(), *client.retired.values()):
+                program.installing.discard(message.island)
+
+    def fail(self, client: Client, slices: set[int], error: ErrorReport) -> None:
+        """Refuse from now on to run what needs one of these slices."""
+        for program in client.programs.values():
+            if not slices.isdisjoint(program.slices):
+                program.error = said_of(f"{program.body.name!r} cannot run", error)
+
+    def release(self, client: Client, message: ReleaseProgram) -> None:
+        """A client does not need a program any more, in its order."""
+        program = client.programs.pop(message.program, None)
         if program is not None:
             for island, hosts in program.hosts.items():
-                self._env.send(scheduler_of(island), UninstallProgram(number, hosts))
+                uninstall = UninstallProgram(program.program, hosts)
+                self._env.send(scheduler_of(island), uninstall)
+
+    # --- replays ----------------------------------------------------------------------------------
+
+    def reinstall(self, client: Client, program: RegisteredProgram) -> bool:
+        """Have a program installed for a replay, if it was released; return whether hosts compile it."""
+        if program.program not in client.programs and program.program not in client.retired:
+            client.retired[program.program] = program
+            self._lower(client, program)
+        return bool(program.installing)
+
+    def uninstall_retired(self, client: Client) -> None:
+        """Uninstall the programs that were installed for a replay."""
+        for program in client.retired.values():
+            for island, hosts in program.hosts.items():
+                self._islands.tell(island, UninstallProgram(program.program, hosts))
+        client.retired.clear()

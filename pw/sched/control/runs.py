@@ -1,151 +1,206 @@
-"""The life of a run at the controller: checked, recorded, handed to the schedulers, and credited when it ends.
+"""The runs in flight: submits them to the schedulers, withdraws them, and gives credits back.
 
-A client may have so many runs in flight (`RUN_CREDITS`), and gets a credit back for each that has ended, in
-whatever way. Credits are given back together: a client that has most of them misses none.
+A client may have `RUN_CREDITS` runs in flight, and gets a credit back for each run that has ended,
+in whatever way. Credits are given back together: a client that has most of them misses none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from pw.core.actor import Env
+from pw.core.actor import handles
 from pw.core.errors import Error, ErrorReport
-from pw.core.ids import client_of, scheduler_of
-from pw.core.messages import Run, RunFailed, RunsSettled, SegmentDone
+from pw.core.ids import Address, client_of, scheduler_of
+from pw.core.messages import CancelRun, Run, RunFailed, RunsSettled, RunStatus, SegmentDone
 from pw.core.ticker import Ticker
-from pw.sched.control.clients import NOWHERE, Array, Client, Poisoned, RunState
-from pw.sched.control.ledger import Ledger, drop
-
-RUN_CREDITS = 512
-"""Runs a client may have in flight before its calls block."""
+from pw.sched.control.array_states import Array
+from pw.sched.control.clients import Client
+from pw.sched.control.lineage import Record
+from pw.sched.control.run_checks import Poisoned, check_arguments, check_results, program_of
+from pw.sched.control.run_states import RunEvent, RunInFlight
+from pw.sched.control.sessions import ControlPart, Sessions
 
 CREDITS_AT_ONCE = 64
-"""So many are given back at once; fewer can wait, since a client that has most of its credits misses none."""
+"""So many credits are given back at once."""
 
 CREDITS_S = 0.01
-"""How long credits wait for others: who waits for the end of each run must not be disturbed by each."""
+"""How long fewer credits wait for others, so that not every end of a run disturbs the client."""
+
+RUNS_SHOWN = 16
+"""Runs of each client in a status report."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Note to the controller: credits have waited for others long enough."""
+    """Timer: credits have waited for others long enough."""
 
 
-class Runs:
-    """The controller's part that starts runs and sees them end; see the module.
+class Runs(ControlPart):
+    """The runs in flight of all clients; see the module.
 
     Args:
-        env: of the controller.
-        ledger: what the controller knows.
+        sessions: the clients.
         credits_at_once: credits of a client that do not wait for more.
     """
 
-    def __init__(self, env: Env, ledger: Ledger, credits_at_once: int) -> None:
-        self._env = env
-        self._ledger = ledger
+    def __init__(self, sessions: Sessions, credits_at_once: int) -> None:
+        super().__init__(sessions)
         self._credits_at_once = credits_at_once
-        self._refunds = Ticker(env, CREDITS_S, GiveBack())
-        self._settled: set[int] = set()
-        """Clients that get credits back when this turn ends."""
+        self.in_flight: dict[int, RunInFlight] = {}
+        """In the order in which they were submitted."""
+        self._refunds: Counter[int] = Counter()
+        """Credits that clients get back."""
+        self._due: set[int] = set()
+        """Clients that get theirs when this turn ends."""
+        self._timer = Ticker(self._env, CREDITS_S, GiveBack())
+
+    def count(self, client: Client) -> int:
+        """Return how many credits a client uses."""
+        return sum(run.credited and run.client == client.number for run in self.in_flight.values())
+
+    def status(self) -> tuple[RunStatus, ...]:
+        """Describe the oldest runs in flight of each client."""
+        shown: Counter[int] = Counter()
+        found = []
+        now_s = self._env.now_s()
+        for run in self.in_flight.values():
+            shown[run.client] += 1
+            if shown[run.client] <= RUNS_SHOWN:
+                name = run.record.program.body.name
+                age_s = now_s - run.began_s
+                found.append(
+                    RunStatus(run.record.order, name, run.islands, run.segments_left, age_s)
+                )
+        return tuple(found)
+
+    # --- beginning --------------------------------------------------------------------------------
 
     def start(self, client: Client, message: Run) -> None:
-        """Submit a run to the scheduler of each island that it touches; refuse it if it cannot be."""
+        """Submit a run to the scheduler of each of its islands, or refuse it."""
         if client_of(message.run) != client.number or message.run <= client.last_run:
             self._env.count("messages_duplicate")
             return
         client.last_run = message.run
         try:
-            program = client.program_of(message)
-            awaits = client.check_arguments(program, message.args)
-            homes = client.check_results(program, message.results, self._ledger.bindings)
+            program = program_of(client, message)
+            awaits = check_arguments(client, program, message.args)
+            homes = check_results(client, program, message.results, self._islands.bindings)
         except (Poisoned, Error) as error:
             report = error.report if isinstance(error, Poisoned) else ErrorReport.of(error)
             self.refuse(client, message, report)
-            drop(self._env, self._ledger, client, client.delete(client.donated_to(message)))
+            self._islands.release(client.number, client.delete(client.donated_to(message)))
             return
-        given = [(number, client.take(number)) for number in client.donated_to(message)]
+        given = [(number, client.arrays.take(number)) for number in client.donated_to(message)]
         donated = [(number, array) for number, array in given if array is not None]
         for array, output, home in zip(message.results, program.body.outputs, homes, strict=True):
-            client.arrays[array] = Array(output.spec, *home)
+            client.arrays.add(array, Array(output.spec, *home))
         self._env.count("runs")
         record = client.lineage.add_run(message.run, program, message.args, message.results)
         client.lineage.release(number for number, _ in donated)
-        islands = tuple(program.parts)
-        if not islands:
-            self._settle(client)
+        if not program.parts:
+            self._credit(client.number)
             return
-        client.in_flight += 1
-        self._ledger.runs[message.run] = RunState(
+        self.submit(client, message.run, record, message.args, message.results, awaits, donated)
+
+    def submit(
+        self,
+        client: Client,
+        number: int,
+        record: Record,
+        args: tuple[int | bytes, ...],
+        results: tuple[int, ...],
+        awaits: tuple[int, ...],
+        donated: list[tuple[int, Array]] | None = None,
+    ) -> None:
+        """Put a run in flight. Without `donated` it repeats the `record`, and uses no credit."""
+        program = record.program
+        self.in_flight[number] = RunInFlight(
+            number,
             client.number,
             record,
-            message.args,
-            message.results,
-            islands,
+            args,
+            results,
+            donated or [],
+            tuple(program.parts),
             program.segment_count,
-            donated,
-            began_s=self._env.now_s(),
+            self._env.now_s(),
+            credited=donated is not None,
         )
-        for island, submit in program.submissions(
-            message.run, message.args, message.results, awaits
-        ):
+        for island, submit in program.submissions(number, args, results, awaits):
             self._env.send(scheduler_of(island), submit)
 
     def refuse(self, client: Client, message: Run, error: ErrorReport) -> None:
-        """A run cannot be: its results carry the error. What it was to take away is still there."""
+        """Fail the results of a run that is not submitted. Its arguments stay."""
         for array in message.results:
             if client_of(array) == client.number and array not in client.arrays:
-                client.arrays[array] = Array(NOWHERE, "", (), error=error)
+                client.arrays.add(array, Array.failed(error))
         self._env.count("runs_failed")
         client.lineage.refuse_run(message.run)
         self._env.send(client.address, RunFailed(message.run, message.results, error))
-        self._settle(client)
+        self._credit(client.number)
 
-    def segment_done(self, message: SegmentDone) -> RunState | None:
-        """A segment has ended; the run, if it was the last one."""
-        state = self._ledger.runs.get(message.run)
-        if state is None:
+    # --- ending -----------------------------------------------------------------------------------
+
+    def segment_done(self, message: SegmentDone) -> RunInFlight | None:
+        """Note the end of a segment; return the run if this was its last segment."""
+        run = self.in_flight.get(message.run)
+        if run is None or not run.segment_ended(message.lost):
             return None
-        state.segments_left -= 1
-        state.lost = state.lost or message.lost
-        return None if state.segments_left > 0 else state
+        return run
 
-    def end(self, run: int) -> None:
-        """A run has ended by itself, with all its values."""
-        self.credit(self._ledger.runs.pop(run))
+    def end(self, run: RunInFlight) -> None:
+        """A run has ended with all its values."""
+        run.after(RunEvent.END)
+        self._remove(run)
+
+    def withdraw(
+        self, run: RunInFlight, event: RunEvent, reason: str = "", grace_s: float = 0.0
+    ) -> Client:
+        """End a run before its time on all islands; return its client. What was donated to it goes.
+
+        With a `reason`, the launched part of it must end as well, `grace_s` later at the latest.
+        """
+        run.after(event)
+        for island in run.islands:
+            self._islands.tell(island, CancelRun(run.number, reason, grace_s))
+        client = self._sessions.get(run.client)
+        assert client is not None, "the runs of a client leave with it"
+        given = [(n, array) for n, array in run.donated if not array.awaited]
+        self._islands.release(client.number, given)
+        self._remove(run)
+        return client
 
     def client_left(self, client: Client) -> None:
-        """Forget its runs."""
-        runs = self._ledger.runs
-        for run in [run for run, state in runs.items() if state.client == client.number]:
-            del runs[run]
-        self._settled.discard(client.number)
+        """Forget the runs of a client."""
+        number = client.number
+        self.in_flight = {n: run for n, run in self.in_flight.items() if run.client != number}
+        self._refunds.pop(number, None)
+        self._due.discard(number)
 
-    # --- credits ---------------------------------------------------------------------------------------
+    def _remove(self, run: RunInFlight) -> None:
+        del self.in_flight[run.number]
+        if run.credited:
+            self._credit(run.client)
 
-    def credit(self, state: RunState) -> None:
-        """A run that was in flight has ended, in whatever way."""
-        if state.credited:
-            client = self._ledger.clients[state.client]
-            client.in_flight -= 1
-            self._settle(client)
+    # --- credits ----------------------------------------------------------------------------------
 
-    def _settle(self, client: Client) -> None:
-        client.settled += 1
-        if client.settled >= self._credits_at_once:
-            self._settled.add(client.number)
+    def _credit(self, client: int) -> None:
+        self._refunds[client] += 1
+        if self._refunds[client] >= self._credits_at_once:
+            self._due.add(client)
         else:
-            self._refunds.start()
+            self._timer.start()
 
-    def give_back(self) -> None:
-        """All credits have waited long enough."""
-        self._refunds.ticked(more=False)
-        self._settled.update(n for n, client in self._ledger.clients.items() if client.settled)
+    @handles(GiveBack)
+    def _give_back(self, sender: Address, timer: GiveBack) -> None:
+        self._timer.ticked(more=False)
+        self._due.update(self._refunds)
 
-    def turn_ended(self) -> None:
-        """Send clients the credits that they get back."""
-        for number in self._settled:
-            client = self._ledger.clients.get(number)
+    def send_credits(self) -> None:
+        """Send clients the credits that are due."""
+        for number in self._due:
+            client = self._sessions.get(number)
             if client is not None:
-                self._env.send(client.address, RunsSettled(client.settled))
-                client.settled = 0
-        self._settled.clear()
+                self._env.send(client.address, RunsSettled(self._refunds.pop(number)))
+        self._due.clear()

@@ -1,128 +1,233 @@
-"""Which clients are here: lets them in, knows them by the nodes they call from, and tells schedulers of them.
+"""The clients that are attached, by number and by the node that they call from.
 
-A client that was given up by mistake, or that an earlier controller knew, comes back under its old number; its
-session then tells what it has (`pw.sched.control.recovery.resume`). A client that is not known is told
-so, and may attach again.
+A client that the controller gave up by mistake, or that an earlier controller knew, comes back
+under its old number and then tells what it has (`pw.sched.control.recovery.resume`). A client that
+the controller does not know is told so, and may attach again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Container
+from typing import Any, TypeVar
 
-from pw.core.actor import Env
-from pw.core.ids import Address, scheduler_of
-from pw.core.messages import (
-    AddClient,
-    Attach,
-    Attached,
-    ClientStatus,
-    Directory,
-    Evicted,
-    RemoveClient,
-)
-from pw.sched.control.client_numbers import ClientNumbers
+from pw.core.actor import Env, Part, handles
+from pw.core.ids import Address, client_of, scheduler_of
+from pw.core.messages import AddClient, Attach, Attached, Directory, Evicted, RemoveClient
+from pw.core.messages.links import in_words
 from pw.sched.control.clients import Client
-from pw.sched.control.ledger import Ledger
-from pw.sched.control.runs import RUN_CREDITS
+from pw.sched.control.islands import Islands
+
+RUN_CREDITS = 512
+"""Runs that a client may have in flight before its calls block."""
+
+CLIENT_NUMBERS = 1 << 23
+"""Numbers below this one: an id has 63 bits, and 40 of them are the client's to give."""
+
+GIVEN_KEPT = 1 << 16
+"""Numbers of clients that have left are known until so many others have come: each `pw status` is a client."""
 
 
 def ticket_for(secret: bytes, client: int) -> bytes:
-    """What proves to a host that the controller let this client in."""
+    """Return what proves to a host that the controller let this client in."""
     return hashlib.blake2b(client.to_bytes(8, "big"), key=secret, digest_size=16).digest()
 
 
-class Sessions:
-    """The controller's part that lets clients in; see the module.
+class ClientNumbers:
+    """The numbers that one controller gives to its clients.
 
     Args:
-        env: of the controller.
-        ledger: what the controller knows.
-        secret: what tickets are made with; hosts know it, too.
-        first_client: number of the first client.
+        first: the first one; another start has another one.
+        here: those of the clients that are here.
     """
 
-    def __init__(self, env: Env, ledger: Ledger, secret: bytes, first_client: int) -> None:
-        self._env = env
-        self._ledger = ledger
-        self._secret = secret
-        self._numbers = ClientNumbers(first_client, ledger.clients)
-        self._nodes: dict[str, Client] = {}
-        self._shares: dict[int, tuple[float, int]] = {}
-        """The share and priority of each client."""
-        self._directory = Directory(())
+    def __init__(self, first: int, here: Container[int]) -> None:
+        self.first = first % CLIENT_NUMBERS or 1
+        self._here = here
+        self._next = self.first
+        self._given: OrderedDict[int, str] = OrderedDict()
+        """With the reason why a client left that is not here any more."""
 
-    def __contains__(self, node: str) -> bool:
-        """Whether a client calls from this node, so that it is no host."""
-        return node in self._nodes
+    def take(self, taken: Container[int]) -> int:
+        """A number that is not `taken`."""
+        while self._next in taken or self.is_known(self._next):
+            self._skip()
+        number = self._next
+        self._give(number)
+        self._skip()
+        return number
 
-    def at(self, node: str) -> Client | None:
-        """The client that calls from a node."""
-        return self._nodes.get(node)
+    def _give(self, number: int) -> None:
+        self._given[number] = ""
+        if len(self._given) > GIVEN_KEPT:
+            self._given.popitem(last=False)
 
-    def of(self, sender: Address) -> Client | None:
-        """Whose message it is; strangers are told that they are not known."""
-        client = self._nodes.get(sender.node)
-        if client is None:
-            self._env.count("messages_from_strangers")
-            reason = "the controller does not know this client (any more)"
-            self._env.send(sender, Evicted(reason, may_attach=True))
-        return client
+    def _skip(self) -> None:
+        self._next = (self._next + 1) % CLIENT_NUMBERS or 1
+
+    def claim(self, number: int) -> bool:
+        """A client of an earlier controller has this number; false if it cannot have it (any more)."""
+        if not 0 < number < CLIENT_NUMBERS or self.is_known(number):
+            return False
+        self._give(number)
+        return True
+
+    def left(self, number: int, reason: str) -> None:
+        """The client with this number has left."""
+        if number in self._given:
+            self._given[number] = reason
+
+    def why_gone(self, number: int) -> str:
+        """Why a client that comes back cannot have this number any more."""
+        reason = self._given.get(number)
+        if not reason:
+            return "it does not know this session, nor did the one before it; its arrays are gone"
+        if reason.startswith("silent"):
+            return f"{in_words(reason)}, and was given up"
+        return (
+            f"the connection between them was lost ({in_words(reason)}), and so it was given up. If the "
+            "network was not cut, the controller was paused for longer than its clients wait for it"
+        )
 
     def is_known(self, number: int) -> bool:
         """Whether a client has this number here, or had it not long ago, whatever has become of it."""
+        return number in self._here or number in self._given
+
+
+class Sessions(Part):
+    """The attached clients.
+
+    Args:
+        env: the controller's.
+        islands: their schedulers are told of the clients.
+        secret: makes tickets; hosts know it, too.
+        first_client: number of the first client.
+    """
+
+    def __init__(self, env: Env, islands: Islands, secret: bytes, first_client: int) -> None:
+        self.env = env
+        self.islands = islands
+        self._secret = secret
+        self._clients: dict[int, Client] = {}
+        self._nodes: dict[str, Client] = {}
+        self._numbers = ClientNumbers(first_client, self._clients)
+        self._directory = Directory(())
+
+    @property
+    def clients(self) -> Collection[Client]:
+        """All clients, in the order in which they attached."""
+        return self._clients.values()
+
+    def get(self, number: int) -> Client | None:
+        """Return the client with a number."""
+        return self._clients.get(number)
+
+    def owner(self, identifier: int) -> Client | None:
+        """Return the client that an id belongs to."""
+        return self._clients.get(client_of(identifier))
+
+    def at(self, node: str) -> Client | None:
+        """Return the client that calls from a node."""
+        return self._nodes.get(node)
+
+    def of(self, sender: Address) -> Client | None:
+        """Return the client that sent a message; tell the sender if it is not attached."""
+        client = self._nodes.get(sender.node)
+        if client is None:
+            self.env.count("messages_from_strangers")
+            reason = "the controller does not know this client (any more)"
+            self.env.send(sender, Evicted(reason, may_attach=True))
+        return client
+
+    def is_known(self, number: int) -> bool:
+        """Return whether a client has this number here, or had it not long ago."""
         return self._numbers.is_known(number)
 
     def attach(self, sender: Address, message: Attach, taken: Container[int]) -> Client | None:
-        """Let a client in, if it asks for nothing impossible; new ones get no number that is `taken`."""
+        """Let a client in, unless its old number is gone; a new one gets no number that is `taken`."""
         number = message.resume
         if not number:
             number = self._numbers.take(taken)
         elif not self._numbers.claim(number):
-            self._env.send(sender, Evicted(self._numbers.why_gone(number)))
+            self.env.send(sender, Evicted(self._numbers.why_gone(number)))
             return None
-        client = Client(sender, number, message.name, repeats=self._numbers.first << 16)
-        self._ledger.clients[number] = self._nodes[sender.node] = client
-        self._shares[number] = (message.share, message.priority)
-        for island in self._ledger.schedulers:
-            self._env.send(scheduler_of(island), self._added(number))
+        client = Client(sender, number, message.name, message.share, message.priority)
+        client.repeats = self._numbers.first << 16
+        self._clients[number] = self._nodes[sender.node] = client
+        self.islands.tell_all(AddClient(number, client.share, client.priority))
         event = "client attached again" if message.resume else "client attached"
-        self._env.log("info", event, client=number, node=sender.node, name=message.name)
-        self._env.send(sender, self._directory)
-        self._env.send(
-            sender,
-            Attached(
-                number,
-                ticket_for(self._secret, number),
-                RUN_CREDITS,
-                tuple(sorted(self._ledger.islands)),
-            ),
-        )
+        self.env.log("info", event, client=number, node=sender.node, name=message.name)
+        self.env.send(sender, self._directory)
+        ready = tuple(sorted(self.islands.islands))
+        ticket = ticket_for(self._secret, number)
+        self.env.send(sender, Attached(number, ticket, RUN_CREDITS, ready))
         return client
 
-    def _added(self, number: int) -> AddClient:
-        return AddClient(number, *self._shares[number])
-
-    def status(self) -> tuple[ClientStatus, ...]:
-        """All clients, in numbers."""
-        clients = self._ledger.clients.values()
-        return tuple(client.status(*self._shares[client.number]) for client in clients)
-
     def leave(self, client: Client, reason: str) -> None:
-        """A client is not here any more."""
+        """Forget a client, and have all schedulers forget it."""
         self._numbers.left(client.number, reason)
-        del self._nodes[client.address.node], self._ledger.clients[client.number]
-        del self._shares[client.number]
-        for island in self._ledger.schedulers:
-            self._env.send(scheduler_of(island), RemoveClient(client.number))
+        del self._nodes[client.address.node], self._clients[client.number]
+        self.islands.tell_all(RemoveClient(client.number))
 
     def scheduler_added(self, island: str) -> None:
-        """An island has a scheduler now, which is to know all clients."""
-        for number in self._shares:
-            self._env.send(scheduler_of(island), self._added(number))
+        """Tell a new scheduler of all clients."""
+        for client in self.clients:
+            added = AddClient(client.number, client.share, client.priority)
+            self.env.send(scheduler_of(island), added)
 
-    def hosts_are(self, directory: Directory) -> None:
-        """Tell all clients which hosts there are, also those that come later."""
+    @handles(Directory)
+    def _hosts_are(self, sender: Address, directory: Directory) -> None:
+        """Tell all clients which hosts there are, also those that attach later."""
         self._directory = directory
-        for client in self._ledger.clients.values():
-            self._env.send(client.address, directory)
+        for client in self.clients:
+            self.env.send(client.address, directory)
+
+
+class ControlPart(Part):
+    """Base of the controller's parts: each knows the clients and the islands."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._env = sessions.env
+        self._sessions = sessions
+        self._islands = sessions.islands
+
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def handles_client(*kinds: type) -> Callable[[Method], Callable[..., None]]:
+    """Mark a method `(self, client, message)` of a `ControlPart` for these messages of clients.
+
+    The sender must be attached; if not, it is told so, and the message is dropped.
+    """
+
+    def mark(method: Method) -> Callable[..., None]:
+        @handles(*kinds)
+        def guarded(self: ControlPart, sender: Address, message: Any) -> None:
+            client = self._sessions.of(sender)
+            if client is not None:
+                method(self, client, message)
+
+        return guarded
+
+    return mark
+
+
+def handles_host(*kinds: type) -> Callable[[Method], Callable[..., None]]:
+    """Mark a method `(self, host, message)` of a `ControlPart` for these messages of hosts.
+
+    The same message from a client is counted and dropped.
+    """
+
+    def mark(method: Method) -> Callable[..., None]:
+        @handles(*kinds)
+        def guarded(self: ControlPart, sender: Address, message: Any) -> None:
+            if self._sessions.at(sender.node) is not None:
+                self._env.count("messages_refused")
+            else:
+                method(self, sender.node, message)
+
+        return guarded
+
+    return mark

@@ -1,192 +1,181 @@
-"""Arrays on their way to their hosts: announced by the client, and sent to the hosts by the client itself.
+"""Arrays on their way to their hosts.
 
-    announced (`CreateArray`) -> every host says that its shards are there, or are not (`Uploaded`) -> usable
-
-Either may come first, since they come over different links: what ends early is remembered. An array that is
-read from disk, or brought back after a host was lost (`pw.sched.control.recovery.rebuild`), arrives in
-the same way. An array that is deleted on its way is *doomed*: its hosts drop it when it has arrived.
+A client announces an array in its stream (`CreateArray`) and sends the bytes to the hosts; each
+host reports that it has its shards, or that it will not have them (`Uploaded`). Either may come
+first, since they take different links. An array that is read from files, or that recovery brings
+back, arrives in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pw.core.actor import Env
 from pw.core.errors import INFRASTRUCTURE, ArrayLost, Error, ErrorReport, NotOwner
-from pw.core.ids import client_of, scheduler_of, store_of
+from pw.core.ids import client_of, store_of
 from pw.core.messages import (
     CreateArray,
     DropUploads,
     InputGone,
+    LinkLost,
     RunFailed,
     UploadAgain,
     Uploaded,
     UploadEnded,
 )
-from pw.sched.control.cancelling import RunEnder
-from pw.sched.control.checkpoints.replicas import Copies
-from pw.sched.control.clients import NOWHERE, Array, Client
-from pw.sched.control.ledger import Ledger, drop
+from pw.sched.control.array_states import Array, ArrayState
+from pw.sched.control.checkpoints.replicas import Replicas
+from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.programs import holders
+from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.plan import named
-from pw.sched.control.recovery.rebuild import Rebuilder
+from pw.sched.control.recovery.replay import Replays
+from pw.sched.control.run_ends import RunEnds
+from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
 
 
-class Uploads:
-    """The controller's part that sees arrays arrive; see the module.
-
-    Args:
-        env: of the controller.
-        ledger: what the controller knows.
-        rebuilder: gets in another way what has not arrived.
-        copies: what hosts have in memory, which may not be needed any more.
-        ender: ends the runs that need what does not arrive at all.
-        go_on: goes on with what the client has sent, which may have waited for an array.
-        is_known: whether a client had this number here, whatever has become of it.
-    """
+class Uploads(ControlPart):
+    """Sees arrays arrive; see the module."""
 
     def __init__(
         self,
-        env: Env,
-        ledger: Ledger,
-        rebuilder: Rebuilder,
-        copies: Copies,
-        ender: RunEnder,
-        go_on: Callable[[Client], None],
-        is_known: Callable[[int], bool],
+        sessions: Sessions,
+        replicas: Replicas,
+        losses: Losses,
+        replays: Replays,
+        ends: RunEnds,
     ) -> None:
-        self._env = env
-        self._ledger = ledger
-        self._rebuilder = rebuilder
-        self._copies = copies
-        self._ender = ender
-        self._go_on = go_on
-        self._is_known = is_known
+        super().__init__(sessions)
+        self._replicas = replicas
+        self._losses = losses
+        self._replays = replays
+        self._ends = ends
+
+    # --- announced by the client ------------------------------------------------------------------
 
     def create(self, client: Client, message: CreateArray) -> None:
-        """A client announces an array that it sends to the hosts, or that they are to read."""
-        held = holders(message.spec, self._ledger.bindings)
-        early = client.early_uploads.pop(message.array, {})
+        """A client announces an array that it uploads, or that its hosts are to read."""
+        home = holders(message.spec, self._islands.bindings)
+        reported = client.arrays.announced(message.array)
         if (
             client_of(message.array) != client.number
             or message.array in client.arrays
-            or message.spec.placement.slice not in client.slices
-            or held is None
+            or message.spec.placement.slice not in client.slices.owned
+            or home is None
         ):
-            self._refuse(client, message, early)
+            self._refuse(client, message, reported)
             return
-        island, hosts = held
+        island, hosts = home
         spec = client.one_spec(message.spec)
-        array = Array(spec, island, hosts, frozenset(hosts), input=message.array)
-        client.arrays[message.array] = array
+        array = Array(spec, island, hosts, ArrayState.ARRIVING, frozenset(hosts))
+        client.arrays.add(message.array, array)
         client.lineage.add_input(message.array, spec, message.source)
-        self._env.send(scheduler_of(island), self._ledger.placed(message.array, spec))
-        client.newest_input = max(client.newest_input, message.array)
+        self._islands.place(island, message.array, spec)
         if message.source is not None:
-            array.input = 0
-            self._rebuilder.read(message.array, array, message.source)
+            self._replays.read(message.array, array, message.source)
             return
-        for host, error_report in early.items():
-            self._end(client, message.array, array, host, error_report)
-        sent_elsewhere = message.bound != client.bounds[message.spec.placement.slice]
-        unsure = sent_elsewhere or message.array in client.unsure
-        client.unsure.discard(message.array)
-        if unsure and array.uploading and message.array not in client.lost:
+        array.input = message.array
+        for host, error in reported.items():
+            self._reported(client, message.array, array, host, error)
+        was_bound = client.slices.times_bound.get(message.spec.placement.slice, 0)
+        if (
+            message.bound != was_bound and array.awaited
+        ):  # it went to the hosts of an earlier binding
             self._env.send(client.address, UploadAgain(message.array, message.array))
 
     def _refuse(
-        self, client: Client, message: CreateArray, early: dict[str, ErrorReport | None]
+        self, client: Client, message: CreateArray, reported: dict[str, ErrorReport | None]
     ) -> None:
         self._env.count("messages_refused")
         error: Error = NotOwner(
-            f"the array {message.spec.short} cannot be put where it was to go: these devices have been given "
-            "back; put it on the ones of another pw.make_virtual_device_set()"
+            f"the array {message.spec.short} cannot be put where it was to go: these devices have been "
+            "given back; put it on the ones of another pw.make_virtual_device_set()"
         )
-        placed = holders(message.spec, self._ledger.bindings) is not None
-        if not placed and message.spec.placement.slice in client.slices:
+        is_bound = message.spec.placement.slice in self._islands.bindings
+        if not is_bound and message.spec.placement.slice in client.slices.owned:
             error = ArrayLost(
-                f"the array {message.spec.short} cannot be put where it was to go: a host was lost, and its "
-                "island has not come back. Put it again when it has (see pw.status()), or on other devices"
+                f"the array {message.spec.short} cannot be put where it was to go: a host was lost, and "
+                "its island has not come back. Put it again when it has (see pw.status()), or on other "
+                "devices"
             )
         report = ErrorReport.of(error)
-        client.newest_input = max(client.newest_input, message.array)
-        for host in early:
+        for host in reported:
             self._env.send(store_of(host), DropUploads((message.array,)))
         if client_of(message.array) == client.number and message.array not in client.arrays:
-            client.arrays[message.array] = Array(NOWHERE, "", (), error=report)
+            client.arrays.add(message.array, Array.failed(report))
         self._env.send(client.address, RunFailed(0, (message.array,), report))
 
-    def uploaded(self, host: str, message: Uploaded) -> None:
-        """A host has its shards of an array, or will not have them."""
-        client = self._ledger.clients.get(client_of(message.array))
+    @handles_client(InputGone)
+    def _input_gone(self, client: Client, message: InputGone) -> None:
+        """The client was asked to upload an array again, and has not kept its value."""
+        array = client.arrays.find(message.array)
+        if array is None or not array.awaited:
+            return
+        error = ErrorReport.of(
+            ArrayLost(
+                f"the hosts that had the array {array.spec.short} were lost, and this process has not "
+                "kept the value that it was put there with; pass keep=True to pw.put, or call "
+                "pw.checkpoint"
+            )
+        )
+        for host in tuple(array.awaited):
+            self._reported(client, message.array, array, host, error)
+        self._env.send(client.address, RunFailed(0, (message.array,), error))
+
+    @handles_client(LinkLost)
+    def _link_lost(self, client: Client, message: LinkLost) -> None:
+        """Ask again for what the client sent to a host, because it may not have come there."""
+        for number, array in client.arrays.all():
+            if message.host in array.awaited and array.input:
+                self._env.send(client.address, UploadAgain(array.input, number))
+
+    # --- reported by the hosts --------------------------------------------------------------------
+
+    @handles_host(Uploaded)
+    def _uploaded(self, host: str, message: Uploaded) -> None:
+        number = message.array
+        client = self._sessions.owner(number)
         if client is None:
             self._env.count("messages_stale")
-            if self._is_known(client_of(message.array)):
-                self._env.send(store_of(host), DropUploads((message.array,)))
+            if self._sessions.is_known(client_of(number)):
+                self._env.send(store_of(host), DropUploads((number,)))
             return
-        array = client.arrays.get(message.array) or client.doomed.get(message.array)
-        if array is None and message.again:
+        array = client.arrays.find(number)
+        if array is not None:
+            self._reported(client, number, array, host, message.error)
+        elif message.again:
             self._env.count("messages_stale")  # runs that read it may not have been launched yet
-            return
-        if array is None and (
-            message.array <= client.newest_input or client.is_repeat(message.array)
-        ):
-            self._env.send(store_of(host), DropUploads((message.array,)))
-            return
-        if array is None:
-            client.early_uploads.setdefault(message.array, {})[host] = message.error
-            return
-        self._end(client, message.array, array, host, message.error)
+        elif number <= client.arrays.newest_input or is_repeat(number):
+            self._env.send(store_of(host), DropUploads((number,)))
+        else:
+            client.arrays.unannounced.setdefault(number, {})[host] = message.error
 
-    def _end(
+    def _reported(
         self, client: Client, number: int, array: Array, host: str, error: ErrorReport | None
     ) -> None:
-        if host not in array.uploading:
+        """A host has its shards of an array, or will not have them."""
+        if host not in array.awaited:
             self._env.count("messages_stale")
             return
-        array.uploading -= {host}
+        array.report(host)
         if error is not None and array.error is None:
-            if self._rebuilder.arrival_failed(client, number, array, error):
-                self._tell_schedulers(number)
+            if self._losses.arrival_failed(client, number, array, error):
+                self._islands.tell_all(UploadEnded(number))
                 return
             if error.kind in INFRASTRUCTURE:
                 what = named(array.spec, client.lineage.origins.get(number))
                 lost = ArrayLost(f"{what} could not be brought back: {error.message}")
                 error = ErrorReport.of(lost, error.where)
-            array.error = error
-            self._ender.fail(error, arrays=(number,))
-        if array.uploading:
+            array.fail(error)
+            self._ends.fail(error, arrays=(number,))
+        if array.awaited:
             return
+        was_discarded = client.arrays.arrive(number, array)
         if array.restored:
-            self._copies.arrived(client, number)
-        self._tell_schedulers(number)
-        if client.doomed.pop(number, None) is not None:
-            drop(self._env, self._ledger, client, [(number, array)], late=True)
-        if client.backlog:
-            self._go_on(client)
-
-    def _tell_schedulers(self, number: int) -> None:
-        """Nothing waits for this array any more: it is there, or what needs it was withdrawn."""
-        for island in self._ledger.schedulers:
-            self._env.send(scheduler_of(island), UploadEnded(number))
-
-    def input_gone(self, client: Client, message: InputGone) -> None:
-        """A client was asked to send an array once more, and has not got it any more."""
-        array = client.arrays.get(message.array) or client.doomed.get(message.array)
-        if array is None or not array.uploading:
-            return
-        error = ErrorReport.of(
-            ArrayLost(
-                f"the hosts that had the array {array.spec.short} were lost, and this process has not kept the "
-                "value that it was put there with; pass keep=True to pw.put, or call pw.checkpoint"
-            )
-        )
-        for host in tuple(array.uploading):
-            self._end(client, message.array, array, host, error)
-        self._env.send(client.address, RunFailed(0, (message.array,), error))
+            self._replicas.arrived(client, number)
+        self._islands.tell_all(UploadEnded(number))
+        if was_discarded:
+            self._islands.release(client.number, [(number, array)], late=True)
 
     def host_lost(self, node: str) -> None:
-        """What has ended early on a host is gone with it."""
-        for client in self._ledger.clients.values():
-            for early in client.early_uploads.values():
-                early.pop(node, None)
+        """Forget what a host has reported of uploads that are not announced: they are lost with it."""
+        for client in self._sessions.clients:
+            for reported in client.arrays.unannounced.values():
+                reported.pop(node, None)

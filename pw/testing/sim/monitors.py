@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pw.core.ids import Address, client_of
+from pw.core.ids import Address
 from pw.core.messages import (
     CANCELLED,
     Answered,
@@ -206,7 +206,7 @@ class Monitors:
             return
         kept = self._kept()
         for array in arrays:
-            client = self._cluster.controller.ledger.clients.get(client_of(array))
+            client = self._cluster.controller.sessions.owner(array)
             origin = client.lineage.origins.get(array) if client else None
             for box, _ in origin.spec.distinct_boxes() if origin else ():
                 self._world.checked["survives"] += 1

@@ -20,7 +20,7 @@ import numpy as np
 from pw.core.errors import Error
 from pw.core.ids import arrays_in
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
-from pw.sched.control.checkpoints.replicas import COPIES
+from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.programs import Draft
@@ -153,7 +153,7 @@ class Oracle:
             return said
         lasts = truth.durable and not self._ledger.injected["drain"]  # it has a place
         if not self._copied.isdisjoint(truth.made_of):
-            lasts = lasts and self._ledger.injected["machine crash"] < COPIES
+            lasts = lasts and self._ledger.injected["machine crash"] < REPLICAS
         faults = self._ledger.injected
         restarted = faults["controller killed"] or faults["controller stopped"]
         forgotten = restarted and "given back" in words

@@ -277,7 +277,7 @@ class SimClient(Life):
             return
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
-            known = self.cluster.controller.ledger.clients.get(self.attached.client)
+            known = self.cluster.controller.sessions.get(self.attached.client)
             if known is None or known.recovering or known.backlog:
                 world.after(SETTLED_S, self._check_out, life)
                 return

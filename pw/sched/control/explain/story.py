@@ -1,9 +1,9 @@
 """Tells what schedulers and hosts have reported as one story: the most likely culprit first, then details.
 
-Pure: the same reports give the same words. Everything that can hold up a launched segment on one host is a
-*finding* with a weight; the lightest one of the segment that was launched longest ago is the verdict,
-because what is certainly wrong (nobody answers, a handshake of which only one side knows) weighs less than
-what may just take its time (a computation that runs).
+Pure: the same reports give the same words. Everything that can hold up a launched segment on one
+host is a *finding* with a weight; the lightest one of the segment that was launched longest ago is
+the verdict, because what is certainly wrong (nobody answers, a handshake of which only one side
+knows) weighs less than what may just take its time (a computation that runs).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Story:
                     f"{' and '.join(client.waits_for) or 'its turn'}"
                 )
 
-    # --- the verdict ---------------------------------------------------------------------------------
+    # --- the verdict ------------------------------------------------------------------------------
 
     def _verdict(self) -> str:
         for work in self._oldest:
@@ -206,7 +206,7 @@ class _Story:
         )
         return Finding(BROKEN, peer, words)
 
-    # --- details -------------------------------------------------------------------------------------
+    # --- details ----------------------------------------------------------------------------------
 
     def _work(self) -> Iterator[str]:
         """What is launched, queued and compiled on each island."""

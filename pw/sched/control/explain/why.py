@@ -1,12 +1,12 @@
-"""Why it does not go on: asks the schedulers and the hosts, and tells what they say as one story.
+"""Answers why work does not go on: asks the schedulers and the hosts, and has the story told.
 
-Theory of operation. Launched work waits only for work launched before it (G4). So what holds up everything
-is found at the segment that was launched longest ago and has not ended: some host of its gang has not got
-it, waits for an edge, has not enqueued it, or is in it. The schedulers say which segment that is, and what
-the next ones wait for; then hosts are asked how far they are. A host that waits for an edge points to the
-host at the other end, whose own report is compared with it: that shows a handshake of which only one side
-knows.
-A host that does not answer within `ANSWER_S` is an answer by itself.
+Theory of operation. Launched work waits only for work launched before it (G4). So the oldest launch
+that has not ended holds up everything: a host of its gang has not got it, waits for an edge, has
+not enqueued it, or runs it. The schedulers report that launch and what the next ones wait for; then
+hosts report how far they are. A host that waits for an edge names the host at the other end. The
+reports of both ends are compared, which shows a handshake that only one side knows. That a host
+does not answer within `ANSWER_S` is an answer by itself. What the controller itself waits for is in
+the states of its arrays and clients.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pw.core.actor import Env
+from pw.core.actor import handles
 from pw.core.ids import Address, executor_of, run_name, scheduler_of, serial_of
 from pw.core.messages import (
-    Checkpoint,
     ClientReport,
     Explain,
     ExplainHost,
@@ -30,11 +29,13 @@ from pw.core.messages import (
     IslandReport,
     IslandStatus,
     Run,
-    SaveArrays,
+    Stalled,
 )
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.story import story
-from pw.sched.control.ledger import Ledger
+from pw.sched.control.order import Obstacle, Order
+from pw.sched.control.runs import Runs
+from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
 from pw.sched.island.reports import WORK_TOLD
 
 ANSWER_S = 0.8
@@ -44,7 +45,7 @@ HOSTS_ASKED = 128
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Note to the controller: whoever has not answered by now does not."""
+    """Timer: hosts that have not answered a question by now do not."""
 
     question: int
 
@@ -53,7 +54,7 @@ class Overdue:
 class _Question:
     tell: Callable[[Explanation], None]
     run: int
-    """What is to be explained; 0 for whatever does not go on."""
+    """The run that the question is about; 0 for the oldest launch."""
     hosts_awaited: tuple[str, ...]
     """Hosts from which the asker waits for something."""
     islands: set[str]
@@ -63,46 +64,49 @@ class _Question:
     hosts: dict[str, HostReport] = field(default_factory=dict)
 
 
-class Explainer:
-    """The controller's part that answers `Explain`.
+class Explainer(ControlPart):
+    """Answers `Explain`; see the module.
 
     Args:
-        env: the controller's.
-        ledger: what the controller knows.
+        sessions: the clients.
+        runs: those in flight.
+        order: knows what clients' messages wait for.
         island_status: describes all islands.
         heard_s: seconds since a node was heard last; None if that is not known.
     """
 
     def __init__(
         self,
-        env: Env,
-        ledger: Ledger,
+        sessions: Sessions,
+        runs: Runs,
+        order: Order,
         island_status: Callable[[], tuple[IslandStatus, ...]],
         heard_s: Callable[[str], float | None],
     ) -> None:
-        self._env = env
-        self._ledger = ledger
+        super().__init__(sessions)
+        self._runs = runs
+        self._order = order
         self._island_status = island_status
         self._heard_s = heard_s
         self._questions: dict[int, _Question] = {}
         self._asked = 0
         self._logging = False
 
-    def answer(self, asker: Address, message: Explain) -> None:
-        """A client asks."""
-
+    @handles_client(Explain)
+    def _explain(self, client: Client, message: Explain) -> None:
         def tell(explanation: Explanation) -> None:
             answer = msgspec.structs.replace(explanation, request=message.request)
-            self._env.send(asker, answer)
+            self._env.send(client.address, answer)
 
         self._ask(tell, hosts_awaited=message.hosts)
 
     def explain_run(self, run: int, tell: Callable[[str], None]) -> None:
-        """Find out why a run has not ended."""
+        """Tell in words why a run has not ended, at once or later."""
         self._ask(lambda explanation: tell(explanation.text), run=run)
 
-    def log(self) -> None:
-        """Something has stalled: find out why and write it to the log, unless that is under way."""
+    @handles(Stalled)
+    def _stalled(self, sender: Address, message: Stalled) -> None:
+        """Write to the log why work does not go on, unless that is under way."""
         self._env.count("stalls")
         if not self._logging:
             self._logging = True
@@ -121,17 +125,18 @@ class Explainer:
         hosts_awaited: tuple[str, ...] = (),
     ) -> None:
         self._asked += 1
-        question = _Question(tell, run, hosts_awaited, set(self._ledger.schedulers))
+        question = _Question(tell, run, hosts_awaited, set(self._islands.schedulers))
         self._questions[self._asked] = question
-        for island in sorted(self._ledger.schedulers):
+        for island in sorted(self._islands.schedulers):
             self._env.send(scheduler_of(island), ExplainIsland(self._asked, run))
         if not question.islands:
             self._finish(self._asked)
         else:
             self._env.call_later(ANSWER_S, Overdue(self._asked))
 
-    def island_reported(self, message: IslandReport) -> None:
-        """A scheduler has answered; when all have, it is the hosts' turn."""
+    @handles(IslandReport)
+    def _island_reported(self, sender: Address, message: IslandReport) -> None:
+        """A scheduler has answered; when all have, ask the hosts."""
         question = self._questions.get(message.request)
         if question is None:
             return
@@ -158,7 +163,8 @@ class Explainer:
         if not hosts:
             self._finish(number)
 
-    def host_reported(self, host: str, message: HostReport) -> None:
+    @handles_host(HostReport)
+    def _host_reported(self, host: str, message: HostReport) -> None:
         """A host has answered."""
         question = self._questions.get(message.request)
         if question is None or host not in question.asked or message.host != host:
@@ -168,10 +174,10 @@ class Explainer:
         if len(question.hosts) == len(question.asked):
             self._finish(message.request)
 
-    def overdue(self, note: Overdue) -> None:
-        """Tell what is known by now."""
-        if note.question in self._questions:
-            self._finish(note.question)
+    @handles(Overdue)
+    def _overdue(self, sender: Address, timer: Overdue) -> None:
+        if timer.question in self._questions:
+            self._finish(timer.question)
 
     def _finish(self, number: int) -> None:
         question = self._questions.pop(number)
@@ -186,62 +192,48 @@ class Explainer:
             tuple(sorted(question.work, key=lambda report: report.island)),
             tuple(question.hosts[host] for host in sorted(question.hosts)),
             tuple(silent),
-            tuple(self._about(client) for client in self._ledger.clients.values()),
+            tuple(self._about(client) for client in self._sessions.clients),
         )
         lines = story(facts, question.hosts_awaited, question.run, self._run_name)
         question.tell(msgspec.structs.replace(facts, text="\n".join(lines)))
 
-    def _run_name(self, run: int) -> str:
-        """A run that is run again is still the same to its user."""
-        state = self._ledger.runs.get(run)
-        if state is None or state.record.order == run:
-            return run_name(run)
-        return f"{run_name(state.record.order)}, run again,"
+    def _run_name(self, number: int) -> str:
+        """Return the name of the user's run, also where another run repeats it."""
+        run = self._runs.in_flight.get(number)
+        if run is None or run.record.order == number:
+            return run_name(number)
+        return f"{run_name(run.record.order)}, run again,"
 
-    # --- clients -------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------
 
     def _about(self, client: Client) -> ClientReport:
         return ClientReport(
             client.number,
             client.name,
-            client.in_flight,
+            self._runs.count(client),
             len(client.backlog),
-            tuple(self._obstacles(client)),
+            tuple(self._waits_for(client)),
         )
 
-    def _obstacles(self, client: Client) -> Iterator[str]:
-        """What keeps the client's stream from being looked at, and its work from being queued."""
-        if client.unbound:
-            count = len(client.unbound)
+    def _waits_for(self, client: Client) -> Iterator[str]:
+        """What a client waits for at the controller."""
+        if client.slices.unbound:
+            count = len(client.slices.unbound)
             yield f"lost hosts of the island of {count} slice{'' if count == 1 else 's'}"
-        elif client.lost:
-            programs = [*client.programs.values(), *client.retired.values()]
-            names = sorted({p.body.name for p in programs if p.installing})
-            yield f"{len(client.lost)} lost arrays to be made again" + (
-                f", when {', '.join(map(repr, names))} has been compiled" if names else ""
-            )
+        elif client.arrays.lost:
+            programs = (*client.programs.values(), *client.retired.values())
+            names = sorted({repr(p.body.name) for p in programs if p.installing})
+            when = f", when {', '.join(names)} has been compiled" if names else ""
+            yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
         head = client.backlog[0] if client.backlog else None
-        if isinstance(head, Run):
-            program = client.programs.get(head.program)
-            if program is not None and program.installing:
-                where = ", ".join(sorted(program.installing))
-                yield f"the compilation of {program.body.name!r} on {where}"
-        elif isinstance(head, (Checkpoint, SaveArrays)):
-            if client.awaits_uploads(head):
-                yield "the uploads of what it checkpoints"
-            elif client.awaits_checkpoints(head):
-                doing = "written to disk" if isinstance(head, SaveArrays) else "copied"
-                yield (
-                    f"{client.unanswered[type(head)]} checkpoints that are still being {doing}, which takes "
-                    "longer than the time between them"
-                )
-            elif isinstance(head, SaveArrays) and not client.recovering:
-                yield f"an earlier checkpoint to be put in its place at {head.path}"
-        arriving = [
-            (number, array)
-            for number, array in (*client.arrays.items(), *client.doomed.items())
-            if array.uploading
-        ]
-        for number, array in arriving[:WORK_TOLD]:
-            hosts = ", ".join(sorted(array.uploading))
-            yield f"array {serial_of(number)} to arrive on {hosts}"
+        obstacle = None if head is None else self._order.obstacle(client, head)
+        if obstacle is Obstacle.COMPILATION and isinstance(head, Run):
+            program = client.programs[head.program]
+            where = ", ".join(sorted(program.installing))
+            yield f"the compilation of {program.body.name!r} on {where}"
+        elif obstacle not in (None, Obstacle.RECOVERY):
+            yield str(obstacle)
+        for number, array in list(client.arrays.arriving())[:WORK_TOLD]:
+            hosts = ", ".join(sorted(array.awaited))
+            before = f" ({array.history})" if array.past else ""
+            yield f"array {serial_of(number)} to arrive on {hosts}{before}"

@@ -1,8 +1,8 @@
-"""What to do about arrays that were lost with a host: a pure function.
+"""Plans how to bring back arrays that were lost with a host: a pure function.
 
-From the arrays that are lost and still held, it works backwards through the lineage to what exists: arrays
-that are where they were, copies in host memory, and inputs that the client has kept. What must be
-run again comes out in the order of the original runs, so that everything a run reads is there before it.
+It goes backwards through the lineage, from the lost arrays that the client holds, to what exists:
+arrays on their hosts, replicas in host memory, and inputs that the client has kept. Runs come out
+in their original order, so that each finds what it reads.
 """
 
 from __future__ import annotations
@@ -13,64 +13,46 @@ from dataclasses import dataclass, field
 from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import Source
-from pw.core.sharding import ArraySpec, Box
-from pw.sched.control.clients import Array
+from pw.core.sharding import ArraySpec
+from pw.sched.control.attempts import ATTEMPTS
+from pw.sched.control.checkpoints.replicas import ReplicaMap, sources_of
 from pw.sched.control.lineage import Lineage, Origin, Record
-
-ATTEMPTS = 16
-"""How often one run is run again, or one array brought again, before its arrays are given up."""
-ANEW_S = 60.0
-"""When the last attempt was so long ago, it was not in vain: attempts are counted from the beginning."""
-
-Copies = Mapping[int, Mapping[str, frozenset[Box]]]
-"""Boxes of arrays in host memory, by array and host."""
 
 
 @dataclass(slots=True)
 class RecoveryPlan:
-    """How to get lost arrays back."""
+    """How to bring lost arrays back."""
 
     restores: dict[int, tuple[Source, ...]] = field(default_factory=dict)
-    """Arrays to be made from copies."""
+    """Arrays that are made from replicas."""
     uploads: list[int] = field(default_factory=list)
-    """Inputs to be asked for again."""
+    """Inputs that the client uploads again, or that are read from files."""
     runs: list[Record] = field(default_factory=list)
-    """To be run again, in this order."""
+    """Runs that are run again, in this order."""
     lost: dict[int, ErrorReport] = field(default_factory=dict)
-    """What cannot be had back, and why."""
-
-
-def sources_of(spec: ArraySpec, copies: Mapping[str, frozenset[Box]]) -> tuple[Source, ...] | None:
-    """Who has which box of an array in host memory; None if a box is missing."""
-    sources = []
-    for box, _ in spec.distinct_boxes():
-        there = [Source(box, host) for host, boxes in copies.items() if box in boxes]
-        if not there:
-            return None
-        sources += there
-    return tuple(sources)
+    """Arrays that cannot be brought back, and why."""
 
 
 def plan_recovery(
     lineage: Lineage,
     wanted: Iterable[int],
     exists: Callable[[int], bool],
-    copies: Copies,
+    replicas: ReplicaMap,
     why: Mapping[int, ErrorReport],
     bound: Callable[[int], bool] = lambda slice: True,
     failed: Callable[[int], ErrorReport | None] = lambda array: None,
     now_s: float = 0.0,
 ) -> RecoveryPlan:
-    """How to get the `wanted` arrays back.
+    """Return how to bring back the `wanted` arrays.
 
     Args:
         lineage: where the client's arrays came from.
         wanted: lost arrays that the client holds.
-        exists: whether an array is on devices, and good.
-        copies: what is in host memory, and on which hosts.
-        why: how an array was lost, where that is known.
-        bound: whether a slice has devices, or can have them; its island may have been given up.
-        failed: how an array that the client holds has failed for good.
+        exists: whether an array is on its hosts or arrives there.
+        replicas: the boxes in host memory.
+        why: why an array was lost, where that is known.
+        bound: whether a slice has devices, or can have them.
+        failed: the error of an array that failed.
         now_s: the time.
     """
     plan = RecoveryPlan()
@@ -83,7 +65,7 @@ def plan_recovery(
             continue
         seen.add(array)
         origin = lineage.origins.get(array)
-        sources = sources_of(origin.spec, copies.get(array, {})) if origin else None
+        sources = sources_of(origin.spec, replicas.get(array, {})) if origin else None
         if origin is not None and not bound(origin.spec.placement.slice):
             plan.lost[array] = _lost(origin, why.get(array), _NOWHERE)
         elif sources is not None:
@@ -94,7 +76,7 @@ def plan_recovery(
             plan.uploads.append(array)
         elif any(c.python for c in origin.maker.program.body.computations):
             plan.lost[array] = _lost(origin, why.get(array), _IMPURE)
-        elif is_in_vain(origin.maker, now_s):
+        elif origin.maker.in_vain(now_s):
             plan.lost[array] = _lost(origin, why.get(array), _IN_VAIN)
         elif not all(map(bound, origin.maker.program.slices)):
             plan.lost[array] = _lost(origin, why.get(array), _NOWHERE)
@@ -113,14 +95,9 @@ def plan_recovery(
     return plan
 
 
-def is_in_vain(tried: Record | Array, now_s: float) -> bool:
-    """Whether something was tried so often, with no long time between, that it is given up."""
-    return tried.attempts >= ATTEMPTS and now_s - tried.attempted_s < ANEW_S
-
-
 _NO_ORIGIN = (
-    "there are no copies of it, and how it was made is not known any more. Call pw.checkpoint on what "
-    "a program cannot do without"
+    "there are no replicas of it, and how it was made is not known any more. Call pw.checkpoint on "
+    "the arrays that your program cannot do without"
 )
 _NOWHERE = (
     "the devices on which it lay, or something that it is made of, did not come back, or were given back. Put "
@@ -137,7 +114,7 @@ _IN_VAIN = (
 
 
 def named(spec: ArraySpec, origin: Origin | None) -> str:
-    """What a message calls an array of a client: what it is, and where the client has it from."""
+    """Return what a message calls an array: its shape, and where the client has it from."""
     if origin is not None and origin.maker is not None:
         return f"the array {spec.short} that {origin.maker.program.body.name!r} made"
     if origin is not None and origin.source is not None:

@@ -1,0 +1,207 @@
+"""Checkpoints in host memory that are under way.
+
+A checkpoint has every box of its arrays copied to host memory, on the host that has it and on
+another one. It is answered when each of those hosts has said that it keeps its part (`Holdings`).
+It does not wait for hosts that are lost or refuse, and then its answer is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pw.core.actor import handles
+from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner
+from pw.core.ids import Address, client_of, scheduler_of, store_of
+from pw.core.messages import (
+    Answered,
+    Checkpoint,
+    Copy,
+    CopyArrays,
+    Directory,
+    Holdings,
+    IslandLost,
+    OfferReplica,
+)
+from pw.core.sharding import Box
+from pw.sched.control.checkpoints.replicas import OfferAgain, Replicas
+from pw.sched.control.clients import Client
+from pw.sched.control.sessions import ControlPart, Sessions, handles_host
+
+
+@dataclass(slots=True, eq=False)
+class _Copying:
+    """A checkpoint under way: the boxes that hosts have not confirmed."""
+
+    client: Client
+    request: int
+    missing: dict[int, set[tuple[str, Box]]] = field(default_factory=dict)
+    """By array: which host is to keep which box."""
+    givers: dict[tuple[int, Box], str] = field(default_factory=dict)
+    """The host that has a box on a device, and gives it to the others."""
+    islands: dict[str, str] = field(default_factory=dict)
+    """The islands of the givers."""
+    incomplete: set[int] = field(default_factory=set)
+    """Arrays of which a replica has not been made: their lineage is still needed."""
+    error: ErrorReport | None = None
+
+    def without(self, node: str, array: int) -> bool:
+        """Do not wait for a host with an array; return whether it was to keep or give some."""
+        missing = self.missing[array]
+        left = {
+            (keeper, box)
+            for keeper, box in missing
+            if node not in (keeper, self.givers[array, box])
+        }
+        self.missing[array] = left
+        if left != missing:
+            self.incomplete.add(array)
+        return left != missing
+
+
+class Checkpoints(ControlPart):
+    """All checkpoints in host memory that are under way; see the module."""
+
+    def __init__(self, sessions: Sessions, replicas: Replicas) -> None:
+        super().__init__(sessions)
+        self._replicas = replicas
+        self._under_way: list[_Copying] = []
+        self._hosts: tuple[str, ...] = ()
+
+    def count(self, client: Client) -> int:
+        """Return how many checkpoints of a client are under way."""
+        return sum(copying.client is client for copying in self._under_way)
+
+    def begin(self, client: Client, message: Checkpoint) -> None:
+        """Have arrays copied to host memory, after the client's earlier work."""
+        copying = _Copying(client, message.request)
+        by_island: dict[str, list[tuple[str, Copy]]] = {}
+        for number in dict.fromkeys(message.arrays):
+            array = client.arrays.get(number)
+            origin = client.lineage.origins.get(number)
+            if (
+                array is None
+                and origin is not None  # an earlier controller was asked the same
+                and self._replicas.are_complete(number, origin.spec)
+            ):
+                client.lineage.copied(number)
+                continue
+            error = objection(client, number)
+            if array is None or error is not None:
+                copying.error = error
+                continue
+            devices = self._islands.located(array.spec)
+            chosen: dict[str, list[int]] = {}
+            for _, positions in array.spec.distinct_boxes():
+                chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
+            missing = copying.missing.setdefault(number, set())
+            for host, at in chosen.items():
+                targets = self._replicas.targets(number, host, array.hosts)
+                copying.islands[host] = array.island
+                copy = Copy(number, array.spec, devices, tuple(at), targets)
+                by_island.setdefault(array.island, []).append((host, copy))
+                for position in at:
+                    box = array.spec.box(position)
+                    copying.givers[number, box] = host
+                    missing |= {(keeper, box) for keeper in (host, *targets)}
+        for island, copies in by_island.items():
+            self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
+        self._replicas.keep_offering()
+        self._under_way.append(copying)
+        self._check(copying)
+
+    @handles(OfferAgain)
+    def _offer_again(self, sender: Address, timer: OfferAgain) -> None:
+        """Tell hosts again what they are to keep, because the first offer may have been lost."""
+        for copying in self._under_way:
+            for array, missing in copying.missing.items():
+                origin = copying.client.lineage.origins.get(array)
+                if origin is None:
+                    continue
+                for keeper, box in sorted(missing):
+                    giver = copying.givers[array, box]
+                    if keeper != giver and self._replicas.has(giver, array, box):
+                        offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
+                        self._env.send(store_of(keeper), offer)
+        if self._under_way:
+            self._replicas.keep_offering()
+
+    @handles_host(Holdings)
+    def _holds(self, host: str, message: Holdings) -> None:
+        """A host keeps what it was to keep, or refuses, and says why."""
+        for copying in list(self._under_way):
+            for holding in message.holdings:
+                missing = copying.missing.get(holding.array)
+                if missing is not None and holding.boxes:
+                    missing -= {(host, box) for box in holding.boxes}
+                elif missing is not None and copying.without(host, holding.array):
+                    array = copying.client.arrays.get(holding.array)
+                    known = None if array is None else array.error
+                    copying.error = copying.error or known or holding.error
+            self._check(copying)
+
+    @handles(Directory)
+    def _hosts_are(self, sender: Address, directory: Directory) -> None:
+        before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
+        gone = [host for host in before if host not in self._hosts]
+        for copying in list(self._under_way):
+            self._go_on_without(copying, gone)
+
+    @handles(IslandLost)
+    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+        for copying in list(self._under_way):
+            leave = [host for host, island in copying.islands.items() if island == message.island]
+            self._go_on_without(copying, leave)
+
+    def host_lost(self, node: str) -> None:
+        """No checkpoint waits for a host that is lost."""
+        for copying in list(self._under_way):
+            self._go_on_without(copying, (node,))
+
+    def _go_on_without(self, copying: _Copying, gone: Iterable[str]) -> None:
+        for node in gone:
+            cut = [copying.without(node, array) for array in copying.missing]
+            if any(cut):
+                copying.error = ErrorReport.of(
+                    HostLost(f"host {node} was lost while arrays were copied to or from it")
+                )
+        self._check(copying)
+
+    def forget(self, client: Client, arrays: Sequence[int]) -> None:
+        """Do not wait for arrays that nothing needs any more: what is dropped arrives nowhere."""
+        for copying in [copying for copying in self._under_way if copying.client is client]:
+            for array in arrays:
+                copying.missing.pop(array, None)
+            self._check(copying)
+
+    def client_left(self, client: Client) -> None:
+        """Forget the checkpoints of a client."""
+        self._under_way = [copying for copying in self._under_way if copying.client is not client]
+
+    def _check(self, copying: _Copying) -> None:
+        """Note the arrays that have all their replicas, and answer when all have."""
+        lineage = copying.client.lineage
+        for array in [array for array, missing in copying.missing.items() if not missing]:
+            del copying.missing[array]
+            origin = lineage.origins.get(array)
+            if origin is None or array in copying.incomplete:
+                continue
+            if self._replicas.are_complete(array, origin.spec):
+                lineage.copied(array)
+        if not copying.missing and copying in self._under_way:
+            self._under_way.remove(copying)
+            self._env.send(copying.client.address, Answered(copying.request, copying.error))
+
+
+def objection(client: Client, number: int) -> ErrorReport | None:
+    """Return why an array cannot be checkpointed."""
+    if client_of(number) != client.number:
+        return ErrorReport.of(NotOwner("pw.checkpoint was given an array of another client"))
+    array = client.arrays.get(number)
+    if array is None:
+        return ErrorReport.of(
+            ArrayDeleted(
+                "pw.checkpoint was given an array that was deleted, or donated to a computation, before"
+            )
+        )
+    return array.error

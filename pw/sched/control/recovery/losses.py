@@ -1,0 +1,132 @@
+"""What was lost with a host: marks the arrays, and withdraws the runs that need them.
+
+When an island leaves its epoch, each run in flight that needs it is withdrawn on all its islands.
+The results of those runs are lost, as is every array that lay on the island. The same happens to a
+single array that a host has not got, and to an upload that did not reach its hosts. `rebuild`
+brings back what is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pw.core.actor import handles
+from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
+from pw.core.ids import Address, arrays_in
+from pw.core.messages import ArraysLost, IslandLost, RunFailed
+from pw.sched.control.array_states import Array
+from pw.sched.control.attempts import pause_s
+from pw.sched.control.clients import Client
+from pw.sched.control.recovery.plan import named
+from pw.sched.control.run_states import RunEvent, RunInFlight
+from pw.sched.control.runs import Runs
+from pw.sched.control.sessions import ControlPart, Sessions, handles_host
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """Timer: rebuild what this client has lost."""
+
+    client: int
+
+
+class Losses(ControlPart):
+    """Finds what is lost; see the module."""
+
+    def __init__(self, sessions: Sessions, runs: Runs) -> None:
+        super().__init__(sessions)
+        self._runs = runs
+
+    @handles(IslandLost)
+    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+        arriving: set[int] = set()
+        for client in self._sessions.clients:
+            for number, array in list(client.arrays.all()):
+                has_failed = array.error is not None and number in client.arrays
+                if array.island != message.island or has_failed:
+                    continue
+                if array.awaited:
+                    arriving.add(number)
+                client.arrays.lose(number, message.error, island=True)
+        self._interrupt(message.error, island=message.island, arrays=arriving)
+
+    def _interrupt(
+        self,
+        error: ErrorReport,
+        *,
+        island: str = "",
+        runs: Iterable[int] = (),
+        arrays: Iterable[int] = (),
+    ) -> None:
+        """Withdraw the runs in flight that need this island, or are these, and all that need their results.
+
+        Also those that need one of these arrays, which do not arrive: a run waits for all its
+        arguments, even for one on another island that it does not read.
+        """
+        chosen, lost = set(runs), set(arrays)
+        for run in list(self._runs.in_flight.values()):
+            needs_lost = not lost.isdisjoint(arrays_in(run.args))
+            if run.number not in chosen and island not in run.islands and not needs_lost:
+                continue
+            lost.update(run.results)
+            client = self._runs.withdraw(run, RunEvent.LOSE)
+            for number in run.results:
+                array = client.arrays.get(number)
+                if array is not None and array.error is None and not array.is_lost:
+                    client.arrays.lose(number, error)
+
+    def run_lost(self, run: RunInFlight, error: ErrorReport) -> None:
+        """A run has ended without its values: have it run again, with what needs it."""
+        self._interrupt(error, runs=(run.number,))
+        self._try_again(run.client, run.record.tries)
+
+    def _try_again(self, client: int, tries: int) -> None:
+        self._env.call_later(pause_s(tries), Proceed(client))
+
+    @handles_host(ArraysLost)
+    def _arrays_lost(self, host: str, message: ArraysLost) -> None:
+        for number in message.arrays:
+            client = self._sessions.owner(number)
+            if client is None:
+                self._env.count("messages_stale")
+            else:
+                self._array_lost(client, number)
+
+    def _array_lost(self, client: Client, number: int) -> None:
+        """A host has not got an array, which may be known."""
+        array = client.arrays.get(number)
+        if array is None:
+            return
+        if array.error is not None:
+            self._env.send(client.address, RunFailed(0, (number,), array.error))
+            return
+        if array.awaited or array.is_lost:
+            return
+        origin = client.lineage.origins.get(number)
+        words = f"a host was lost while it sent what {named(array.spec, origin)} is made of"
+        error = ErrorReport.of(HostLost(words))
+        making = [run for run in self._runs.in_flight.values() if number in run.results]
+        for run in making:
+            run.spoil(error)  # it is run again when all its segments have ended
+        if not making:
+            client.arrays.lose(number, error)
+            maker = origin.maker if origin is not None else None
+            if maker is None:
+                array.count(self._env.now_s())
+            self._try_again(client.number, (maker or array).tries)
+
+    def arrival_failed(self, client: Client, number: int, array: Array, error: ErrorReport) -> bool:
+        """Lose an array that did not reach a host; return False if it is not brought again."""
+        now_s = self._env.now_s()
+        if error.kind not in INFRASTRUCTURE or array.in_vain(now_s):
+            return False
+        array.restored = True
+        array.count(now_s)
+        client.arrays.lose(number, error)
+        if number not in client.arrays:  # other hosts may have their shards
+            self._islands.release(client.number, [(number, array)], late=True)
+        needing = [run.number for run in self._runs.in_flight.values() if number in run.args]
+        self._interrupt(error, runs=needing)
+        self._try_again(client.number, array.tries)
+        return True

@@ -1,0 +1,153 @@
+"""Carries out a recovery plan: restores arrays, asks for uploads again, and repeats runs.
+
+Repeated runs have numbers of their own, so that no edge of an earlier attempt is taken for one of
+theirs. An array that the client holds is made under the id that the client knows; the hosts replace
+what they have under that id. An array that is only needed on the way gets a new id, because hosts
+may be about to drop what they have under the old one.
+"""
+
+from __future__ import annotations
+
+from pw.core.errors import ErrorReport
+from pw.core.ids import arrays_in, store_of
+from pw.core.messages import FileSource, ReadArray, Restore, RunFailed, Source, UploadAgain
+from pw.sched.control.array_states import Array, ArrayState
+from pw.sched.control.clients import Client
+from pw.sched.control.lineage import Record
+from pw.sched.control.programs import holders
+from pw.sched.control.recovery.plan import RecoveryPlan
+from pw.sched.control.registry import ProgramRegistry
+from pw.sched.control.runs import Runs
+from pw.sched.control.sessions import ControlPart, Sessions
+
+
+class Replays(ControlPart):
+    """Carries out recovery plans; see the module."""
+
+    def __init__(self, sessions: Sessions, registry: ProgramRegistry, runs: Runs) -> None:
+        super().__init__(sessions)
+        self._registry = registry
+        self._runs = runs
+
+    def carry_out(self, client: Client, plan: RecoveryPlan) -> None:
+        """Bring back what a plan says, on slices that are bound and with programs that are compiled."""
+        if plan.restores or plan.uploads or plan.runs:
+            self._env.log(
+                "info",
+                "rebuilding",
+                client=client.number,
+                from_replicas=len(plan.restores),
+                from_client=len(plan.uploads),
+                runs=len(plan.runs),
+            )
+        names: dict[int, int] = {}
+        for number, sources in plan.restores.items():
+            self._restore(client, number, sources, names)
+        for number in plan.uploads:
+            name, array = self._bring(client, number, names)
+            source = client.lineage.origins[number].source
+            if source is not None:
+                self.read(name, array, source)
+                continue
+            array.input = number
+            self._env.send(client.address, UploadAgain(number, name))
+        temporary: list[tuple[int, Array]] = []
+        failed: dict[int, ErrorReport] = {}
+        for record in plan.runs:
+            self._repeat(client, record, names, failed, temporary)
+        for number, error in failed.items():
+            if number in client.arrays.lost:
+                client.arrays.fail((number,), error)
+                self._env.send(client.address, RunFailed(0, (number,), error))
+        self._islands.release(client.number, temporary)
+        self._registry.uninstall_retired(client)
+
+    def _restore(
+        self,
+        client: Client,
+        number: int,
+        sources: tuple[Source, ...],
+        names: dict[int, int],
+    ) -> None:
+        """Have the hosts of an array make it from replicas."""
+        name, array = self._bring(client, number, names)
+        array.restored = True
+        array.input = 0
+        devices = self._islands.located(array.spec)
+        for host in array.hosts:
+            boxes = {
+                array.spec.box(position)
+                for position, device in enumerate(devices)
+                if device.host == host
+            }
+            chosen = tuple(source for source in sources if source.box in boxes)
+            restore = Restore(name, number, array.spec, devices, chosen)
+            self._env.send(store_of(host), restore)
+        self._env.count("arrays_restored")
+
+    def _bring(self, client: Client, number: int, names: dict[int, int]) -> tuple[int, Array]:
+        """Expect an array on its hosts; return it with its id.
+
+        An array that the client does not hold, or that has failed for good, is only needed for runs
+        that are repeated: it is discarded when it has arrived.
+        """
+        spec = client.lineage.origins[number].spec
+        home = holders(spec, self._islands.bindings)
+        assert home is not None, "slices are bound before anything is rebuilt"
+        array = client.arrays.get(number)
+        if array is not None and array.is_lost:
+            client.arrays.bring(number, *home)
+        else:
+            names[number] = number = client.new_id()
+            array = client.arrays.discarded[number] = Array(
+                spec, *home, ArrayState.DISCARDED, frozenset(home[1])
+            )
+        self._islands.place(array.island, number, spec)
+        return number, array
+
+    def read(self, number: int, array: Array, source: FileSource) -> None:
+        """Have the hosts of an array read it from files."""
+        devices = self._islands.located(array.spec)
+        for host in array.hosts:
+            self._env.send(store_of(host), ReadArray(number, source, array.spec, devices))
+
+    def _repeat(
+        self,
+        client: Client,
+        record: Record,
+        names: dict[int, int],
+        failed: dict[int, ErrorReport],
+        temporary: list[tuple[int, Array]],
+    ) -> None:
+        """Run a record again, under a new number."""
+        program = record.program
+        error = program.error or next(
+            (failed[arg] for arg in arrays_in(record.args) if arg in failed), None
+        )
+        if error is not None:
+            failed.update(dict.fromkeys(record.results, error))
+            return
+        record.count(self._env.now_s())
+        args = tuple(names.get(arg, arg) if isinstance(arg, int) else arg for arg in record.args)
+        arriving = []
+        for arg in arrays_in(args):
+            given = client.arrays.find(arg)
+            if given is not None and given.awaited:
+                arriving.append(arg)
+        homes = program.result_homes(self._islands.bindings)
+        assert homes is not None, "slices are bound before anything is rebuilt"
+        results = []
+        for number, output, home in zip(record.results, program.body.outputs, homes, strict=True):
+            array = client.arrays.get(number)
+            if array is not None and array.is_lost:
+                client.arrays.replay(number, *home)
+                results.append(number)
+                continue
+            name = client.new_id()
+            if array is None or array.error is not None:
+                names.setdefault(number, name)
+            temporary.append((name, Array(output.spec, *home)))
+            results.append(name)
+        self._env.count("runs_repeated")
+        awaits = tuple(dict.fromkeys(arriving))
+        self._runs.submit(client, client.new_id(), record, args, tuple(results), awaits)

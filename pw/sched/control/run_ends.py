@@ -1,0 +1,290 @@
+"""The end of runs: by themselves, or because they are refused, overdue, cancelled, or their arguments fail.
+
+A run that fails takes with it all that needs its results, in flight or later. The schedulers forget
+the queued part of it. The launched part cannot be called back from the devices: if it does not end
+within a grace period, its island's epoch ends. The work of others there is handed over and goes on
+in the next epoch, so that a computation that never ends costs them seconds.
+
+A timeout counts from the launch of a run's first segment, on the controller's clock. One timer
+serves all runs, and it runs only while a run with a timeout is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from pw.core.actor import Timer, handles
+from pw.core.errors import ArgumentError, Cancelled, ComputationTimeout, Error, ErrorReport
+from pw.core.ids import Address, arrays_in, run_name
+from pw.core.messages import (
+    Answered,
+    Cancel,
+    CancelRuns,
+    RunFailed,
+    RunRefused,
+    RunStarted,
+    SegmentDone,
+)
+from pw.sched.control.clients import Client
+from pw.sched.control.explain.why import Explainer
+from pw.sched.control.order import waiting_runs, withdraw
+from pw.sched.control.recovery.losses import Losses
+from pw.sched.control.recovery.rebuild import Rebuilder
+from pw.sched.control.run_states import RunEvent, RunInFlight
+from pw.sched.control.runs import Runs
+from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+
+GRACE_S = 1.0
+"""How long a launched run that is cancelled may take to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtDeadlines:
+    """Timer: a run may be overdue."""
+
+
+class Deadlines:
+    """The deadlines of runs in flight.
+
+    Runs with the same timeout are overdue in the order in which they were launched, so that nothing
+    has to be sorted.
+    """
+
+    def __init__(self) -> None:
+        self._by_timeout: dict[float, dict[int, float]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_timeout)
+
+    def add(self, run: int, timeout_s: float, now_s: float) -> None:
+        """A part of a run was launched; the time counts from the first part."""
+        self._by_timeout.setdefault(timeout_s, {}).setdefault(run, now_s + timeout_s)
+
+    def discard(self, run: int, timeout_s: float) -> None:
+        """A run has ended."""
+        runs = self._by_timeout.get(timeout_s)
+        if runs is not None:
+            runs.pop(run, None)
+            if not runs:
+                del self._by_timeout[timeout_s]
+
+    def next_s(self) -> float:
+        """Return the earliest deadline; there must be one."""
+        return min(next(iter(runs.values())) for runs in self._by_timeout.values())
+
+    def overdue(self, now_s: float) -> list[int]:
+        """Remove and return the runs that should have ended by now."""
+        found = []
+        for timeout_s, runs in list(self._by_timeout.items()):
+            for run, deadline_s in list(runs.items()):
+                if deadline_s > now_s:
+                    break
+                found.append(run)
+                self.discard(run, timeout_s)
+        return found
+
+
+class RunEnds(ControlPart):
+    """Ends runs; see the module."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        runs: Runs,
+        losses: Losses,
+        rebuilder: Rebuilder,
+        explainer: Explainer,
+    ) -> None:
+        super().__init__(sessions)
+        self._runs = runs
+        self._losses = losses
+        self._rebuilder = rebuilder
+        self._explainer = explainer
+        self._deadlines = Deadlines()
+        self._timer: Timer | None = None
+        self._due_s = 0.0
+        """When the timer, if there is one, runs out."""
+
+    # --- the end of runs --------------------------------------------------------------------------
+
+    @handles(SegmentDone)
+    def _segment_done(self, sender: Address, message: SegmentDone) -> None:
+        run = self._runs.segment_done(message)
+        if run is None:
+            return
+        self._forget_deadline(run)
+        if run.cause is not None:
+            self._losses.run_lost(run, run.cause)
+        else:
+            self._runs.end(run)
+
+    @handles(RunRefused)
+    def _refused(self, sender: Address, message: RunRefused) -> None:
+        """A scheduler cannot launch a run; if it seemed to have ended, its results have failed now."""
+        error, results = message.error, message.results
+        if message.run not in self._runs.in_flight and results:
+            client = self._sessions.owner(results[0])
+            if client is None:
+                return
+            self._fail_arrays(client, results, error)
+        self.fail(error, runs=(message.run,), arrays=results)
+
+    def fail(
+        self,
+        error: ErrorReport,
+        *,
+        runs: Collection[int] = (),
+        arrays: Iterable[int] = (),
+        reason: str = "",
+        grace_s: float = 0.0,
+    ) -> None:
+        """Fail these runs in flight, those that need these arrays, and those that need their results.
+
+        With a `reason`, the launched part of them must end as well, `grace_s` later at the latest.
+        """
+        failed = set(arrays)
+        for run in list(self._runs.in_flight.values()):
+            if run.number not in runs and failed.isdisjoint(arrays_in(run.args)):
+                continue
+            self._forget_deadline(run)
+            grace = grace_s if run.number in runs else max(grace_s, GRACE_S)
+            client = self._runs.withdraw(run, RunEvent.FAIL, reason, grace)
+            failed.update(run.results)
+            client.arrays.fail(run.results, error)
+            self._env.send(client.address, RunFailed(run.number, run.results, error))
+
+    def _fail_arrays(self, client: Client, arrays: Iterable[int], error: ErrorReport) -> None:
+        """Fail arrays that no run in flight makes."""
+        failed = client.arrays.fail(arrays, error)
+        if failed:
+            self._env.send(client.address, RunFailed(0, failed, error))
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    @handles(RunStarted)
+    def _started(self, sender: Address, message: RunStarted) -> None:
+        """A run with a timeout has been launched."""
+        run = self._runs.in_flight.get(message.run)
+        if run is not None:
+            timeout_s = run.record.program.body.timeout_s
+            self._deadlines.add(run.number, timeout_s, self._env.now_s())
+            self._arm()
+
+    def _forget_deadline(self, run: RunInFlight) -> None:
+        timeout_s = run.record.program.body.timeout_s
+        if timeout_s > 0:
+            self._deadlines.discard(run.number, timeout_s)
+            if not self._deadlines and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _arm(self) -> None:
+        if not self._deadlines:
+            return
+        next_s = self._deadlines.next_s()
+        if self._timer is not None:
+            if self._due_s <= next_s:
+                return
+            self._timer.cancel()
+        self._due_s = next_s
+        delay_s = max(0.0, next_s - self._env.now_s())
+        self._timer = self._env.call_later(delay_s, LookAtDeadlines())
+
+    @handles(LookAtDeadlines)
+    def _look_at_deadlines(self, sender: Address, timer: LookAtDeadlines) -> None:
+        self._timer = None
+        for number in self._deadlines.overdue(self._env.now_s()):
+            if number in self._runs.in_flight:
+                self._env.count("runs_overdue")
+                self._explainer.explain_run(number, partial(self._time_out, number))
+        self._arm()
+
+    def _time_out(self, number: int, explanation: str) -> None:
+        run = self._runs.in_flight.get(number)
+        if run is None:
+            return  # it ended while the explainer asked the hosts
+        program = run.record.program
+        where = ", ".join(f"{island} ({', '.join(h)})" for island, h in program.hosts.items())
+        words = (
+            f"a call of {program.body.name!r} had not ended {program.body.timeout_s:g} s after it began "
+            f"on {where}"
+        )
+        self._env.log("warning", "run timed out", run=run_name(number), program=program.body.name)
+        error = ErrorReport.of(ComputationTimeout(". ".join(filter(None, (words, explanation)))))
+        self.fail(error, runs=(number,), reason=words)
+
+    # --- cancelling -------------------------------------------------------------------------------
+
+    @handles_client(Cancel)
+    def _cancel_arrays(self, client: Client, message: Cancel) -> None:
+        """A client does not want these arrays any more."""
+        wanted = frozenset(message.arrays)
+        self._cancel(client, lambda run, results: not wanted.isdisjoint(results), "pw.cancel")
+
+    @handles_client(CancelRuns)
+    def _cancel_runs(self, asker: Client, message: CancelRuns) -> None:
+        """An operator cancels a run, or all runs, of any client."""
+        client = self._sessions.get(message.client)
+        error: Error | None = None
+        if client is None:
+            error = ArgumentError(f"there is no client {message.client}; see pw status")
+        elif (
+            not self._cancel(client, lambda run, _: message.run in (0, run), "pw cancel")
+            and message.run
+        ):
+            words = f"no run {run_name(message.run)} is in flight; see pw status"
+            error = ArgumentError(words)
+        report = None if error is None else ErrorReport.of(error)
+        self._env.send(asker.address, Answered(message.request, report))
+
+    def _cancel(
+        self, client: Client, wanted: Callable[[int, Collection[int]], bool], by: str
+    ) -> int:
+        """Cancel the runs of a client that are `wanted`, by number and results; return how many."""
+        chosen = {
+            run.number: run.record.program.body.name
+            for run in self._runs.in_flight.values()
+            if run.client == client.number and wanted(run.record.order, run.results)
+        }
+        waiting = waiting_runs(client, lambda message: wanted(message.run, message.results))
+        lost = self._lost(client, wanted)
+        names = set(chosen.values())
+        names.update(
+            client.programs[message.program].body.name
+            for message in waiting
+            if message.program in client.programs
+        )
+        makers = (client.lineage.maker(array) for array in lost)
+        names.update(maker.program.body.name for maker in makers if maker is not None)
+        what = ", ".join(map(repr, sorted(names))) or "nothing"
+        words = f"{what} of client {client.number} ({client.name}) was cancelled with {by}"
+        again = "call it again if its results are needed after all"
+        error = ErrorReport.of(Cancelled(f"{words}; {again}"))
+        self._fail_arrays(client, lost, error)
+        self.fail(error, runs=chosen, arrays=lost, reason=words, grace_s=GRACE_S)
+        for message in waiting:
+            withdraw(client, message)
+            self._runs.refuse(client, message, error)
+        self._env.count("runs_cancelled", len(chosen) + len(waiting))
+        if lost:
+            self._rebuilder.proceed(client)
+        return len(chosen) + len(waiting) + len(lost)
+
+    def _lost(
+        self, client: Client, wanted: Callable[[int, Collection[int]], bool]
+    ) -> tuple[int, ...]:
+        """Return the lost arrays that such runs would make again, or that need what these make."""
+        lost = client.arrays.lost
+        makers = {
+            maker.order: maker
+            for array in lost
+            if (maker := client.lineage.maker(array)) is not None
+        }
+        failed: set[int] = set()
+        for _, record in sorted(makers.items()):
+            results = [array for array in record.results if array in lost]
+            if wanted(record.order, results) or not failed.isdisjoint(arrays_in(record.args)):
+                failed.update(record.results)
+        return tuple(array for array in lost if array in failed)

@@ -1,0 +1,177 @@
+"""The slices of clients: asks for them, knows how they are bound, and gives them back.
+
+A slice whose island is lost is *unbound* until the resource manager binds it again, to the same
+ranks of hosts that have come back or of spares. After `recovery_s` it is given up (`GiveUp`).
+
+Recovery may need a slice that the client has given back. It *borrows* the slice: it asks for it as
+the client did, and gives it back when nothing lies or arrives there any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from pw.core.actor import handles
+from pw.core.errors import Error, ErrorReport, HostLost, InsufficientDevices, ProtocolError
+from pw.core.ids import RESOURCES, Address, client_of
+from pw.core.messages import (
+    AllocateSlice,
+    IslandLost,
+    ReleaseSlice,
+    SliceBound,
+    SliceLost,
+    SliceRefused,
+)
+from pw.core.sharding import Binding
+from pw.sched.control.clients import Client
+from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+
+_NOT_BORROWED = ErrorReport.of(
+    HostLost(
+        "devices that were given back are needed again, to make again what was lost with a host"
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Timer: what was unbound by this loss should be bound again by now."""
+
+    island: str
+    error: ErrorReport
+    loss: int
+
+
+class Slices(ControlPart):
+    """All slices; see the module.
+
+    Args:
+        sessions: the clients.
+        recovery_s: how long the controller waits for an island that was lost.
+    """
+
+    def __init__(self, sessions: Sessions, recovery_s: float) -> None:
+        super().__init__(sessions)
+        self._recovery_s = recovery_s
+        self._bindings = self._islands.bindings
+        self._losses = 0
+
+    # --- asked for and bound ----------------------------------------------------------------------
+
+    @handles_client(AllocateSlice)
+    def _allocate(self, client: Client, message: AllocateSlice) -> None:
+        slices = client.slices
+        error: Error | None = None
+        if client_of(message.slice) != client.number or message.slice in slices.requests:
+            error = ProtocolError("bad slice number")
+        elif message.devices < 1:
+            error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
+        if error is not None:
+            self._env.send(client.address, SliceRefused(message.slice, ErrorReport.of(error)))
+            return
+        slices.owned.add(message.slice)
+        slices.requests[message.slice] = msgspec.structs.replace(
+            message, resumed=False, formerly=""
+        )
+        if client.resuming is not None:
+            slices.unbound[message.slice] = client.resuming.loss
+        self._env.send(RESOURCES, message)
+
+    @handles(SliceBound)
+    def _bound(self, sender: Address, message: SliceBound) -> None:
+        number = message.slice
+        client = self._sessions.owner(number)
+        if client is None or number not in client.slices:
+            self._env.send(RESOURCES, ReleaseSlice(number))
+            return
+        self._bindings[number] = Binding(number, message.island, message.devices)
+        self._env.send(client.address, message)
+        times_bound = client.slices.times_bound
+        times_bound[number] = times_bound.get(number, 0) + 1
+        client.slices.unbound.pop(number, None)
+
+    @handles(SliceRefused)
+    def _refused(self, sender: Address, message: SliceRefused) -> None:
+        client = self._sessions.owner(message.slice)
+        if client is not None:
+            client.slices.owned.discard(message.slice)
+            client.slices.borrowed.discard(message.slice)
+            client.slices.requests.pop(message.slice, None)
+            client.slices.times_bound.pop(message.slice, None)
+            self._bindings.pop(message.slice, None)
+            self._env.send(client.address, message)
+
+    # --- given back -------------------------------------------------------------------------------
+
+    def release(self, client: Client, message: ReleaseSlice) -> None:
+        """A client gives a slice back, in its order."""
+        if message.slice in client.slices.owned:
+            client.slices.owned.discard(message.slice)
+            self._unbind(client, message.slice)
+
+    def return_borrowed(self, client: Client) -> None:
+        """Give back the borrowed slices on which nothing lies or arrives any more."""
+        used = {array.spec.placement.slice for _, array in client.arrays.all()}
+        for number in sorted(client.slices.borrowed - used):
+            client.slices.borrowed.discard(number)
+            self._unbind(client, number)
+
+    def _unbind(self, client: Client, number: int) -> None:
+        client.slices.unbound.pop(number, None)
+        client.slices.times_bound.pop(number, None)
+        self.forget_request(client, number)
+        self._bindings.pop(number, None)
+        self._env.send(RESOURCES, ReleaseSlice(number))
+        self._env.send(client.address, ReleaseSlice(number))
+
+    def forget_request(self, client: Client, number: int) -> None:
+        """Forget how a slice was asked for, unless it is in use or a replay may need it."""
+        if number not in client.slices and not client.lineage.touches(number):
+            client.slices.requests.pop(number, None)
+
+    def client_left(self, client: Client) -> None:
+        """Give back all slices of a client."""
+        for number in client.slices.owned | client.slices.borrowed:
+            self._bindings.pop(number, None)
+            self._env.send(RESOURCES, ReleaseSlice(number))
+
+    # --- lost -------------------------------------------------------------------------------------
+
+    @handles(IslandLost)
+    def _island_lost(self, sender: Address, message: IslandLost) -> None:
+        loss = self.new_loss()
+        gone = [n for n, binding in self._bindings.items() if binding.island == message.island]
+        for number in gone:
+            del self._bindings[number]
+            client = self._sessions.owner(number)
+            assert client is not None, "the slices of a client leave with it"
+            client.slices.unbound[number] = loss
+            self._env.send(client.address, SliceLost(number, message.error))
+        if gone:
+            self.expect(loss, message.error, message.island)
+
+    def new_loss(self) -> int:
+        """Return a number for something that unbinds slices."""
+        self._losses += 1
+        return self._losses
+
+    def expect(self, loss: int, error: ErrorReport, island: str = "") -> None:
+        """Wait for the slices that a loss has unbound, for `recovery_s` at most."""
+        self._env.call_later(self._recovery_s, GiveUp(island, error, loss))
+
+    def borrow(self, client: Client, numbers: Iterable[int]) -> None:
+        """Have slices bound again that a client gave back."""
+        loss = self.new_loss()
+        for number in sorted(numbers):
+            client.slices.borrowed.add(number)
+            client.slices.unbound[number] = loss
+            self._env.send(RESOURCES, client.slices.requests[number])
+        self.expect(loss, _NOT_BORROWED)
+
+    def give_up(self, client: Client, numbers: Iterable[int]) -> None:
+        """Do not wait any more until these slices are bound."""
+        for number in numbers:
+            client.slices.unbound.pop(number, None)
