@@ -1,9 +1,9 @@
-"""A host's part in checkpoints on disk: it writes what lies here, and reads what shall lie here.
+"""A host's part in checkpoints on disk: it writes the shards that are here, and reads those that belong here.
 
-Both in their turn: what is to be written is read from the devices in launch order, by ops behind the launches
-that make it and before those that take it over, and written when all of it has come to host memory. The
-controller hears when the file is on disk, and has one host commit when all are. The disk itself is
-`pw.devices.host.disk`; it blocks, so the process lends a thread for it (`Aside`).
+Shards are read from the devices in launch order, after the launches that make them and before those
+that they are donated to. The file is written when all of them are in host memory. The controller hears
+when the file is on disk, and has one host commit when all files are. The disk itself is
+`pw.devices.host.disk`; its calls block, so the process lends threads for them (`Aside`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pw.devices.host.backend import Read, Value, relative
 from pw.devices.host.clients import Clients
 
 Found = Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
-"""Called with the boxes that were asked for, or with what keeps one away."""
+"""Called with the boxes, or with the error of one of them."""
 
 READERS = 4
-"""Arrays that are read at the same time, at most: what disks need to be quick."""
+"""Arrays that are read at the same time, so that the disk is busy."""
 
 
 class Aside(Protocol):
-    """Threads for what blocks; each call may overtake others."""
+    """Threads for calls that block; a call may overtake others."""
 
     def call(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Call `done` on the loop thread with what `work` returns, or with the exception it raises."""
@@ -59,11 +59,12 @@ class _Wanted:
 
 
 class Files(Part):
-    """Writes and reads files; speaks with the address of the store it is part of.
+    """Writes and reads the files of checkpoints.
 
     Args:
         env: the store's.
-        aside: where blocking calls are made; without, every request is refused.
+        aside: threads for blocking calls; without them, every request is refused.
+        clients: the clients that this host knows.
     """
 
     def __init__(self, env: Env, aside: Aside | None, clients: Clients) -> None:
@@ -72,10 +73,10 @@ class Files(Part):
         self._clients = clients
         self._host = env.address.node
         self._wanted: dict[tuple[str, str], list[_Wanted]] = {}
-        """What was asked for in this turn, by path and checkpoint."""
+        """The reads of this turn, by path and checkpoint."""
 
     def _call(self, work: Callable[[], Any], done: Callable[[Any | ErrorReport], None]) -> None:
-        """Do something aside; `done` hears what it returned, or the report of what it raised."""
+        """Call `work` on another thread, and `done` with its result or its error."""
 
         def ended(result: Any) -> None:
             if isinstance(result, BaseException):
@@ -90,7 +91,7 @@ class Files(Part):
     # --- writing -------------------------------------------------------------------------------------
 
     def write(self, job: CopyFile, values: Sequence[Value | None]) -> list[Read]:
-        """The ops that copy what goes into a file, to be submitted in their turn; the rest follows."""
+        """Return the ops that read the shards of a file; it is written when all are read."""
         shards: list[list[disk.Shard]] = [[] for _ in job.copies]
         missing = set(range(len(job.copies)))
         failed = False
@@ -187,13 +188,12 @@ class Files(Part):
         self._call(partial(disk.describe, message.path), described)
 
     def read(self, source: FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found) -> None:
-        """Read boxes of an array; `found` is called later."""
+        """Read boxes of an array at the end of this turn; `found` is called later."""
         wanted = _Wanted(source, spec, boxes, found)
         self._wanted.setdefault((source.path, source.checkpoint), []).append(wanted)
 
     def read_all(self) -> None:
-        """Have what was asked for in this turn read: all of one checkpoint together, so that a file is
-        opened once for many arrays."""
+        """Begin the reads of this turn, those of one checkpoint together: each file is opened once."""
         everything, self._wanted = self._wanted, {}
         for (path, checkpoint), wanted in everything.items():
             for index in range(min(READERS, len(wanted))):
@@ -202,7 +202,7 @@ class Files(Part):
     def _read_next(
         self, path: str, checkpoint: str, reader: disk.Reader | None, wanted: list[_Wanted]
     ) -> None:
-        """Read one array after the other: the next when this one is on its way to the devices."""
+        """Read one array; read the next when this one is on its way to the devices."""
         head, *rest = wanted
 
         def work() -> tuple[disk.Reader, list[np.ndarray[Any, Any]]]:

@@ -1,17 +1,16 @@
-"""In what order a host does what it was told: each client's work in its order, and gangs after all before them.
+"""The order in which a host does its work: each client's in its order, gangs after all work before them.
 
-Launches come in one order for the whole host, and two things depend on it. What a client does reads what it
-has done before, and gives away what that still reads. And what several hosts compute together must meet in the
-same order on all of them (DESIGN G1), and holds a device, or even the thread that enqueues, until they have
-come. So work stands in one lane for each client, and goes in its order there; what has a part in a gang of
-several hosts waits for everything that came before it, whoever it belongs to. All else passes what waits for
-values that are on their way here, if that is another client's.
+Launches come in one order for the whole host. Two things depend on it. A client's work reads the results
+of its earlier work, and donates arrays that the earlier work reads. And gangs of several hosts must meet in
+the same order on all of them (DESIGN G1): each holds a device, or even the execute thread, until its other
+hosts have come. So each client has a lane, and its work is done in the order of the lane. A gang waits
+for all work that came before it, of any client. All other work passes the work of other clients that waits
+for a value.
 
-No circle of waiting can come of that. What a host computes alone holds nobody up, if it ends (a run that hangs
-is ended by its `timeout=`). So everything still waits only for what was launched before it: for its inputs
-(G4), for what is before it in its lane, or as a gang for everything; and what a gang that has been handed over
-waits for on other hosts was launched before it, or is its own part there. Were a gang to pass anything, that
-might be what another host needs to come to the gang.
+This causes no deadlock. Work waits only for work that was launched before: for its inputs (G4), for
+the work before it in its lane, or, as a gang, for all work before. And an enqueued gang waits for other hosts,
+where its own part or earlier work is next. If gangs could pass work, that work might be the one that
+another host needs to come to the gang. A run that never ends is ended by its `timeout=`.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ class _Entry(NamedTuple, Generic[T]):
 class _Lane(Generic[T]):
     entries: deque[_Entry[T]] = field(default_factory=deque)
     passed: int = 0
-    """So many of them, the first ones, have been passed by what came later."""
+    """How many of the first entries have been passed by later work."""
 
 
 class Lanes(Generic[T]):
-    """Work that has not been done.
+    """The work that waits on a host.
 
     Args:
-        go: does as much of a piece of work as can be done now; whether that was all of it. It is only called
-            with work that is next, and again when it may be able to go on.
-        passed: told once of work that waits, when another client's that came later is done.
+        go: does as much of a piece of work as possible, and returns whether all of it is done. It is
+            called only with work that is next.
+        on_pass: called once for work that waits, when later work of another client is done.
     """
 
-    def __init__(self, go: Callable[[T], bool], passed: Callable[[T], None]) -> None:
+    def __init__(self, go: Callable[[T], bool], on_pass: Callable[[T], None]) -> None:
         self._go = go
-        self._on_pass = passed
+        self._on_pass = on_pass
         self._numbers = count()
         self._lanes: dict[int, _Lane[T]] = {}
 
@@ -60,9 +59,9 @@ class Lanes(Generic[T]):
         return bool(self._lanes)
 
     def put(self, client: int, work: T, together: bool = False) -> bool:
-        """Take in a piece of work, `together` with other hosts or not, and do it if it is next and can be done.
+        """Add a piece of work, and do it if it is next and can be done.
 
-        Returns as `go_on` does.
+        Returns whether the oldest work has gone on, as `go_on` does. `together`: it is a gang's.
         """
         number = next(self._numbers)
         lane = self._lanes.get(client)
@@ -76,7 +75,7 @@ class Lanes(Generic[T]):
         return False
 
     def go_on(self) -> bool:
-        """Do what can be done; whether what has waited for longest was."""
+        """Do all work that can be done; return whether the oldest work was."""
         oldest = self._oldest
         again = True
         while again:
@@ -90,7 +89,7 @@ class Lanes(Generic[T]):
         return min((lane.entries[0].number for lane in self._lanes.values()), default=-1)
 
     def _clear(self, client: int) -> bool:
-        """Do what can be done of one lane; whether any of it was."""
+        """Do the work of one lane that can be done; return whether there was any."""
         lane = self._lanes[client]
         entries, done = lane.entries, -1
         while entries and self._is_next(entries[0]) and self._go(entries[0].work):
@@ -103,11 +102,11 @@ class Lanes(Generic[T]):
         return done >= 0
 
     def _is_next(self, entry: _Entry[T]) -> bool:
-        """Whether nothing before it, that it has to wait for, is in another lane."""
+        """Whether the first entry of a lane need not wait for other lanes."""
         return not entry.together or entry.number == self._oldest
 
     def _pass(self, number: int) -> None:
-        """This has been done: tell of what came before it and has not."""
+        """Report the waiting work that this work has passed."""
         for lane in self._lanes.values():
             entries = lane.entries
             while lane.passed < len(entries) and entries[lane.passed].number < number:
@@ -115,11 +114,11 @@ class Lanes(Generic[T]):
                 lane.passed += 1
 
     def heads(self) -> Iterator[T]:
-        """What is next of each client, the oldest first."""
+        """Return the next work of each client, the oldest first."""
         heads = [lane.entries[0] for lane in self._lanes.values()]
         return (entry.work for entry in sorted(heads, key=lambda entry: entry.number))
 
     def others(self) -> Iterator[T]:
-        """What is behind these."""
+        """Return all other work."""
         lanes = self._lanes.values()
         return (entry.work for lane in lanes for entry in islice(lane.entries, 1, None))

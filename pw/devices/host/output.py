@@ -1,9 +1,9 @@
-"""What clients' programs write on a host, line by line, on its way to the clients' terminals.
+"""The lines that clients' programs write on a host.
 
-A thread that works for a client says so (`Output.on_behalf_of`); what it then writes to the standard
-streams, or logs, is taken here (`pw.cli.streams` sees to that) and fetched by the loop. Only so much is taken
-in a second of each client; the rest is counted, and a line says how much it was. Threads that a function
-starts by itself write where this process writes.
+A thread that works for a client says so (`Output.on_behalf_of`). What it writes to the standard
+streams, or logs, is then taken here (`pw.cli.streams`), and the loop fetches it. For each client, only
+so much is taken in a second; a line says how much was left out. Threads that a function starts by
+itself write where this process writes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pw.core.messages import Line
 
 LINES = 1000
-"""Taken of a client in a second."""
+"""Lines that are taken of a client in a second."""
 
 LINES_BYTES = 64 << 10
-"""The same, in bytes."""
+"""Bytes that are taken of a client in a second."""
 
 LINE_CHARACTERS = 4096
 """A longer line becomes several."""
@@ -30,19 +30,19 @@ SECOND_S = 1.0
 
 @dataclass(slots=True)
 class _Client:
-    """What one client's programs write here."""
+    """The lines of one client."""
 
     since_s: float
-    """When the second began that is counted."""
+    """When the current second began."""
     lines: int = 0
     size_bytes: int = 0
     left_out: int = 0
-    """Lines that were too many, of which nothing has been said."""
+    """Lines that were too many and are not reported yet."""
     taken: list[Line] = field(default_factory=list)
 
 
 class _Thread(threading.local):
-    """For whom a thread works, and what it has written of the last line of each stream."""
+    """The client that a thread works for, and its unfinished line on each stream."""
 
     client = 0
 
@@ -51,10 +51,10 @@ class _Thread(threading.local):
 
 
 class Output:
-    """Lines that threads have written for clients; all methods may be called from any thread.
+    """Lines that threads have written for clients; its methods may be called from any thread.
 
     Args:
-        written: called when there are lines after there were none, on the thread that wrote.
+        written: called on the writing thread when there are lines after there were none.
         now_s: a clock.
     """
 
@@ -65,7 +65,7 @@ class Output:
     ) -> None:
         self.written = written
         self.is_pending = False
-        """There may be lines to be fetched."""
+        """There may be lines to fetch."""
         self._now_s = now_s
         self._lock = threading.Lock()
         self._clients: dict[int, _Client] = {}
@@ -78,7 +78,7 @@ class Output:
 
     @contextmanager
     def on_behalf_of(self, client: int) -> Iterator[None]:
-        """What this thread writes in the block is this client's (0: it is left alone)."""
+        """Take what this thread writes in the block for this client; 0 takes nothing."""
         self._thread.client = client
         try:
             yield
@@ -90,7 +90,7 @@ class Output:
             self._thread.client = 0
 
     def write(self, is_error: bool, text: str) -> None:
-        """Take a part of what this thread writes to standard output, or to standard error."""
+        """Take text that this thread writes to standard output or standard error."""
         *whole, begun = (self._thread.begun[is_error] + text).split("\n")
         while len(begun) > LINE_CHARACTERS:
             whole.append(begun[:LINE_CHARACTERS])
@@ -120,7 +120,7 @@ class Output:
             self.written()
 
     def _renew(self, of: _Client, now_s: float) -> None:
-        """Begin another second when the last has passed."""
+        """Begin a new second if the last one has passed."""
         if now_s - of.since_s < SECOND_S:
             return
         of.since_s, of.lines, of.size_bytes = now_s, 0, 0
@@ -132,7 +132,7 @@ class Output:
             of.left_out = 0
 
     def fetch(self) -> dict[int, tuple[Line, ...]]:
-        """Give away the lines by client; while `is_pending` stays set, something is still to be said."""
+        """Remove and return the lines of each client; `is_pending` stays set if lines were left out."""
         with self._lock:
             now_s = self._now_s()
             found = {}
@@ -147,5 +147,5 @@ class Output:
 
 
 def _shown(text: str) -> str:
-    """What a terminal shows in the end of a line in which a progress bar goes back to its beginning."""
+    """Return what a terminal shows of a line with carriage returns, as of a progress bar."""
     return text[text.rstrip("\r").rfind("\r") + 1 :] if "\r" in text else text

@@ -1,4 +1,4 @@
-"""A program as one host runs it: its plan, indexed by what the executor looks up for every launch."""
+"""A program as one host runs it: its plan, indexed for what each launch looks up."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Segment:
     instructions: tuple[Instruction, ...] = ()
     receives: tuple[Receive, ...] = ()
     watched: frozenset[int] = frozenset()
-    """Positions of the last computations with results on this host's devices: what a report waits for."""
+    """Positions of the last computations with results on each device: a report waits for them."""
     watch_after: frozenset[int] = frozenset()
-    """Positions behind which that is watched: of these computations, or of what sends their results on."""
+    """Positions after which they are watched: their own, or that of the last send of their results."""
     unread: frozenset[int] = frozenset()
-    """Positions of computations together with other hosts of which no later such one reads a result. The
-    failure of any other is that of one of these as well."""
+    """Positions of gang computations whose results no later gang computation reads. If any other gang
+    computation fails, one of these fails as well."""
     together: bool = False
-    """Something in it is computed together with other hosts."""
+    """A gang of several hosts computes some of it."""
     devices: frozenset[int] = frozenset()
-    """Ordinals of this host's devices on which anything is computed."""
+    """Ordinals of this host's devices that compute some of it."""
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By the position of a computation, what it would take over but the plan still needs."""
+    """For the position of a computation, the donated arguments that the plan still needs."""
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Segment:
             instructions: of the segment, on this host.
             body: the program.
             gangs: computations that run on several hosts.
-            own: what of this host a computation runs on: there they run one after the other.
+            own: returns the devices of this host that a computation runs on.
         """
         receives = (i for i in instructions if isinstance(i, Receive))
         segment = cls(instructions, tuple(receives))
@@ -84,7 +84,7 @@ class Segment:
 
 
 def _last_send(instructions: tuple[Instruction, ...], position: int) -> int:
-    """The last of the sends that follow an instruction, before anything is computed; itself if none does."""
+    """Return the last send after an instruction and before the next computation, or the instruction."""
     last = position
     for behind in range(position + 1, len(instructions)):
         if isinstance(instructions[behind], Send):
@@ -107,21 +107,21 @@ def _unread(instructions: tuple[Instruction, ...], gangs: set[int]) -> frozenset
 
 _PYTHON = frozenset((-1,))
 NO_SEGMENT = Segment()
-"""One in which this host has nothing to do."""
+"""A segment without work for this host."""
 
 
 class Inline(NamedTuple):
-    """An argument whose value comes with the launch, as it lies on this host."""
+    """An argument whose value comes with the launch."""
 
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     dtype: np.dtype[np.generic]
     boxes: tuple[tuple[tuple[int, ...], Box, tuple[slice, ...]], ...]
-    """Positions of devices, the whole of a shard there, and where that is in the value."""
+    """Positions of devices, the whole of a shard there, and its place in the value."""
 
 
 class Result(NamedTuple):
-    """A result of a program, as far as it lies on this host."""
+    """A result of a program on this host."""
 
     output: int
     slot: int
@@ -150,7 +150,7 @@ def _key(program: int, install: int, index: int) -> bytes:
 
 
 def owner_of(key: bytes) -> int:
-    """The client of whose program a computation is, by the backend's name of it; 0 for other names."""
+    """Return the client that owns the computation with this key; 0 for other keys."""
     program = key.partition(b"/")[0]
     return client_of(int(program)) if program.isdigit() else 0
 
@@ -162,8 +162,8 @@ class HostProgram:
     body: Program
     plan: HostPlan
     keys: tuple[bytes | None, ...]
-    """The backend's name of each computation; None for those that do not run here. No other installing
-    has the same names, so that what is forgotten of one is not missed by the next."""
+    """The backend's key of each computation, None for those that do not run here. Each installation has
+    its own keys, so that forgetting one does not harm the next."""
     segments: dict[int, Segment]
     bindings: dict[int, Binding]
     located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
@@ -171,19 +171,19 @@ class HostProgram:
     results: tuple[Result, ...] = ()
     outputs_of_slot: dict[int, list[int]] = field(default_factory=dict)
     passed_on: tuple[int, ...] = ()
-    """Slots of arguments that are results as they are."""
+    """Slots of arguments that are also results."""
     local_edges: set[int] = field(default_factory=set)
-    """Edges that this host completes by itself, without waiting."""
+    """Edges whose pieces are all on this host."""
     gangs: set[int] = field(default_factory=set)
     """Computations that run here and on other hosts."""
     superseded: tuple[bytes, ...] = ()
-    """Names that earlier installings gave: runs that have begun go on with them."""
+    """Keys of earlier installations, which runs that have begun still use."""
     unsettled: set[int] = field(default_factory=set)
     """Computations whose results no op may use before their outcome is known."""
 
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
-        """Index the plan of program `number` for the plan's host; `install` counts its installings."""
+        """Index the plan of program `number` for the plan's host; `install` counts its installations."""
         instructions = [instruction for part in plan.segments for instruction in part.instructions]
         used = {i.computation for i in instructions if isinstance(i, Execute)}
         program = cls(
@@ -224,7 +224,7 @@ class HostProgram:
         return program
 
     def _own(self, computation: Computation) -> frozenset[int]:
-        """The devices of this host that a computation runs on; Python functions have a thread."""
+        """Return the devices of this host that a computation runs on; Python functions have a thread."""
         if computation.python:
             return _PYTHON
         here = (d for d in self.at(computation.placement) if d.host == self.plan.host)
@@ -232,11 +232,11 @@ class HostProgram:
 
     @property
     def compiled(self) -> tuple[bytes, ...]:
-        """All that the backend has for this program."""
+        """All keys that the backend has for this program."""
         return (*self.superseded, *(key for key in self.keys if key is not None))
 
     def inline(self, index: int) -> Inline:
-        """How to lay out argument `index` where it comes with the launch."""
+        """Return how to lay out argument `index` when it comes with the launch."""
         if (inline := self.inlines.get(index)) is None:
             spec = self.body.inputs[index]
             devices = self.devices(spec)
@@ -249,11 +249,11 @@ class HostProgram:
         return inline
 
     def at(self, placement: Placement) -> tuple[DeviceAddress, ...]:
-        """The physical device at every position of `placement`."""
+        """Return the physical device at every position of `placement`."""
         if placement not in self.located:
             self.located[placement] = self.bindings[placement.slice].located(placement)
         return self.located[placement]
 
     def devices(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
-        """The physical device at every position of the mesh of `spec`."""
+        """Return the physical device at every position of the mesh of `spec`."""
         return self.at(spec.placement)

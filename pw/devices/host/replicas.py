@@ -45,28 +45,28 @@ from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory, flat
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
 
 STRANGERS_KEPT = 1000
-"""Messages kept from nodes that are not known to be hosts; those beyond are refused."""
+"""Messages of unknown nodes that are kept; more are refused."""
 
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """Boxes of one array on their way into this host's memory."""
+    """The boxes of one array on their way into this host's memory."""
 
     array: int
     dtype: str
     gathered: Gathered
     found: dict[Box, Bytes] = field(default_factory=dict)
     missing: dict[Box, list[str]] = field(default_factory=dict)
-    """With the hosts that have not been asked yet, the next one last."""
+    """For each box, the hosts that have not been asked yet, the next one last."""
     why: str = "no host is said to have it"
-    """Why the one asked last was of no help."""
+    """Why the last host that was asked did not send the box."""
     over: bool = False
     """It has succeeded, failed, or been cancelled."""
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """A question to one host."""
+    """A request to one host."""
 
     gathering: Gathering
     host: str
@@ -149,7 +149,7 @@ class Replicas(Part):
         self._offers = [gathering for gathering in self._offers if not gathering.over]
 
     def census(self) -> dict[str, int]:
-        """Replicas held here, and boxes asked for elsewhere."""
+        """Count the replicas here, and the requests to other hosts."""
         return {
             "replica_arrays": len(self.memory),
             "replica_bytes": self.memory.size_bytes,
@@ -161,13 +161,13 @@ class Replicas(Part):
     def gather(
         self, array: int, dtype: str, sources: Mapping[Box, Sequence[str]], gathered: Gathered
     ) -> Gathering:
-        """Bring boxes of an array together; `gathered` is called once, perhaps before this returns.
+        """Gather boxes of an array; `gathered` is called once, perhaps before this returns.
 
         Args:
             array: whose boxes they are.
             dtype: of the array.
-            sources: the boxes, each with the hosts to be asked for it if it is not here, in this order.
-            gathered: called with all the boxes, or with the error that keeps one away.
+            sources: the boxes, each with the hosts to ask if it is not here, in this order.
+            gathered: called with all boxes, or with the error of one of them.
         """
         gathering = Gathering(array, dtype, gathered)
         held = self.memory.of(array)
@@ -181,7 +181,7 @@ class Replicas(Part):
         return gathering
 
     def cancel(self, gathering: Gathering) -> None:
-        """Ask no more and call nobody."""
+        """Stop a gathering; its `gathered` is not called."""
         gathering.over = True
         for request in [n for n, fetch in self._fetches.items() if fetch.gathering is gathering]:
             self._give_up(request)
@@ -197,7 +197,7 @@ class Replicas(Part):
         gathering.gathered(result)
 
     def _ask(self, gathering: Gathering, boxes: tuple[Box, ...]) -> None:
-        """Ask the next host for each of these boxes, or end when all is there or one is lost."""
+        """Ask the next host for each of these boxes; end if all are here, or one has no host left."""
         asked: dict[str, list[Box]] = {}
         for box in boxes:
             hosts = gathering.missing[box]
@@ -213,7 +213,7 @@ class Replicas(Part):
         for host, wanted in asked.items():
             try:
                 self._fetch(gathering, host, tuple(wanted))
-            except Error as error:  # there is no room, for this host's bytes or another's
+            except Error as error:  # this host has no room
                 self._end(gathering, ErrorReport.of(error, self._host))
                 return
         if not gathering.missing:
@@ -261,12 +261,12 @@ class Replicas(Part):
             self._next(message.request, message.error.message)
 
     def _next(self, request: int, why: str) -> None:
-        """A host does not help: ask others for what it should have sent."""
+        """Ask the next hosts for the boxes that a host has not sent."""
         fetch = self._give_up(request)
         fetch.gathering.why = f"host {fetch.host}: {why}"
         self._ask(fetch.gathering, fetch.boxes)
 
-    # --- giving away ---------------------------------------------------------------------------------
+    # --- answering other hosts -----------------------------------------------------------------------
 
     @handles(FetchReplica)
     def _serve(self, sender: Address, message: FetchReplica) -> None:
@@ -308,7 +308,7 @@ class Replicas(Part):
             if isinstance(found, ErrorReport):
                 self._env.log("warning", "cannot take a copy", sender=sender, why=found.message)
                 if found.kind == ArrayLost.__name__:
-                    # Only the copy is: the array may be where it was.
+                    # Only the replica is lost: the array itself may be well.
                     found = msgspec.structs.replace(found, kind=HostLost.__name__)
                 self.memory.skip(message.array, found)
             else:
@@ -322,7 +322,7 @@ class Replicas(Part):
     # --- hosts come and go ---------------------------------------------------------------------------
 
     def _is_host(self, sender: Address, message: FetchReplica | OfferReplica) -> bool:
-        """Whether the sender is a host; otherwise its message is kept until it turns out to be one."""
+        """Whether the sender is a host; if not, its message waits until the controller names it."""
         if sender.node in self.hosts:
             return True
         self._env.count("replicas_asked_by_strangers")
