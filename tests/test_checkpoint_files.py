@@ -19,7 +19,7 @@ from safetensors import safe_open
 import pw
 from pw.client.connection import current
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding
-from pw.devices.host import disk
+from pw.devices.host import disk, disk_reader
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import held, live, mesh_on, numbers, split, until_live
@@ -69,13 +69,13 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hosts read no checkpoint before this is set."""
-    reader, gate = disk.Reader, threading.Event()
+    reader, gate = disk_reader.Reader, threading.Event()
 
     def gated(*args: Any) -> Any:
         assert gate.wait(BOUND_S)
         return reader(*args)
 
-    monkeypatch.setattr(disk, "Reader", gated)
+    monkeypatch.setattr(disk_reader, "Reader", gated)
     yield gate
     gate.set()
 
@@ -606,8 +606,8 @@ def test_many_arrays_are_read_with_few_openings(
     tree = [pw.put(numbers(8, start), sharding=on(west, "z")) for start in range(40)]
     save(tree, path)
     opened = []
-    real = disk._header_of
-    monkeypatch.setattr(disk, "_header_of", lambda path: opened.append(path) or real(path))
+    real = disk_reader.header_of
+    monkeypatch.setattr(disk_reader, "header_of", lambda path: opened.append(path) or real(path))
     back = pw.restore(path, [on(west, "z")] * 40)
     for start, array in enumerate(back):
         np.testing.assert_array_equal(array, numbers(8, start))
@@ -647,7 +647,7 @@ def test_a_box_that_no_file_has_is_missed(tmp_path: Path) -> None:
     disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
     assert entries(tmp_path / "x") == [file, "manifest.json"]
     disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))  # a second one finds it done
-    reader = disk.Reader(path, id_)
+    reader = disk_reader.Reader(path, id_)
     source = FileSource(path, id_, "x")
     (part,) = reader.read(source, spec, [((1, 3),)])
     np.testing.assert_array_equal(part, [1, 2])

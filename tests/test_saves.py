@@ -13,7 +13,7 @@ from pw.client.session.notes import Tell
 from pw.core.errors import ErrorReport
 from pw.core.ids import scheduler_of
 from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
-from pw.devices.host import disk
+from pw.devices.host import disk, disk_reader
 from pw.sched.control.checkpoints import saves
 from tests import test_controller_restart as restart
 from tests.actors import FakeAside
@@ -65,7 +65,7 @@ class Writer:
         if not self.path.exists():
             return None
         id_, _ = disk.describe(f"{self.path}")
-        reader = disk.Reader(f"{self.path}", id_)
+        reader = disk_reader.Reader(f"{self.path}", id_)
 
         def read(name: str, spec: Any) -> Any:
             source = FileSource(f"{self.path}", id_, name)

@@ -30,7 +30,7 @@ from pw.core.messages import (
     RequestFailed,
 )
 from pw.core.sharding import ArraySpec, Box
-from pw.devices.host import disk
+from pw.devices.host import disk, disk_reader
 from pw.devices.host.backend import Read, Value, relative
 from pw.devices.host.clients import Clients
 
@@ -200,16 +200,18 @@ class Files(Part):
                 self._read_next(path, checkpoint, None, wanted[index::READERS])
 
     def _read_next(
-        self, path: str, checkpoint: str, reader: disk.Reader | None, wanted: list[_Wanted]
+        self, path: str, checkpoint: str, reader: disk_reader.Reader | None, wanted: list[_Wanted]
     ) -> None:
         """Read one array; read the next when this one is on its way to the devices."""
         head, *rest = wanted
 
-        def work() -> tuple[disk.Reader, list[np.ndarray[Any, Any]]]:
-            opened = reader or disk.Reader(path, checkpoint)
+        def work() -> tuple[disk_reader.Reader, list[np.ndarray[Any, Any]]]:
+            opened = reader or disk_reader.Reader(path, checkpoint)
             return opened, opened.read(head.source, head.spec, head.boxes)
 
-        def done(result: tuple[disk.Reader, list[np.ndarray[Any, Any]]] | ErrorReport) -> None:
+        def done(
+            result: tuple[disk_reader.Reader, list[np.ndarray[Any, Any]]] | ErrorReport,
+        ) -> None:
             opened = reader
             if isinstance(result, ErrorReport):
                 head.found(result)

@@ -1,0 +1,147 @@
+"""Reads arrays from a checkpoint on disk (`pw.devices.host.disk` has its format).
+
+All calls block. Files are read as bytes, not with safetensors, because that holds the interpreter, which
+the event loop needs to send heartbeats.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pw.core.errors import ArgumentError, CheckpointFailed, CheckpointNotFound
+from pw.core.landing import Bytes
+from pw.core.messages import FileSource
+from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, box_slices, dtype_of
+from pw.devices.host.disk import SavedArray, SavedBox, header_of, manifest_at, named
+from pw.devices.host.replica_memory import flat_bytes
+
+
+class Reader:
+    """Reads arrays from one checkpoint; each file is opened when it is first needed.
+
+    Raises:
+        CheckpointNotFound: it is not at the path any more.
+        CheckpointFailed: it cannot be read.
+    """
+
+    def __init__(self, path: str, checkpoint: str) -> None:
+        self._path = path
+        self._manifest = manifest_at(path)
+        if self._manifest.id != checkpoint:
+            raise CheckpointNotFound(
+                f"the checkpoint at {path} has been replaced by another one since it was opened"
+            )
+        self._opened: dict[str, _File] = {}
+        self._boxes: dict[str, list[tuple[str, SavedBox]]] = {}
+        self._arrays: dict[str, SavedArray] = {}
+        for file, saved in self._manifest.files.items():
+            for name, array in saved.arrays.items():
+                self._arrays[name] = array
+                self._boxes.setdefault(name, []).extend((file, box) for box in array.boxes)
+
+    def read(
+        self, source: FileSource, spec: ArraySpec, boxes: Sequence[Box]
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return boxes of an array, however it was split when it was written.
+
+        Raises:
+            ArgumentError: the array has another shape or dtype.
+            CheckpointFailed: a file is damaged, or does not have what the manifest says.
+        """
+        with named(f"{source.name!r} cannot be read from the checkpoint {self._path}"):
+            array = self._arrays[source.name]
+            if (array.shape, array.dtype) != (spec.shape, spec.dtype):
+                raise ArgumentError(
+                    f"{source.name!r} in {self._path} is {array.dtype}{list(array.shape)}, not "
+                    f"{spec.dtype}{list(spec.shape)}"
+                )
+            return [self._assemble(source.name, spec.dtype, box) for box in boxes]
+
+    def _assemble(self, name: str, dtype: str, box: Box) -> np.ndarray[Any, Any]:
+        shape, itemsize = box_shape(box), dtype_of(dtype).itemsize
+        missing = math.prod(shape)
+        flat = _aligned(missing * itemsize)
+        result = flat.reshape(*shape, itemsize)
+        for file, saved in self._boxes[name]:
+            common = _common(saved.box, box)
+            if common is None:
+                continue
+            part = result[box_slices(_within(common, box))]
+            self._file(file).read(saved, _within(common, saved.box), part)
+            if common == saved.box and zlib.crc32(flat_bytes(part).data) != saved.crc32:
+                raise CheckpointFailed(
+                    f"{file} is damaged: {saved.tensor!r} is not what was written"
+                )
+            missing -= math.prod(box_shape(common))
+        if missing:
+            raise CheckpointFailed(f"{name!r} has no value at {box} in the checkpoint {self._path}")
+        return flat.view(dtype_of(dtype)).reshape(shape)
+
+    def _file(self, file: str) -> _File:
+        opened = self._opened.get(file)
+        if opened is None:
+            path = os.path.join(self._path, file)
+            opened = self._opened[file] = _File(path, self._manifest.files[file].size_bytes)
+        return opened
+
+
+class _File:
+    """One safetensors file."""
+
+    def __init__(self, path: str, size_bytes: int) -> None:
+        self._path = path
+        found = os.path.getsize(path)
+        if found != size_bytes:
+            name = os.path.basename(path)
+            raise CheckpointFailed(
+                f"{name} is damaged: it has {found} bytes instead of {size_bytes}"
+            )
+        self._entries, self._begin = header_of(path)
+        self._bytes = np.memmap(path, np.uint8, "r")
+
+    def read(self, saved: SavedBox, inner: Box, out: Bytes) -> None:
+        """Fill `out`, whose last dimension is the bytes of an element."""
+        start, stop = self._entries[saved.tensor].data_offsets
+        tensor = self._bytes[self._begin + start : self._begin + stop]
+        wanted = tensor.reshape(*box_shape(saved.box), out.shape[-1])[box_slices(inner)]
+        if not wanted.flags.c_contiguous:
+            np.copyto(out, wanted)
+            return
+        # Contiguous on disk: reading is quicker than page faults.
+        target = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
+        view = target.reshape(-1).data
+        with open(self._path, "rb", buffering=0) as opened:
+            opened.seek(wanted.ctypes.data - self._bytes.ctypes.data)
+            while len(view):
+                count = opened.readinto(view)
+                if not count:
+                    raise CheckpointFailed(
+                        f"{os.path.basename(self._path)} is damaged: it ends early"
+                    )
+                view = view[count:]
+        if target is not out:
+            np.copyto(out, target)
+
+
+def _aligned(size_bytes: int) -> Bytes:
+    """Return memory that devices can use without a copy."""
+    spare = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -spare.ctypes.data % ALIGNMENT_BYTES
+    return spare[start : start + size_bytes]
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """Return the intersection of two boxes, None if it is empty."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _within(inner: Box, outer: Box) -> Box:
+    """Return `inner` as a box of `outer`."""
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
