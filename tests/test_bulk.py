@@ -25,10 +25,10 @@ import uvloop
 
 from pw.core.errors import OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
-from pw.transport import chunks, segments, shared
+from pw.transport import blocks, chunks, shared, shared_receiver, shared_sender
+from pw.transport.blocks import BlockPool, size_class
 from pw.transport.bulk import BulkPlane
 from pw.transport.pieces import cut, packed
-from pw.transport.segments import SegmentPool, size_class
 
 WAIT_S = 20.0
 CHANNELS = ["shared", "tcp"]
@@ -266,7 +266,7 @@ def test_a_cancelled_landing_is_never_delivered(channel: str, size_bytes: int) -
             receiver.cancel(landing.transfer)
             outcome = await push(sender, landing, (0, noise(size_bytes)))
             # A small one leaves with its bytes, so its sender does not learn of the cancellation.
-            assert isinstance(outcome, TransferFailed) or landing.segment == 0
+            assert isinstance(outcome, TransferFailed) or landing.block == 0
             assert (await moved(sender, receiver, noise(70_000))).size == 70_000
             assert not arrival.done()
             assert receiver.counters()["expected_transfers"] == 0
@@ -274,16 +274,16 @@ def test_a_cancelled_landing_is_never_delivered(channel: str, size_bytes: int) -
     on_loop(scenario)
 
 
-def test_a_cancelled_segment_is_not_reused_while_a_sender_has_it() -> None:
+def test_a_cancelled_block_is_not_reused_while_a_sender_has_it() -> None:
     async def scenario() -> None:
         async with planes("shared") as (sender, receiver):
-            await moved(sender, receiver, noise(70_000))  # the sender has mapped the segment
+            await moved(sender, receiver, noise(70_000))  # the sender has mapped the block
             landing, arrival = land(receiver, 70_000)
             outcome = push(sender, landing, (0, noise(70_000)))
             receiver.cancel(landing.transfer)
             await outcome
             other, _ = land(receiver, 70_000)
-            assert other.segment != landing.segment
+            assert other.block != landing.block
             assert not arrival.done()
 
     on_loop(scenario)
@@ -370,15 +370,15 @@ def test_closing_a_plane_fails_its_pushes(channel: str) -> None:
 # Garbage
 
 
-def _unix_garbage(transfer: int, segment: int) -> dict[str, bytes]:
+def _unix_garbage(transfer: int, block: int) -> dict[str, bytes]:
     return {
         "noise": bytes(noise(1000)),
         "an unknown record": shared.record(99, 1),
-        "a record for senders": shared.record(shared.SEGMENT, 1, 1 << 20),
+        "a record for senders": shared.record(shared.BLOCK, 1, 1 << 20),
         "too long an inline transfer": shared.record(shared.INLINE, 1, 1 << 40),
         "pages without a descriptor": shared.record(shared.SHARE, transfer, 1 << 20),
-        "inline bytes for a segment": shared.record(shared.INLINE, transfer, 8) + b"12345678",
-        "finishing what it never mapped": shared.record(shared.FINISH, transfer, segment),
+        "inline bytes for a block": shared.record(shared.INLINE, transfer, 8) + b"12345678",
+        "finishing what it never mapped": shared.record(shared.FINISH, transfer, block),
     }
 
 
@@ -391,7 +391,7 @@ def test_garbage_closes_its_own_unix_connection_only(what: str) -> None:
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.setblocking(False)
                 stranger.connect(f"\0{landing.socket}")
-                line = _unix_garbage(landing.transfer, landing.segment)[what]
+                line = _unix_garbage(landing.transfer, landing.block)[what]
                 await loop.sock_sendall(stranger, line)
                 with contextlib.suppress(ConnectionResetError):  # some of it may be unread
                     assert await loop.sock_recv(stranger, 100) == b""
@@ -417,7 +417,7 @@ def test_a_receiver_that_talks_garbage_fails_the_push() -> None:
                 outcomes = []
                 for answer in (
                     bytes(noise(100)),
-                    shared.record(shared.SEGMENT, landing.segment, 1 << 17),  # no descriptor
+                    shared.record(shared.BLOCK, landing.block, 1 << 17),  # no descriptor
                     b"",
                 ):
                     outcomes.append(push(sender, Landing(**fields), (0, noise(100_000))))
@@ -530,8 +530,8 @@ def test_a_sender_that_dies_half_way_leaves_nothing_behind() -> None:
             assert not arrival.done()
             assert receiver.counters()["expected_transfers"] == 0
             gc.collect()
-            await until(lambda: receiver.counters()["lent_segments"] == 0)
-            assert receiver.counters()["live_segments"] == 1
+            await until(lambda: receiver.counters()["lent_blocks"] == 0)
+            assert receiver.counters()["live_blocks"] == 1
 
     on_loop(scenario)
 
@@ -653,7 +653,7 @@ def test_a_refused_transfer_is_sent_no_further() -> None:
 # Memory
 
 
-def test_a_segment_is_reused_only_when_nobody_aliases_it() -> None:
+def test_a_block_is_reused_only_when_nobody_aliases_it() -> None:
     async def scenario() -> None:
         async with planes("shared") as (sender, receiver):
             values = np.arange(50_000, dtype=np.float32)
@@ -664,17 +664,17 @@ def test_a_segment_is_reused_only_when_nobody_aliases_it() -> None:
             assert array.unsafe_buffer_pointer() == address
             del buffer
             gc.collect()
-            assert receiver.counters()["lent_segments"] == 1
+            assert receiver.counters()["lent_blocks"] == 1
             other = await moved(sender, receiver, values + 1)
             assert other.ctypes.data != address
             assert np.array_equal(np.asarray(array).ravel(), values)
             array.block_until_ready()
             del array, other
             gc.collect()
-            await until(lambda: receiver.counters()["lent_segments"] == 0)
+            await until(lambda: receiver.counters()["lent_blocks"] == 0)
             both = [await moved(sender, receiver, values) for _ in range(2)]
             assert address in {buffer.ctypes.data for buffer in both}
-            assert receiver.counters()["live_segments"] == 2
+            assert receiver.counters()["live_blocks"] == 2
 
     on_loop(scenario)
 
@@ -688,12 +688,12 @@ async def three_planes() -> AsyncIterator[tuple[BulkPlane, BulkPlane, BulkPlane]
 LARGE = shared.SHARE_BYTES
 
 
-async def no_lent_segments(plane: BulkPlane) -> None:
+async def no_lent_blocks(plane: BulkPlane) -> None:
     gc.collect()
-    await until(lambda: plane.counters()["lent_segments"] == 0)
+    await until(lambda: plane.counters()["lent_blocks"] == 0)
 
 
-def test_what_lies_in_a_segment_is_shared_and_not_copied() -> None:
+def test_what_lies_in_a_block_is_shared_and_not_copied() -> None:
     async def scenario() -> None:
         async with three_planes() as (first, second, third):
             source = noise(LARGE)
@@ -708,11 +708,11 @@ def test_what_lies_in_a_segment_is_shared_and_not_copied() -> None:
             # Nobody here reads it any more, but somebody there does.
             other = await moved(first, second, noise(LARGE, 1))
             assert np.array_equal(shared_array, source)
-            assert second.counters()["live_segments"] == 2
+            assert second.counters()["live_blocks"] == 2
             del shared_array, other
-            await no_lent_segments(third)
+            await no_lent_blocks(third)
             await until(lambda: second.counters()["pooled_bytes"] == 2 * LARGE)
-            assert second.counters()["live_segments"] == 2
+            assert second.counters()["live_blocks"] == 2
 
     on_loop(scenario)
 
@@ -740,7 +740,7 @@ def test_pages_that_never_come_back_are_not_used_again() -> None:
             third.close()
             del landed
             gc.collect()
-            await until(lambda: second.counters()["live_segments"] == 0)
+            await until(lambda: second.counters()["live_blocks"] == 0)
             await moved(first, second, noise(LARGE, 1))
             assert np.array_equal(shared_array, source)
 
@@ -749,7 +749,7 @@ def test_pages_that_never_come_back_are_not_used_again() -> None:
 
 def test_a_forked_process_goes_on_reading_what_was_lent() -> None:
     """As `multiprocessing` does with what `pw.get` has returned, where it forks."""
-    pool = SegmentPool(1 << 30, lambda number: None)
+    pool = BlockPool(1 << 30, lambda number: None)
     array = pool.lend(pool.lease(LARGE, 1), LARGE)
     array[:] = 1
     read, write = os.pipe()
@@ -764,7 +764,7 @@ def test_a_forked_process_goes_on_reading_what_was_lent() -> None:
             os._exit(0 if is_unchanged else 1)
     del array
     pool.reclaim()
-    assert pool.live_segments == 0
+    assert pool.live_blocks == 0
     later = pool.lease(LARGE, 2)
     later.bytes[:] = 2
     os.write(write, b"!")
@@ -782,14 +782,14 @@ def test_shared_pages_are_not_used_again_once_their_reader_has_forked() -> None:
             landed = await moved(first, second, noise(LARGE))
             shared_array = await moved(second, third, landed)
             del landed
-            await no_lent_segments(second)
+            await no_lent_blocks(second)
             child = os.fork()
             if not child:
                 os._exit(0)
             os.waitpid(child, 0)
             del shared_array
-            await no_lent_segments(third)
-            await until(lambda: second.counters()["live_segments"] == 0 or _is_idle(second))
+            await no_lent_blocks(third)
+            await until(lambda: second.counters()["live_blocks"] == 0 or _is_idle(second))
             assert not _is_idle(second)
 
     on_loop(scenario)
@@ -815,7 +815,7 @@ def test_shared_pages_for_a_cancelled_landing_come_back() -> None:
     on_loop(scenario)
 
 
-def test_one_segment_is_shared_with_many() -> None:
+def test_one_block_is_shared_with_many() -> None:
     async def scenario() -> None:
         async with three_planes() as (first, second, third):
             source = noise(LARGE)
@@ -829,7 +829,7 @@ def test_one_segment_is_shared_with_many() -> None:
                 gc.collect()
                 assert second.counters()["pooled_bytes"] == 0
                 arrays.pop()
-            await no_lent_segments(third)
+            await no_lent_blocks(third)
             await until(lambda: second.counters()["pooled_bytes"] == LARGE)
 
     on_loop(scenario)
@@ -840,14 +840,14 @@ def test_idle_memory_is_bounded(channel: str) -> None:
     async def scenario() -> None:
         async with planes(channel, pool_bytes=1 << 20) as (sender, receiver):
             held = [await moved(sender, receiver, noise(300_000)) for _ in range(6)]
-            assert receiver.counters()["live_segments"] == 6
+            assert receiver.counters()["live_blocks"] == 6
             held.clear()
             gc.collect()
             # The loop itself holds the last future until the callback it runs has returned.
-            await until(lambda: receiver.counters()["lent_segments"] == 0)
+            await until(lambda: receiver.counters()["lent_blocks"] == 0)
             counters = receiver.counters()
             assert counters["pooled_bytes"] == 1 << 20
-            assert counters["live_segments"] == 2
+            assert counters["live_blocks"] == 2
             assert (await moved(sender, receiver, noise(3_000_000))).size == 3_000_000
             gc.collect()
             assert receiver.counters()["pooled_bytes"] <= 1 << 20
@@ -855,11 +855,11 @@ def test_idle_memory_is_bounded(channel: str) -> None:
     on_loop(scenario)
 
 
-def test_the_longest_idle_segment_is_dropped_first() -> None:
+def test_the_longest_idle_block_is_dropped_first() -> None:
     dropped: list[int] = []
-    pool = SegmentPool(3 << 16, dropped.append)
+    pool = BlockPool(3 << 16, dropped.append)
     leases = [pool.lease(1 << 16, number) for number in range(1, 5)]
-    arrays = [pool.lend(segment, 10) for segment in leases]
+    arrays = [pool.lend(block, 10) for block in leases]
     while arrays:
         del arrays[0]
     pool.reclaim()
@@ -884,7 +884,7 @@ def test_where_no_descriptors_are_left_bytes_come_over_tcp(monkeypatch: pytest.M
             target = await moved(sender, receiver, source)
             assert np.array_equal(target, source)
             assert target.ctypes.data % 64 == 0
-            assert receiver.counters()["live_segments"] == 0
+            assert receiver.counters()["live_blocks"] == 0
             assert np.array_equal(await moved(sender, receiver, source[:10]), source[:10])
 
     on_loop(scenario)
@@ -901,24 +901,25 @@ def test_without_tcp_too_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatc
     on_loop(scenario)
 
 
-def test_segments_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_most_descriptors", lambda: 8)
+def test_blocks_leave_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_most_descriptors", lambda: 8)
 
     async def scenario() -> None:
         async with planes("auto") as (sender, receiver):
             sources = [noise(100_000, seed) for seed in range(6)]
             held = [await moved(sender, receiver, source) for source in sources]
             assert all(map(np.array_equal, held, sources))
-            assert receiver.counters()["live_segments"] == 4
+            assert receiver.counters()["live_blocks"] == 4
             held.clear()
-            await no_lent_segments(receiver)
+            await no_lent_blocks(receiver)
             again = [await moved(sender, receiver, source) for source in sources]
-            assert receiver.counters()["live_segments"] == 4, "those are used again"
-            assert receiver._pool._last_number == 4
+            assert receiver.counters()["live_blocks"] == 4, "those are used again"
+            probe = receiver.land(100_000, lambda _: None)
+            assert probe.block <= 4, "blocks are numbered as they are made"
             again.clear()
-            await no_lent_segments(receiver)
+            await no_lent_blocks(receiver)
             larger = [await moved(sender, receiver, noise(1 << 20)) for _ in range(4)]
-            assert receiver.counters()["lent_segments"] == len(larger), "what is idle makes room"
+            assert receiver.counters()["lent_blocks"] == len(larger), "what is idle makes room"
 
     on_loop(scenario)
 
@@ -946,21 +947,21 @@ def test_pages_whose_descriptor_is_lost_are_copied() -> None:
         async with three_planes() as (first, second, third):
             landed = await moved(first, second, noise(LARGE))
             await moved(second, third, noise(LARGE, 1))
-            await no_lent_segments(third)  # so the second has mapped what the third lies in next
+            await no_lent_blocks(third)  # so the second has mapped what the third lies in next
             with exhausted():
                 copied = await moved(second, third, landed)
             assert np.array_equal(copied, landed)
-            assert second.counters()["lent_segments"] == 1
+            assert second.counters()["lent_blocks"] == 1
             del landed
             await until(lambda: _is_idle(second))
             assert third.counters()["rejected"] == 0
-            assert third.counters()["lent_segments"] == 1
+            assert third.counters()["lent_blocks"] == 1
 
     on_loop(scenario)
 
 
 def test_a_receiver_without_descriptors_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_NO_DESCRIPTORS_S", 0.05)
+    monkeypatch.setattr(shared_receiver, "_NO_DESCRIPTORS_S", 0.05)
 
     async def scenario() -> None:
         asked: list[dict[str, Any]] = []
@@ -978,21 +979,21 @@ def test_a_receiver_without_descriptors_accepts_later(monkeypatch: pytest.Monkey
     on_loop(scenario)
 
 
-def test_idle_segments_give_up_their_descriptors_to_another(
+def test_idle_blocks_give_up_their_descriptors_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dropped: list[int] = []
-    pool = SegmentPool(1 << 30, dropped.append)
+    pool = BlockPool(1 << 30, dropped.append)
     leases = [pool.lease(1 << 16, number) for number in range(1, 4)]
-    for segment in leases[:2]:
-        pool.restore(segment)
+    for block in leases[:2]:
+        pool.restore(block)
     real = os.memfd_create
     monkeypatch.setattr(
         os, "memfd_create", lambda *how: (_no_descriptors if pool.pooled_bytes else real)(*how)
     )
     pool.lease(1 << 20, 4)
     assert dropped == [1, 2]
-    assert pool.live_segments == 2
+    assert pool.live_blocks == 2
     pool.close()
 
 
@@ -1004,15 +1005,15 @@ def test_size_classes(size_bytes: int, capacity_bytes: int) -> None:
     assert size_class(size_bytes) == capacity_bytes
 
 
-def test_no_child_of_a_sender_inherits_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_child_of_a_sender_inherits_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     inherited: list[bool] = []
-    real = shared.map_received
+    real = shared_sender.map_received
 
     def look(descriptor: int, capacity_bytes: int) -> Any:
         inherited.append(os.get_inheritable(descriptor))
         return real(descriptor, capacity_bytes)
 
-    monkeypatch.setattr(shared, "map_received", look)
+    monkeypatch.setattr(shared_sender, "map_received", look)
 
     async def scenario() -> None:
         async with planes("shared") as (sender, receiver):

@@ -13,9 +13,9 @@ import pytest
 
 from pw.core.errors import Error, TransferFailed
 from pw.core.messages import EdgeData, PeerRefused, Ready
+from pw.transport import chunk_receiver, shared, shared_receiver
 from pw.transport import proof as proof_module
 from pw.transport import secret as secret_file
-from pw.transport import shared
 from pw.transport.bulk import BulkPlane
 from pw.transport.proof import NO_PROOF, Proof, ProofError, ProofMechanism
 from pw.transport.zmtp import Refusal, Zmtp, ZmtpError
@@ -261,7 +261,7 @@ def test_a_plane_says_nothing_to_a_receiver_without_the_secret(
 def test_who_proves_nothing_is_not_waited_for(
     channel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (proof_module, shared, __import__("pw.transport.inflow", fromlist=["PROOF_S"])):
+    for module in (proof_module, shared_receiver, chunk_receiver):
         monkeypatch.setattr(module, "PROOF_S", 0.05)
 
     async def scenario() -> None:

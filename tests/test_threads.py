@@ -118,7 +118,7 @@ def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPat
         return SessionOnNode(thread, node, BulkPlane(thread.loop), runtime, None, thread.stop)
 
     session = thread.call(make)
-    assert session.counters()["bulk_lent_segments"] == 0
+    assert session.counters()["bulk_lent_blocks"] == 0
     assert asked == [thread.call(threading.get_ident)]
     session.close()
     with pytest.raises(Disconnected):

@@ -423,10 +423,10 @@ def test_a_host_on_the_loopback_is_no_host_for_other_machines(
 def test_a_wildcard_is_advertised_as_the_address_on_the_default_route_or_refused(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "_address_towards", lambda place: "192.0.2.7")
+    monkeypatch.setattr(endpoints, "_address_towards", lambda where: "192.0.2.7")
     assert tcp.endpoint(tcp.node("a", bind="tcp://*:0")).startswith("tcp://192.0.2.7:")
 
-    def no_route(place: endpoints.Place) -> str:
+    def no_route(where: endpoints.SocketAddress) -> str:
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(endpoints, "_address_towards", no_route)
@@ -473,7 +473,7 @@ def test_with_a_wildcard_others_are_told_the_address_on_the_way_to_the_controlle
 ) -> None:
     """On a machine that is 10.0.0.2 there, whatever its default route is, if any."""
     ways = {"198.51.100.1": "10.0.0.2", "127.0.0.1": LOOPBACK}
-    monkeypatch.setattr(endpoints, "_address_towards", lambda place: ways[place.address[0]])
+    monkeypatch.setattr(endpoints, "_address_towards", lambda where: ways[where.address[0]])
     assert endpoints.advertised(bind, controller) == told
 
 

@@ -23,8 +23,8 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
     transfer: int
     """Unique at the receiving plane; 63 random bits, never 0."""
     size_bytes: int
-    segment: int
-    """The receiver's shared-memory segment; 0 for a small buffer, whose bytes travel inline."""
+    block: int
+    """The receiver's shared-memory block; 0 for a small buffer, whose bytes travel inline."""
     machine: str
     """Machine, network namespace and user of the receiver."""
     socket: str

@@ -1,35 +1,25 @@
 """The bulk plane: how large buffers go straight from process to process.
 
-Control messages and buffers never share a socket. A receiver reserves a buffer and gets a
-`Landing`; the landing reaches the sender in a control message; the sender pushes. Between processes
-of one machine the bytes are copied once, into pages that the receiver then aliases
-(`pw.transport.shared`); otherwise they go in chunks over tcp (`pw.transport.chunks`).
+Control messages and buffers never share a socket. A receiver reserves a buffer and gets a `Landing`;
+the landing travels to the sender in a control message; the sender pushes. Between processes of one
+machine the bytes are copied once, into pages that the receiver then aliases (`pw.transport.shared`);
+otherwise they go in chunks over tcp (`pw.transport.chunks`).
 
-One thread per plane moves all bytes: it copies and sends one piece of each transfer in turn and
-looks at its sockets in between, so no transfer blocks another for longer than a piece takes. What
-is announced on the shared-memory channel arrives on the loop itself, without that thread.
+    loop thread      land, cancel, push, deliver, done; the pool of blocks; `SharedReceiver`
+    bulk thread      copying; tcp connections; `SharedSender` (`pw.transport.bulk_thread`)
 
-    loop thread      land, cancel, push, deliver, done; the segment pool; the unix listener
-    bulk thread      copying; tcp connections; the sending ends of unix connections
+The two share the queue of pushes, the dictionary of expected transfers, of which the bulk thread reads
+single entries, and `call_soon_threadsafe`.
 
-They share three things: a deque of pushes with a socket to wake the thread, the dictionary of
-expected transfers, of which the bulk thread only reads single entries, and `call_soon_threadsafe`.
-
-One push is one transfer: it is complete when all parts of that push are in. Parts need not cover
-the landing; what lies between them is unspecified.
+One push is one transfer: it is complete when all parts of that push are in. Parts need not cover the
+landing; the bytes between them are unspecified.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
-import select
-import socket
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,25 +31,27 @@ import numpy.typing as npt
 
 from pw.core.errors import ConnectionFailed, OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
-from pw.transport.inflow import ChunkReceiver, Inflow
-from pw.transport.outflow import ChunkSender
-from pw.transport.pieces import Push, Ready, checked
-from pw.transport.private import free_endpoint
-from pw.transport.segments import (
+from pw.transport.blocks import (
     NO_DESCRIPTORS,
+    Block,
+    BlockPool,
     Bytes,
     Mapping,
-    Segment,
-    SegmentPool,
     aligned_buffer,
     machine_identity,
 )
-from pw.transport.shared import INLINE_BYTES, SHARE_BYTES, Copier, Listener, Malformed
+from pw.transport.bulk_thread import BulkThread
+from pw.transport.chunk_receiver import Inflow
+from pw.transport.chunk_sender import ChunkSender
+from pw.transport.pieces import Push, checked
+from pw.transport.private import free_endpoint
+from pw.transport.shared import INLINE_BYTES, SHARE_BYTES, Malformed
+from pw.transport.shared_receiver import SharedReceiver
+from pw.transport.shared_sender import SharedSender
 
 CHANNELS = ("auto", "shared", "tcp")
 _SHARED_MEMORY = hasattr(os, "memfd_create")
 _RECLAIM_S = 1.0
-_EXPIRE_MS = 1000
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 
@@ -67,7 +59,7 @@ _WILDCARDS = ("", "*", "0.0.0.0", "::")
 class _Expected:
     """A landing whose bytes are not all in yet."""
 
-    segment: Segment | None
+    block: Block | None
     inflow: Inflow
     deliver: Callable[[Bytes], None]
 
@@ -122,27 +114,17 @@ class BulkPlane:
         self._reclaiming: asyncio.TimerHandle | None = None
         self._closed = False
         self._machine = machine_identity() if _SHARED_MEMORY else ""
-        self._pool = SegmentPool(pool_bytes, self._dropped)
+        self._pool = BlockPool(pool_bytes, self._dropped)
 
-        self._poller = select.poll()
-        self._watchers: dict[int, Ready] = {}
-        self._receiver: ChunkReceiver | None = None
+        self._thread = BulkThread(loop, self._finish, self._unshare, secret)
+        self._endpoint = ""
         if channel != "shared":
             try:
                 endpoint = free_endpoint(folder, "chunks", bind_host)
-                self._receiver = ChunkReceiver(endpoint, self, self._watch, self._unwatch, secret)
+                self._endpoint = self._thread.receive_chunks(endpoint, self)
             except ConnectionFailed as error:
                 raise ValueError(f"cannot listen at bind_host {bind_host!r}: {error}") from error
-        self._listener = Listener(loop, self, folder, secret) if channel != "tcp" else None
-
-        self._pushes: deque[tuple[Copier | ChunkSender, Push]] = deque()
-        self._waker, self._wakened = socket.socketpair()
-        self._waker.setblocking(False)
-        self._wakened.setblocking(False)
-        self._copier = Copier(self._watch, self._unwatch, self._finish, self._unshare, secret)
-        self._sender = ChunkSender(self._watch, self._unwatch, self._finish, secret)
-        self._ended: TransferFailed | None = None
-        self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
+        self._receiver = SharedReceiver(loop, self, folder, secret) if channel != "tcp" else None
         self._thread.start()
 
     # Receiving
@@ -166,31 +148,31 @@ class BulkPlane:
         if size_bytes < 0:
             raise ValueError(f"nothing can have {size_bytes} bytes")
         transfer = secrets.randbits(63) or 1
-        segment = None
+        block = None
         try:
             if size_bytes > INLINE_BYTES and _SHARED_MEMORY:
-                segment = self._lease(size_bytes, transfer)
-            target = segment.bytes[:size_bytes] if segment else aligned_buffer(size_bytes)
+                block = self._lease(size_bytes, transfer)
+            target = block.bytes[:size_bytes] if block else aligned_buffer(size_bytes)
         except (OSError, MemoryError) as error:
             words = f"this process has no memory for an array of {size_bytes} bytes to come here: {error}"
             raise OutOfHostMemory(words) from error
-        self._expected[transfer] = _Expected(segment, Inflow(transfer, target), deliver)
-        listener = self._listener if segment or size_bytes <= INLINE_BYTES else None
+        self._expected[transfer] = _Expected(block, Inflow(transfer, target), deliver)
+        receiver = self._receiver if block or size_bytes <= INLINE_BYTES else None
         return Landing(
             transfer=transfer,
             size_bytes=size_bytes,
-            segment=segment.number if segment else 0,
+            block=block.number if block else 0,
             machine=self._machine,
-            socket=listener.name if listener else "",
-            endpoint=self._receiver.endpoint if self._receiver else "",
+            socket=receiver.name if receiver else "",
+            endpoint=self._endpoint,
         )
 
-    def _lease(self, size_bytes: int, transfer: int) -> Segment | None:
+    def _lease(self, size_bytes: int, transfer: int) -> Block | None:
         """Shared memory; None where descriptors are short and the bytes can come over tcp instead."""
         try:
-            return self._pool.lease(size_bytes, transfer, sparing=self._receiver is not None)
+            return self._pool.lease(size_bytes, transfer, sparing=bool(self._endpoint))
         except OSError as error:
-            if error.errno not in NO_DESCRIPTORS or self._receiver is None:
+            if error.errno not in NO_DESCRIPTORS or not self._endpoint:
                 raise
             return None
 
@@ -204,8 +186,8 @@ class BulkPlane:
         if expected is None:
             return
         expected.inflow.sealed = True
-        if expected.segment is not None:
-            self._pool.retire(expected.segment)
+        if expected.block is not None:
+            self._pool.retire(expected.block)
 
     def landed_bytes(self, transfer: int) -> int:
         """How much of a landing has come in chunks; of shared memory only its end is heard."""
@@ -230,14 +212,14 @@ class BulkPlane:
                 TransferFailed (or ValueError, TypeError: the parts cannot go there) if the
                 receiver will not have them.
         """
-        mover: Copier | ChunkSender
+        sender: SharedSender | ChunkSender
         try:
             push = checked(landing, parts, done)
             if self._channel != "tcp" and landing.socket and landing.machine == self._machine:
-                mover = self._copier
+                sender = self._thread.by_memory
                 push.shared = self._shareable(push)
             elif self._channel != "shared" and landing.endpoint:
-                mover = self._sender
+                sender = self._thread.by_chunks
             else:
                 raise TransferFailed(
                     f"arrays travel by {self._channel!r} here, which the receiver does not do; set the same "
@@ -246,14 +228,10 @@ class BulkPlane:
         except (ValueError, TypeError, TransferFailed) as error:
             self._loop.call_soon(done, error)
             return
-        self._pushes.append((mover, push))
-        if self._ended:
-            self._refuse_pushes(self._ended)
-        else:
-            self._wake()
+        self._thread.push(sender, push)
 
-    def _shareable(self, push: Push) -> Segment | None:
-        """The segment in which all that is pushed lies already, if it is worth sharing."""
+    def _shareable(self, push: Push) -> Block | None:
+        """The block in which all that is pushed lies already, if it is worth sharing."""
         if push.size_bytes < SHARE_BYTES or push.size_bytes != push.landing.size_bytes:
             return None
         (_, array), *others = push.parts
@@ -270,8 +248,8 @@ class BulkPlane:
             "sent_bytes": self.sent_bytes,
             "received_bytes": self.received_bytes,
             "shared_bytes": self._shared_bytes,  # of those that were sent, not copied
-            "live_segments": self._pool.live_segments,
-            "lent_segments": self._pool.lent_segments,
+            "live_blocks": self._pool.live_blocks,
+            "lent_blocks": self._pool.lent_blocks,
             "pooled_bytes": self._pool.pooled_bytes,
             "expected_transfers": len(self._expected),
             "late_transfers": self._late,
@@ -288,16 +266,13 @@ class BulkPlane:
         self._closed = True
         if self._reclaiming is not None:
             self._reclaiming.cancel()
-        if self._listener is not None:
-            self._listener.close()
-        self._wake()
-        self._thread.join()
+        if self._receiver is not None:
+            self._receiver.close()
+        self._thread.close()
         for inflow in self._expected.values():
             inflow.inflow.sealed = True
         self._expected.clear()
         self._pool.close()
-        self._waker.close()
-        self._wakened.close()
 
     def _reclaim(self) -> None:
         self._pool.reclaim()
@@ -306,25 +281,25 @@ class BulkPlane:
 
     def _reclaim_later(self) -> None:
         # Garbage collection only leaves a note; somebody has to read it even when nothing lands.
-        if self._reclaiming is None and self._pool.lent_segments and not self._closed:
+        if self._reclaiming is None and self._pool.lent_blocks and not self._closed:
             self._reclaiming = self._loop.call_later(_RECLAIM_S, self._reclaim)
 
     def _dropped(self, number: int) -> None:
-        if self._listener is not None and not self._closed:
-            self._listener.drop(number)
+        if self._receiver is not None and not self._closed:
+            self._receiver.drop(number)
 
     # What the listener asks and tells (loop thread)
 
-    def segment(self, number: int) -> Segment | None:
+    def block(self, number: int) -> Block | None:
         return self._pool.get(number)
 
-    def arrived(self, transfer: int, segment: int) -> bool:
+    def arrived(self, transfer: int, block: int) -> bool:
         """False if that transfer was not to arrive there."""
         expected = self._expected.get(transfer)
         if expected is None:
             self._late += 1
             return True
-        if expected.segment is None or expected.segment.number != segment:
+        if expected.block is None or expected.block.number != block:
             return False
         self._deliver(transfer)
         return True
@@ -350,10 +325,10 @@ class BulkPlane:
             self._late += 1
             give_back(True)
             return
-        if expected.segment is None or expected.inflow.target.size > mapping.capacity_bytes:
+        if expected.block is None or expected.inflow.target.size > mapping.capacity_bytes:
             raise Malformed("it shared other pages than those of this transfer")
-        self._pool.restore(expected.segment)
-        expected.segment, size_bytes = None, expected.inflow.target.size
+        self._pool.restore(expected.block)
+        expected.block, size_bytes = None, expected.inflow.target.size
         expected.inflow.target = self._pool.borrow(mapping, size_bytes, give_back)
         self._reclaim_later()
         self._deliver(transfer)
@@ -366,8 +341,8 @@ class BulkPlane:
         if expected is None:  # cancelled while the news was on its way from the bulk thread
             return
         buffer = expected.inflow.target
-        if expected.segment is not None:
-            buffer = self._pool.lend(expected.segment, buffer.size)
+        if expected.block is not None:
+            buffer = self._pool.lend(expected.block, buffer.size)
             self._reclaim_later()
         self.received_bytes += buffer.size
         try:
@@ -384,74 +359,12 @@ class BulkPlane:
         return None if expected is None else expected.inflow
 
     def inflow_complete(self, transfer: int) -> None:
-        self._on_loop(self._deliver, transfer)
+        self._thread.on_loop(self._deliver, transfer)
 
-    # The bulk thread
+    # Ends of pushes (bulk thread)
 
-    def _run(self) -> None:
-        reason = TransferFailed("this process has closed its connections")
-        try:
-            self._move()
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: becomes every push's error
-            reason = TransferFailed(f"no array can be sent from this process any more: {error!r}")
-            reason.__cause__ = error
-            report = {"message": "the thread that moves arrays failed", "exception": error}
-            self._on_loop(self._loop.call_exception_handler, report)
-        finally:
-            self._ended = reason
-            self._copier.close()
-            self._sender.close()
-            if self._receiver is not None:
-                self._receiver.close()
-            self._refuse_pushes(reason)
-
-    def _move(self) -> None:
-        self._watch(self._wakened.fileno(), self._wakened_now, False)
-        ends = [end for end in (self._copier, self._sender, self._receiver) if end is not None]
-        expiry_s = 0.0
-        while not self._closed:
-            while self._pushes:
-                mover, push = self._pushes.popleft()
-                mover.push(push)
-                del push  # an idle thread must not keep the last arrays alive
-            timeout_ms = 0 if self._copier.work() else None
-            if timeout_ms is None and any(end.owed for end in ends):
-                timeout_ms = _EXPIRE_MS
-            for descriptor, events in self._poller.poll(timeout_ms):
-                ready = self._watchers.get(descriptor)
-                if ready is not None:  # what came before it may have closed it
-                    # An error is read, like bytes.
-                    ready(descriptor, events != select.POLLOUT, bool(events & select.POLLOUT))
-            now_s = time.monotonic()
-            if now_s >= expiry_s:
-                expiry_s = now_s + _EXPIRE_MS / 1000
-                for end in ends:
-                    end.expire()
-
-    def _wakened_now(self, descriptor: int, readable: bool, writable: bool) -> None:
-        self._wakened.recv(4096)
-
-    def _watch(self, descriptor: int, ready: Ready, writable: bool) -> None:
-        self._watchers[descriptor] = ready
-        self._poller.register(
-            descriptor, select.POLLIN | select.POLLOUT if writable else select.POLLIN
-        )
-
-    def _unwatch(self, descriptor: int) -> None:
-        del self._watchers[descriptor]
-        self._poller.unregister(descriptor)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is being wakened already
-            self._waker.send(b"\0")
-
-    def _refuse_pushes(self, reason: TransferFailed) -> None:
-        while self._pushes:
-            _, push = self._pushes.popleft()
-            self._finish(push, reason)
-
-    def _unshare(self, segment: Segment, safe: bool) -> None:
-        self._on_loop(partial(self._pool.unshare, segment, safe=safe))
+    def _unshare(self, block: Block, safe: bool) -> None:
+        self._thread.on_loop(partial(self._pool.unshare, block, safe=safe))
 
     def _finish(self, push: Push, error: Exception | None) -> None:
         if error is None:
@@ -460,11 +373,4 @@ class BulkPlane:
                 self._shared_bytes += push.size_bytes
         elif push.shared is not None:
             self._unshare(push.shared, False)
-        self._on_loop(push.done, error)
-
-    def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
+        self._thread.on_loop(push.done, error)

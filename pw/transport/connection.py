@@ -25,7 +25,7 @@ from typing import Protocol
 
 from pw.transport import nearby
 from pw.transport.codec import MAX_FRAME_BYTES
-from pw.transport.endpoints import Place, is_numeric, look_up
+from pw.transport.endpoints import SocketAddress, is_numeric, look_up
 from pw.transport.peers import is_trusted
 from pw.transport.zmtp import Mechanism, Refusal, Zmtp, ZmtpError
 
@@ -69,7 +69,7 @@ class Connection:
         self,
         loop: asyncio.AbstractEventLoop,
         owner: Owner,
-        end: Place | socket.socket,
+        end: SocketAddress | socket.socket,
         send_buffer_bytes: int = 0,
         mechanism: Callable[[bytes], Mechanism] | None = None,
     ) -> None:
@@ -88,10 +88,10 @@ class Connection:
         self._undelivered = False
         self._retry_s = RETRY_S
         self._timer: asyncio.TimerHandle | None = None
-        self._place: Place | None = None
+        self._where: SocketAddress | None = None
         self._tries_nearby = True
-        if isinstance(end, Place):
-            self._place = end
+        if isinstance(end, SocketAddress):
+            self._where = end
             self._dial()
         else:
             self._set_timer()
@@ -143,14 +143,14 @@ class Connection:
     # --- connecting ----------------------------------------------------------------------------
 
     def _dial(self) -> None:
-        assert self._place is not None
-        if is_numeric(self._place):
-            self._connect(self._place)
+        assert self._where is not None
+        if is_numeric(self._where):
+            self._connect(self._where)
         else:
-            asking = self._loop.run_in_executor(None, look_up, self._place)
+            asking = self._loop.run_in_executor(None, look_up, self._where)
             asking.add_done_callback(self._looked_up)
 
-    def _looked_up(self, answer: asyncio.Future[Place]) -> None:
+    def _looked_up(self, answer: asyncio.Future[SocketAddress]) -> None:
         error = answer.exception()
         if self.closed:
             return
@@ -159,18 +159,18 @@ class Connection:
         else:
             self._end(str(error))
 
-    def _connect(self, place: Place) -> None:
+    def _connect(self, where: SocketAddress) -> None:
         self._set_timer()
-        near = nearby.dial(place) if self._tries_nearby else None
+        near = nearby.dial(where) if self._tries_nearby else None
         if near is not None:
             # If nothing comes of it, the next attempt goes the usual way.
             self._tries_nearby = False
             self._begin(near, b"DEALER")
             return
         try:
-            self._socket = socket.socket(place.family, socket.SOCK_STREAM)
+            self._socket = socket.socket(where.family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
-            code = self._socket.connect_ex(place.address)
+            code = self._socket.connect_ex(where.address)
         except OSError as error:
             self._end(str(error))
             return
@@ -318,7 +318,7 @@ class Connection:
 
     def _end(self, reason: str) -> None:
         self._hang_up()
-        if self._place is not None and not self._open:
+        if self._where is not None and not self._open:
             self._timer = self._loop.call_later(self._retry_s, self._dial)
             self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         else:

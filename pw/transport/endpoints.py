@@ -20,14 +20,14 @@ _WILDCARDS = ("*", "0.0.0.0")
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 
-class Place(NamedTuple):
+class SocketAddress(NamedTuple):
     """Where an endpoint is, for the kernel."""
 
     family: int
     address: str | tuple[str, int]
 
 
-def parse(endpoint: str) -> Place:
+def parse(endpoint: str) -> SocketAddress:
     """What an endpoint says; a tcp one may hold the name of a host.
 
     Raises:
@@ -35,31 +35,31 @@ def parse(endpoint: str) -> Place:
     """
     scheme, separator, rest = endpoint.partition("://")
     if separator and scheme == "ipc" and rest:
-        return Place(socket.AF_UNIX, "\0" + rest[1:] if rest[0] == "@" else rest)
+        return SocketAddress(socket.AF_UNIX, "\0" + rest[1:] if rest[0] == "@" else rest)
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not colon or not port.isdecimal() or int(port) > 0xFFFF:
         raise ConnectionFailed(
             f"{endpoint!r} is not an endpoint; it looks like tcp://host:port or ipc://path"
         )
-    return Place(socket.AF_INET, (host, int(port)))
+    return SocketAddress(socket.AF_INET, (host, int(port)))
 
 
-def is_numeric(place: Place) -> bool:
+def is_numeric(where: SocketAddress) -> bool:
     """Whether no name has to be looked up to dial there."""
     try:
-        _look_up(place, _NUMERIC)
+        _look_up(where, _NUMERIC)
     except OSError:
         return False
     return True
 
 
-def look_up(place: Place) -> Place:
-    """The place with its name looked up, which may take seconds.
+def look_up(where: SocketAddress) -> SocketAddress:
+    """The address with its name looked up, which may take seconds.
 
     Raises:
         OSError: there is no host of that name.
     """
-    return _look_up(place, socket.AI_NUMERICSERV)
+    return _look_up(where, socket.AI_NUMERICSERV)
 
 
 def listen(endpoint: str) -> socket.socket:
@@ -68,18 +68,18 @@ def listen(endpoint: str) -> socket.socket:
     Raises:
         ConnectionFailed: the endpoint is taken, or makes no sense.
     """
-    place = parse(endpoint)
-    if isinstance(place.address, tuple) and place.address[0] == "*":
-        place = place._replace(address=("0.0.0.0", place.address[1]))
-    if isinstance(place.address, str):
-        place = place._replace(address=place.address.replace("*", secrets.token_hex(4)))
+    where = parse(endpoint)
+    if isinstance(where.address, tuple) and where.address[0] == "*":
+        where = where._replace(address=("0.0.0.0", where.address[1]))
+    if isinstance(where.address, str):
+        where = where._replace(address=where.address.replace("*", secrets.token_hex(4)))
     listener = None
     try:
-        place = look_up(place)
-        listener = socket.socket(place.family, socket.SOCK_STREAM)
+        where = look_up(where)
+        listener = socket.socket(where.family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _remove_remains(place)
-        listener.bind(place.address)
+        _remove_remains(where)
+        listener.bind(where.address)
         listener.listen(BACKLOG)
     except OSError as error:
         if listener is not None:
@@ -134,8 +134,8 @@ def advertised(bind: str, towards: str) -> str | None:
     Raises:
         ConnectionFailed: an endpoint makes no sense.
     """
-    place = parse(bind)
-    if place.family != socket.AF_INET or place.address[0] not in _WILDCARDS:
+    where = parse(bind)
+    if where.family != socket.AF_INET or where.address[0] not in _WILDCARDS:
         return None
     own = address_towards(towards)
     return None if own == LOOPBACK else own
@@ -150,28 +150,28 @@ def address_towards(endpoint: str) -> str:
     Raises:
         ConnectionFailed: the endpoint makes no sense.
     """
-    place = parse(endpoint)
-    if place.family != socket.AF_INET:
+    where = parse(endpoint)
+    if where.family != socket.AF_INET:
         return LOOPBACK
     try:
-        return _address_towards(look_up(place))
+        return _address_towards(look_up(where))
     except OSError:
         return LOOPBACK
 
 
-def _look_up(place: Place, flags: int) -> Place:
-    if isinstance(place.address, str):
-        return place
+def _look_up(where: SocketAddress, flags: int) -> SocketAddress:
+    if isinstance(where.address, str):
+        return where
     try:
-        found = socket.getaddrinfo(*place.address, socket.AF_INET, socket.SOCK_STREAM, flags=flags)
+        found = socket.getaddrinfo(*where.address, socket.AF_INET, socket.SOCK_STREAM, flags=flags)
     except ValueError as error:  # what no name of a host can be
         raise OSError(str(error)) from error
-    return place._replace(address=(str(found[0][4][0]), place.address[1]))
+    return where._replace(address=(str(found[0][4][0]), where.address[1]))
 
 
-def _remove_remains(place: Place) -> None:
+def _remove_remains(where: SocketAddress) -> None:
     """Remove the socket file of a process that was killed, which would be in the way."""
-    path = place.address
+    path = where.address
     if not isinstance(path, str) or path.startswith("\0"):
         return
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
@@ -183,7 +183,9 @@ def _remove_remains(place: Place) -> None:
 def _own_address() -> str:
     """The address of this machine on its default route."""
     try:
-        return _address_towards(Place(socket.AF_INET, ("192.0.2.1", 9)))  # reserved for examples
+        return _address_towards(
+            SocketAddress(socket.AF_INET, ("192.0.2.1", 9))
+        )  # reserved for examples
     except OSError as error:
         raise ConnectionFailed(
             "nobody could be told at which of its addresses to dial this machine, which has no default route; "
@@ -191,7 +193,7 @@ def _own_address() -> str:
         ) from error
 
 
-def _address_towards(place: Place) -> str:
+def _address_towards(where: SocketAddress) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(place.address)  # sends nothing
+        probe.connect(where.address)  # sends nothing
         return str(probe.getsockname()[0])

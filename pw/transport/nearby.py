@@ -14,7 +14,7 @@ import socket
 import sys
 
 from pw.core.errors import ConnectionFailed
-from pw.transport.endpoints import BACKLOG, Place, parse
+from pw.transport.endpoints import BACKLOG, SocketAddress, parse
 from pw.transport.peers import is_trusted
 
 _IS_LINUX = sys.platform == "linux"
@@ -23,14 +23,14 @@ _IS_LINUX = sys.platform == "linux"
 def listen(endpoint: str) -> socket.socket | None:
     """A socket that listens for diallers of this tcp endpoint on this machine; None where that cannot be."""
     try:
-        place = parse(endpoint)
+        where = parse(endpoint)
     except ConnectionFailed:
         return None
-    if not _IS_LINUX or place.family != socket.AF_INET:
+    if not _IS_LINUX or where.family != socket.AF_INET:
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(_name(place))
+        listener.bind(_name(where))
         listener.listen(BACKLOG)
     except OSError:  # somebody has taken the name: tcp is there for all
         listener.close()
@@ -39,9 +39,9 @@ def listen(endpoint: str) -> socket.socket | None:
     return listener
 
 
-def dial(place: Place) -> socket.socket | None:
+def dial(where: SocketAddress) -> socket.socket | None:
     """A connection to whoever listens at this place and is on this machine; None if it is not."""
-    if not _IS_LINUX or place.family != socket.AF_INET:
+    if not _IS_LINUX or where.family != socket.AF_INET:
         return None
     try:
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -49,7 +49,7 @@ def dial(place: Place) -> socket.socket | None:
         return None
     try:
         dialled.setblocking(False)
-        dialled.connect(_name(place))
+        dialled.connect(_name(where))
         if is_trusted(dialled):
             return dialled
     except OSError:
@@ -58,5 +58,5 @@ def dial(place: Place) -> socket.socket | None:
     return None
 
 
-def _name(place: Place) -> str:
-    return "\0pw tcp://{}:{}".format(*place.address)
+def _name(where: SocketAddress) -> str:
+    return "\0pw tcp://{}:{}".format(*where.address)

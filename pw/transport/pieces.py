@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pw.core.landing import Landing
-from pw.transport.segments import Array, Bytes, Segment
+from pw.transport.blocks import Array, Block, Bytes
 
 Done = Callable[[Exception | None], None]
 Ready = Callable[[int, bool, bool], None]
@@ -33,7 +33,7 @@ class Push:
     parts: Sequence[tuple[int, Array]]
     size_bytes: int
     done: Done
-    shared: Segment | None = None
+    shared: Block | None = None
     """Where all of it lies already, for a receiver that can read it there."""
 
 

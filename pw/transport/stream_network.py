@@ -38,7 +38,7 @@ from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, R
 from pw.transport import codec, nearby
 from pw.transport.connection import LOST, Connection
 from pw.transport.endpoints import (
-    Place,
+    SocketAddress,
     is_off_loopback,
     is_on_loopback,
     listen,
@@ -226,12 +226,12 @@ class StreamNetwork:
         if endpoint is None or self._closed:
             return None
         try:
-            place = parse(endpoint)
+            where = parse(endpoint)
         except ConnectionFailed as error:
             del self._endpoints[node]  # or every message would try again
             self._node.post_to_all(PeerLost(node, str(error)))
             return None
-        connection = self._connection(place)
+        connection = self._connection(where)
         link = Link(node, connection, endpoint, self._loop.time())
         self._links[node] = self._served[connection] = link
         self._say_hello(link)
@@ -259,7 +259,7 @@ class StreamNetwork:
         self._node.counters["connections_refused"] += 1
         self._warn_once("user", "another user's process has dialled", self.name)
 
-    def _connection(self, end: Place | socket.socket) -> Connection:
+    def _connection(self, end: SocketAddress | socket.socket) -> Connection:
         return Connection(self._loop, self, end, self._send_buffer_bytes, self._mechanism)
 
     def is_behind(self) -> bool:

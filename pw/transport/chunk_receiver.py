@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from pw.transport.blocks import Bytes
 from pw.transport.chunks import (
     ACK,
     CHUNK,
@@ -24,7 +25,6 @@ from pw.transport.endpoints import listen, reachable_endpoint, unlisten
 from pw.transport.peers import is_trusted
 from pw.transport.pieces import Unwatch, Watch
 from pw.transport.proof import PROOF_S, Proof, ProofError
-from pw.transport.segments import Bytes
 
 _READS_AT_ONCE = 8
 _WORTH_WAKING_BYTES = 512 << 10

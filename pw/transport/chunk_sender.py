@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pw.core.errors import ConnectionFailed, TransferFailed
+from pw.transport.blocks import Array
 from pw.transport.chunks import (
     ACK,
     CHUNK,
@@ -28,7 +29,6 @@ from pw.transport.endpoints import look_up, parse
 from pw.transport.peers import is_trusted
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed
 from pw.transport.proof import Proof, ProofError
-from pw.transport.segments import Array
 
 TRANSFERS_AT_ONCE = 4
 """Long ones per receiver; others queue, because more at a time would make none of them faster."""

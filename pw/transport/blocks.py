@@ -1,11 +1,11 @@
-"""Shared-memory segments: the receiver's pool of warm pages that senders write and JAX aliases.
+"""Shared-memory blocks: the receiver's pool of warm pages that senders write and JAX aliases.
 
-A segment is an anonymous memfd. The receiver makes it, a sender maps it by descriptor, and when the
+A block is an anonymous memfd. The receiver makes it, a sender maps it by descriptor, and when the
 last process that has it mapped is gone so are its pages: there is no name to clean up, not even
 after SIGKILL. Writing to fresh pages costs ten times what writing to touched ones does, therefore
-segments come in power-of-two sizes and are reused, most recently used first.
+blocks come in power-of-two sizes and are reused, most recently used first.
 
-A segment is in one of three states:
+A block is in one of three states:
 
     idle     in the pool, warm, owned by nobody
     leased   promised to one transfer; a sender may be writing
@@ -20,17 +20,17 @@ Four rules keep somebody's bytes from changing under them:
 
 1. A lease that is given up is *retired*, never made idle: a sender that has the pages mapped may
    still be copying, and nobody can tell it to stop. Its pages live until that sender lets go.
-2. Each segment ends in one page that holds the number of the transfer it is leased to, or 0. A
+2. Each block ends in one page that holds the number of the transfer it is leased to, or 0. A
    sender looks at it before every piece it copies, so a landing that was cancelled, or is replayed
-   after its segment went to somebody else, is noticed before anything is written.
+   after its block went to somebody else, is noticed before anything is written.
 
-3. Nobody writes to a lent segment: JAX takes what it aliases for immutable, even when it is donated. So
+3. Nobody writes to a lent block: JAX takes what it aliases for immutable, even when it is donated. So
    its pages may be shared with other processes, but one that is gone without having given its share
-   back may still have readers, so that segment is never used again.
-4. A process that is forked while a segment is lent reads its very pages, and nothing is heard of that either:
-   such a segment is never used again, wherever it belongs.
+   back may still have readers, so that block is never used again.
+4. A process that is forked while a block is lent reads its very pages, and nothing is heard of that either:
+   such a block is never used again, wherever it belongs.
 
-The end of a lent segment is noticed by a weak reference to the *exporter* at the bottom of the
+The end of a lent block is noticed by a weak reference to the *exporter* at the bottom of the
 array's chain of bases, because numpy shortens that chain and an intermediate array may die long
 before its views. Such a callback can run anywhere, in any thread, so it only appends to a deque.
 """
@@ -62,7 +62,7 @@ ALIGNMENT_BYTES = 64
 """What JAX needs in order to alias host memory instead of copying it."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 SHARE = 1 / 2
-"""How many of the descriptors that a process may have are for segments: each has one for as long as it lives,
+"""How many of the descriptors that a process may have are for blocks: each has one for as long as it lives,
 also while it lies idle, and files and sockets need some as well."""
 
 # Python's own mmap keeps a duplicate of the descriptor open as long as the mapping lives, which
@@ -115,7 +115,7 @@ class _Exporter:
 
 
 class Mapping:
-    """The pages of a segment in this process; unmapped when the last array over them is gone."""
+    """The pages of a block in this process; unmapped when the last array over them is gone."""
 
     def __init__(self, descriptor: int, capacity_bytes: int, *, writable: bool = True) -> None:
         self.address = 0
@@ -157,19 +157,19 @@ def map_received(descriptor: int, capacity_bytes: int, *, writable: bool = True)
     """Map a descriptor that a peer sent, after making sure that it cannot shrink under us.
 
     Raises:
-        ValueError: the descriptor is not a sealed segment of that capacity. Writing past the end
+        ValueError: the descriptor is not a sealed block of that capacity. Writing past the end
             of a file that was cut would kill this process with SIGBUS.
         OSError: the kernel refused the mapping.
     """
     actual_bytes = os.fstat(descriptor).st_size
     if capacity_bytes < SMALLEST_BYTES or actual_bytes != capacity_bytes + PAGE_BYTES:
-        raise ValueError(f"a segment of {capacity_bytes} bytes came as {actual_bytes} bytes")
+        raise ValueError(f"a block of {capacity_bytes} bytes came as {actual_bytes} bytes")
     if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEAL_SHRINK:
-        raise ValueError("the segment is not sealed against shrinking")
+        raise ValueError("the block is not sealed against shrinking")
     return Mapping(descriptor, capacity_bytes, writable=writable)
 
 
-class Segment:
+class Block:
     """One memfd and this process's mapping of it."""
 
     __slots__ = (
@@ -219,15 +219,15 @@ def size_class(size_bytes: int) -> int:
     return max(SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length())
 
 
-_pools: set[weakref.ref[SegmentPool]] = set()
+_pools: set[weakref.ref[BlockPool]] = set()
 
 
-class SegmentPool:
-    """Leases warm segments; belongs to one thread, except for what garbage collection does.
+class BlockPool:
+    """Leases warm blocks; belongs to one thread, except for what garbage collection does.
 
     Args:
-        keep_bytes: how much may lie idle; live segments are not bounded by it.
-        on_drop: told the number of every segment that leaves the pool, so that senders unmap it.
+        keep_bytes: how much may lie idle; live blocks are not bounded by it.
+        on_drop: told the number of every block that leaves the pool, so that senders unmap it.
     """
 
     def __init__(self, keep_bytes: int, on_drop: Callable[[int], None]) -> None:
@@ -236,28 +236,28 @@ class SegmentPool:
         descriptors = _most_descriptors()
         self._most = int(descriptors * SHARE)
         self._on_drop = on_drop
-        self._segments: dict[int, Segment] = {}
-        self._idle: dict[int, deque[Segment]] = {}
-        self._order: dict[int, Segment] = {}  # idle segments, the longest idle first
-        self._lent: dict[int, Segment] = {}  # by the address at which it begins
+        self._blocks: dict[int, Block] = {}
+        self._idle: dict[int, deque[Block]] = {}
+        self._order: dict[int, Block] = {}  # idle blocks, the longest idle first
+        self._lent: dict[int, Block] = {}  # by the address at which it begins
         self._aliases: set[_Alias] = set()
         self._unaliased: deque[weakref.ref[_Exporter]] = deque()
         self._last_number = 0
         _pools.add(weakref.ref(self, _pools.discard))
 
     @property
-    def live_segments(self) -> int:
-        return len(self._segments)
+    def live_blocks(self) -> int:
+        return len(self._blocks)
 
     @property
-    def lent_segments(self) -> int:
+    def lent_blocks(self) -> int:
         return len(self._aliases)
 
-    def get(self, number: int) -> Segment | None:
-        return self._segments.get(number)
+    def get(self, number: int) -> Block | None:
+        return self._blocks.get(number)
 
-    def lease(self, size_bytes: int, transfer: int, *, sparing: bool = False) -> Segment:
-        """A segment of at least that size that only this transfer may write.
+    def lease(self, size_bytes: int, transfer: int, *, sparing: bool = False) -> Block:
+        """A block of at least that size that only this transfer may write.
 
         Args:
             size_bytes: what the transfer brings.
@@ -271,37 +271,37 @@ class SegmentPool:
         capacity_bytes = size_class(size_bytes)
         stack = self._idle.get(capacity_bytes)
         if stack:
-            segment = stack.pop()
-            del self._order[segment.number]
+            block = stack.pop()
+            del self._order[block.number]
             self.pooled_bytes -= capacity_bytes
         else:
-            segment = self._make(capacity_bytes, sparing)
-        segment.word[0] = transfer
-        return segment
+            block = self._make(capacity_bytes, sparing)
+        block.word[0] = transfer
+        return block
 
-    def _make(self, capacity_bytes: int, sparing: bool) -> Segment:
-        if sparing and len(self._segments) >= self._most:
+    def _make(self, capacity_bytes: int, sparing: bool) -> Block:
+        if sparing and len(self._blocks) >= self._most:
             if not self._order:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._drop_oldest()
         number = self._last_number + 1
         try:
-            segment = Segment(number, capacity_bytes)
+            block = Block(number, capacity_bytes)
         except OSError as error:
             if error.errno not in NO_DESCRIPTORS or not self._order:
                 raise
             while self._order:
                 self._drop_oldest()
-            segment = Segment(number, capacity_bytes)
+            block = Block(number, capacity_bytes)
         self._last_number = number
-        self._segments[number] = segment
-        return segment
+        self._blocks[number] = block
+        return block
 
-    def lend(self, segment: Segment, size_bytes: int) -> Bytes:
-        """Turn a completed lease into an array; the segment is idle again when its aliases die."""
-        segment.word[0] = 0
-        self._lent[segment.mapping.address] = segment
-        return self.borrow(segment.mapping, size_bytes, partial(self._unlent, segment))
+    def lend(self, block: Block, size_bytes: int) -> Bytes:
+        """Turn a completed lease into an array; the block is idle again when its aliases die."""
+        block.word[0] = 0
+        self._lent[block.mapping.address] = block
+        return self.borrow(block.mapping, size_bytes, partial(self._unlent, block))
 
     def borrow(self, mapping: Mapping, size_bytes: int, unaliased: Callable[[bool], None]) -> Bytes:
         """An array over a mapping.
@@ -315,24 +315,24 @@ class SegmentPool:
         self._aliases.add(alias)
         return everything[:size_bytes]
 
-    def restore(self, segment: Segment) -> None:
+    def restore(self, block: Block) -> None:
         """Take back a lease that nobody has written to, nor will."""
-        segment.word[0] = 0
-        self._rest(segment)
+        block.word[0] = 0
+        self._rest(block)
 
-    def share(self, array: Array) -> Segment | None:
-        """The lent segment that begins where an array does; it is lent until `unshare` at least."""
-        segment = self._lent.get(array.__array_interface__["data"][0])
-        if segment is not None:
-            segment.shares += 1
-        return segment
+    def share(self, array: Array) -> Block | None:
+        """The lent block that begins where an array does; it is lent until `unshare` at least."""
+        block = self._lent.get(array.__array_interface__["data"][0])
+        if block is not None:
+            block.shares += 1
+        return block
 
-    def unshare(self, segment: Segment, *, safe: bool) -> None:
+    def unshare(self, block: Block, *, safe: bool) -> None:
         """A share has come back, or (not `safe`) will never do so while somebody may read it."""
-        segment.shares -= 1
-        segment.unsafe = segment.unsafe or not safe
-        if segment.mapping.address not in self._lent and segment.number in self._segments:
-            self._rest(segment)
+        block.shares -= 1
+        block.unsafe = block.unsafe or not safe
+        if block.mapping.address not in self._lent and block.number in self._blocks:
+            self._rest(block)
             self.reclaim()
 
     def forked(self) -> None:
@@ -340,27 +340,27 @@ class SegmentPool:
         for alias in tuple(self._aliases):
             alias.safe = False
 
-    def _unlent(self, segment: Segment, safe: bool) -> None:
-        del self._lent[segment.mapping.address]
-        segment.unsafe = segment.unsafe or not safe
-        self._rest(segment)
+    def _unlent(self, block: Block, safe: bool) -> None:
+        del self._lent[block.mapping.address]
+        block.unsafe = block.unsafe or not safe
+        self._rest(block)
 
-    def _rest(self, segment: Segment) -> None:
-        if segment.shares:
+    def _rest(self, block: Block) -> None:
+        if block.shares:
             return
-        if segment.unsafe:
-            self.retire(segment)
+        if block.unsafe:
+            self.retire(block)
             return
-        self._idle.setdefault(segment.capacity_bytes, deque()).append(segment)
-        self._order[segment.number] = segment
-        self.pooled_bytes += segment.capacity_bytes
+        self._idle.setdefault(block.capacity_bytes, deque()).append(block)
+        self._order[block.number] = block
+        self.pooled_bytes += block.capacity_bytes
 
-    def retire(self, segment: Segment) -> None:
-        """Let go of a segment that somebody may still be writing to; it is never used again."""
-        segment.word[0] = 0
-        del self._segments[segment.number]
-        os.close(segment.descriptor)
-        self._on_drop(segment.number)
+    def retire(self, block: Block) -> None:
+        """Let go of a block that somebody may still be writing to; it is never used again."""
+        block.word[0] = 0
+        del self._blocks[block.number]
+        os.close(block.descriptor)
+        self._on_drop(block.number)
 
     def reclaim(self) -> None:
         """Make idle what garbage collection freed, and drop the longest idle beyond the bound."""
@@ -370,22 +370,22 @@ class SegmentPool:
             self._aliases.discard(alias)
             alias.unaliased(alias.safe)
         while self.pooled_bytes > self._keep_bytes or (
-            self._order and len(self._segments) > self._most
+            self._order and len(self._blocks) > self._most
         ):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        segment = self._order.pop(next(iter(self._order)))
-        self._idle[segment.capacity_bytes].popleft()
-        self.pooled_bytes -= segment.capacity_bytes
-        self.retire(segment)
+        block = self._order.pop(next(iter(self._order)))
+        self._idle[block.capacity_bytes].popleft()
+        self.pooled_bytes -= block.capacity_bytes
+        self.retire(block)
 
     def close(self) -> None:
         """Close every descriptor; arrays that were lent stay valid as long as they live."""
-        for segment in self._segments.values():
-            segment.word[0] = 0
-            os.close(segment.descriptor)
-        self._segments.clear()
+        for block in self._blocks.values():
+            block.word[0] = 0
+            os.close(block.descriptor)
+        self._blocks.clear()
         self._idle.clear()
         self._order.clear()
         self._lent.clear()
