@@ -281,7 +281,7 @@ def test_a_node_asks_for_its_own_silence_in_its_hello(sockets: Cluster, dials: b
     second.env.send(first.env.address, Ready(1))
     sockets.until(lambda: first.received)
     networks: list[Any] = [sockets.of(one).network for one in (a, b)]
-    bounds = [networks[0]._links["b"].silence_s, networks[1]._links["a"].silence_s]
+    bounds = [networks[0].links["b"].silence_s, networks[1].links["a"].silence_s]
     assert bounds == [2.5, 8.0]
 
 

@@ -78,7 +78,7 @@ def test_the_secret_is_never_said() -> None:
 
 
 def end(kind: bytes, secret: bytes | None) -> Zmtp:
-    mechanism = None if secret is None else ProofMechanism(secret, kind == b"ROUTER", kind)
+    mechanism = None if secret is None else ProofMechanism(secret, kind)
     return Zmtp(kind, LARGEST, mechanism)
 
 

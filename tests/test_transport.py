@@ -23,7 +23,7 @@ from pw.core.messages import (
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec, connection, endpoints, nearby, peers, stream_network
+from pw.transport import codec, connection, endpoints, listening, nearby, peers, stream_network
 from pw.transport import node as node_module
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.link import Versions
@@ -282,7 +282,7 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
 
 def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
     """Of the sockets of all connections that a node has."""
-    served = cluster.of(node).network._served  # type: ignore[attr-defined]
+    served = cluster.of(node).network.connections  # type: ignore[attr-defined]
     return {socket.AddressFamily(c._socket.family) for c in served}
 
 
@@ -351,7 +351,7 @@ def test_the_socket_file_of_a_killed_process_is_not_in_the_way(tmp_path: Path) -
 def test_a_node_without_descriptors_accepts_later(
     tcp: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_network, "_NO_DESCRIPTORS_S", 0.05)
+    monkeypatch.setattr(listening, "_NO_DESCRIPTORS_S", 0.05)
     a, b = tcp.node("a"), tcp.node("b", listens=False)
     tcp.introduce(a, b)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

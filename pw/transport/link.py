@@ -1,10 +1,10 @@
-"""Who speaks on a link, and which versions understand each other."""
+"""The state of a link to one peer, and the versions that understand each other."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from pw.core.errors import ErrorReport, VersionMismatch
+from pw.core.errors import ErrorReport, ProtocolError, VersionMismatch
 from pw.core.ids import Address
 from pw.core.installed import DISTRIBUTION, version
 from pw.core.messages import PROTOCOL_VERSION, Hello
@@ -14,7 +14,7 @@ _SENDERS_REMEMBERED = 1024
 
 
 class Versions(NamedTuple):
-    """What a process runs; two of them talk only if all three are equal."""
+    """The versions of a process; two processes talk only if all three are equal."""
 
     protocol: int
     pw: str
@@ -22,12 +22,12 @@ class Versions(NamedTuple):
 
     @classmethod
     def installed(cls) -> Versions:
-        """What this process runs, without importing any of it."""
+        """The versions of this process, without importing jax."""
         return cls(PROTOCOL_VERSION, version(DISTRIBUTION), version("jax"))
 
     @classmethod
     def of(cls, hello: Hello) -> Versions:
-        """What the sender of a hello runs."""
+        """The versions of the sender of a hello."""
         return cls(hello.protocol, hello.pw_version, hello.jax_version)
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Versions(NamedTuple):
 
 
 def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) -> ErrorReport:
-    """The refusal of a peer that runs something else."""
+    """The refusal of a peer with other versions."""
     words = (
         f"{here} runs {ours}, but {there} runs {theirs}; "
         "install the same versions of pw and jax in both places"
@@ -43,19 +43,29 @@ def version_mismatch(here: str, ours: Versions, there: str, theirs: Versions) ->
     return ErrorReport.of(VersionMismatch(words), where=here)
 
 
-class Link:
-    """What is known of the link to one peer.
+def objection(here: str, ours: Versions, hello: Hello) -> ErrorReport | None:
+    """Why a node refuses a hello; None if it does not."""
+    theirs = Versions.of(hello)
+    if theirs != ours:
+        return version_mismatch(here, ours, hello.node, theirs)
+    if hello.node == here:
+        words = f"two processes are called {here}; give each its own name"
+        return ErrorReport.of(ProtocolError(words), where=here)
+    return None
 
-    Frames to the peer always leave on `out`; frames from it are accepted from `source` only. Both
-    are fixed when first used, which makes each direction FIFO whatever connections exist besides.
-    The two may differ: when both ends have dialled, each speaks on the connection it has made.
+
+class Link:
+    """The link to one peer.
+
+    Frames to the peer leave on `out`; frames from it are accepted from `source` only. Both are fixed
+    when first used, so each direction is FIFO. The two differ if both ends have dialled.
     """
 
     def __init__(self, node: str, out: Connection, endpoint: str, now_s: float) -> None:
         self.node = node
         self.out = out
         self.endpoint = endpoint
-        """Where we dialled; empty if the peer did."""
+        """The endpoint that we dialled; empty if the peer dialled us."""
         self.source: Connection | None = None
         """None before the hello."""
         self.incarnation: int | None = None
@@ -70,6 +80,30 @@ class Link:
         self.heard_s = now_s
         self.spoke_s = now_s
         self._addresses: dict[str, Address] = {}
+
+    def open(self, source: Connection, incarnation: int, silence_s: float, now_s: float) -> None:
+        """Begin to receive from the peer, whose hello has come."""
+        self.source, self.incarnation, self.silence_s = source, incarnation, silence_s
+        self.received, self.heard_s = 1, now_s
+
+    @property
+    def last_heard_s(self) -> float:
+        """When a frame came last, or a part of one: a large frame may take longer than any silence."""
+        return self.heard_s if self.source is None else max(self.heard_s, self.source.heard_s)
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether the peer has been silent for too long, also after reading what has come."""
+        if now_s - self.last_heard_s <= self.silence_s:
+            return False
+        unread = self.source is not None and self.source.receive()
+        return not unread and now_s - self.last_heard_s > self.silence_s
+
+    def excuse(self, away_s: float) -> None:
+        """Do not count a time in which this process did not read."""
+        self.heard_s += away_s
+        self.made_s += away_s
+        if self.source is not None:
+            self.source.heard_s += away_s
 
     def address(self, actor: str) -> Address:
         """The address of an actor of the peer."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 logger = logging.getLogger("pw")
 logger.addHandler(logging.NullHandler())  # a library says nothing unless its user wants to hear it
 
+_REMEMBERED = 1000
+
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -19,7 +21,7 @@ LEVELS = {
 def log(
     level: str, event: str, node: str, actor: str = "", fields: Mapping[str, object] | None = None
 ) -> None:
-    """Write one line, if anyone listens at `level` (debug, info, warning, error)."""
+    """Write one line, if `level` (debug, info, warning, error) is enabled."""
     number = LEVELS[level]
     if not logger.isEnabledFor(number):
         return
@@ -30,6 +32,24 @@ def log(
     }
     text = " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
     logger.log(number, "%s %s", event, text)
+
+
+class Warnings:
+    """Writes each warning of a node once, also when its cause repeats."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._keys: set[object] = set()
+
+    def once(self, key: object, event: str, peer: object, **fields: object) -> bool:
+        """Write a warning about `peer`, unless one with this key was written; whether it was new."""
+        if key in self._keys:
+            return False
+        if len(self._keys) >= _REMEMBERED:
+            self._keys.clear()
+        self._keys.add(key)
+        log("warning", event, self._node, "", {"peer": peer, **fields})
+        return True
 
 
 def _quoted(value: object) -> str:

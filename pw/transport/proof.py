@@ -27,6 +27,10 @@ _NONCE_BYTES = 32
 _DIGEST_BYTES = 32
 _DIALLER, _LISTENER = b"dialler", b"listener"
 
+ONE_SECRET = (
+    "All processes of a cluster have one secret. A unix socket has it in a file beside it; give it to other "
+    "processes in a file that PW_SECRET_FILE names, or in PW_SECRET"
+)
 NO_PROOF = "it does not know the secret of this process's cluster"
 
 
@@ -100,8 +104,8 @@ class ProofMechanism:
 
     name = SECRET
 
-    def __init__(self, secret: bytes, as_server: bool, kind: bytes) -> None:
-        self.as_server = as_server
+    def __init__(self, secret: bytes, kind: bytes) -> None:
+        self.as_server = as_server = kind == b"ROUTER"
         self.peer_metadata: bytes | None = None
         self._proof = Proof(secret, b"control", as_server)
         self._metadata = metadata(kind)

@@ -1,65 +1,50 @@
 """Messages between processes, over connections that speak ZeroMQ's wire protocol.
 
-To ZeroMQ, a node that can be dialled is a ROUTER, and whoever dials it is a DEALER. A link works in
-both directions: who learns of a peer by its hello answers on the connection on which the hello
-came, which is how the controller and hosts reach clients, which bind nothing. When two nodes dial
-each other at the same time, each keeps speaking on the connection it has made. A link and its
-connections end together.
+To ZeroMQ, a node that can be dialled is a ROUTER, and a node that dials is a DEALER. A link works in
+both directions: a node answers a hello on the connection on which it came. So the controller and
+hosts reach clients, which do not listen. When two nodes dial each other at the same time, each sends
+on the connection that it has made. A link and its connections end together.
 
-Life of a link, as one end sees it:
+The life of a link, as one end sees it:
 
     absent -first send-> dialled -hello comes-> open
     absent -hello comes-> open, with a hello in answer
-    open -frame number missing, silence, connection gone, goodbye-> absent, PeerLost
+    open -frame number missing, silence, connection lost, goodbye-> absent, PeerLost
     dialled -no hello within connect_s-> absent, PeerLost
     any -versions differ, or the name is taken-> absent, PeerRefused
     open -hello of the same or a newer incarnation-> absent, PeerLost, and open again
 
-Frames are numbered in each direction, from the hello, which is number 0 and a frame of its own.
-Refusals and goodbyes carry the number UNNUMBERED, since they may answer somebody with whom there is
-no link: a frame of a stranger that is not a hello is answered with one goodbye, so that a peer that
-kept its link while we lost ours hears of it at once, and not by our silence.
+Frames are numbered in each direction; the hello is number 0 and a frame of its own. Refusals and
+goodbyes are UNNUMBERED, since they may answer a peer without a link: we answer a stranger's first
+frame with a goodbye unless it is a hello, so a peer whose link we have lost learns it at once.
 
-Silence is judged only by a process that has listened: after all input has been read, and never by
-one that finds that it was itself stopped, or is behind with its own mailbox. How long a peer may be
-silent is the peer's to say, in its hello: hosts want to be given up soon, so that others can take
-their place, while clients want to keep what they own through a long pause.
+A node judges silence only after it has read all input, and not when it was stopped itself, or is
+behind with its mailbox. Each peer's hello says how long it may be silent: hosts less than clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from functools import partial
 
-from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport, ProtocolError
+from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
-from pw.transport import codec, nearby
+from pw.transport import codec
 from pw.transport.connection import LOST, Connection
-from pw.transport.endpoints import (
-    SocketAddress,
-    is_off_loopback,
-    is_on_loopback,
-    listen,
-    parse,
-    reachable_endpoint,
-    unlisten,
-)
-from pw.transport.link import Link, Versions, version_mismatch
-from pw.transport.log import log
+from pw.transport.endpoints import SocketAddress, is_off_loopback, is_on_loopback, parse
+from pw.transport.link import Link, Versions, objection
+from pw.transport.listening import Listening
+from pw.transport.log import Warnings, log
 from pw.transport.network import Mailroom
-from pw.transport.peers import is_trusted
-from pw.transport.proof import ProofMechanism
-from pw.transport.zmtp import Mechanism
+from pw.transport.proof import ONE_SECRET, ProofMechanism
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
 LONGEST_SILENCE_S = 600.0
-"""A peer that wants to be waited for longer than this is waited for as long as we like."""
+"""A longer silence in a peer's hello is ignored."""
 BACKLOG_MESSAGES = 20_000
-_STRANGERS_REMEMBERED = 1000
-_NO_DESCRIPTORS_S = 1.0
 
 _LINK_KINDS = frozenset((Hello, Refused, Heartbeat, Goodbye))
 _HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(Heartbeat())]
@@ -76,10 +61,10 @@ class StreamNetwork:
         advertise: host name or address to tell others when `bind` is a wildcard.
         versions: what to say in the hello; by default what is installed.
         heartbeat_s: an open link carries a frame at least this often.
-        silence_s: a peer that says nothing for so long is lost, unless its hello named another bound.
-        own_silence_s: what to ask of peers in our hello; 0 for what they like.
-        connect_s: a peer that does not answer the first call for so long is lost.
-        send_buffer_bytes: what the kernel holds for one peer before senders wait; 0 for its choice.
+        silence_s: after so long a silence a peer is lost, unless its hello names another bound.
+        own_silence_s: the bound that our hello names; 0 for none.
+        connect_s: a peer that does not answer our hello for so long is lost.
+        send_buffer_bytes: the size of the kernel's buffer for each peer; 0 for its choice.
         secret: of the cluster; both ends of every link prove that they know it. None for no secret.
 
     Raises:
@@ -103,7 +88,8 @@ class StreamNetwork:
         secret: bytes | None = None,
     ) -> None:
         self.name = name
-        self.endpoint = ""
+        self._listening = None if bind is None else Listening(loop, self, bind, advertise)
+        self.endpoint = "" if self._listening is None else self._listening.endpoint
         """Where others reach this node; empty if it does not listen."""
         self._loop = loop
         self._versions = versions or Versions.installed()
@@ -112,36 +98,26 @@ class StreamNetwork:
         self._silence_s = silence_s
         self._connect_s = connect_s
         self._send_buffer_bytes = send_buffer_bytes
-        self._mechanism = _mechanism(secret)
+        self._secret = secret
         self._node: Mailroom
-        self._links: dict[str, Link] = {}
-        self._served: dict[Connection, Link | None] = {}
-        """Which link each connection serves; None for those of strangers."""
+        self.links: dict[str, Link] = {}
+        self.connections: dict[Connection, Link | None] = {}
+        """The link of each connection; None before a hello."""
         self._endpoints: dict[str, str] = {}
         self._to_ship: list[Link] = []
         self._encoded: dict[int, tuple[object, bytes]] = {}
-        self._strangers: set[object] = set()
+        self._warnings = Warnings(name)
         self._ticked_s = loop.time()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._closed = False
-        self._listeners: list[socket.socket] = []
-        if bind is not None:
-            listener = listen(bind)
-            try:
-                self.endpoint = reachable_endpoint(listener, advertise)
-            except ConnectionFailed:
-                unlisten(listener)
-                raise
-            near = nearby.listen(self.endpoint)
-            self._listeners = [listener] if near is None else [listener, near]
 
     # --- the Network protocol ------------------------------------------------------------------
 
     def attach(self, node: Mailroom) -> None:
         """Deliver to this node from now on."""
         self._node = node
-        for listener in self._listeners:
-            self._listen(listener)
+        if self._listening is not None:
+            self._listening.start()
         self._ticked_s = self._loop.time()
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
 
@@ -155,10 +131,10 @@ class StreamNetwork:
         if cached is None:
             cached = self._encoded[id(message)] = (message, codec.encode_message(message))
         names, body = codec.encode_names(to.actor, sender.actor), cached[1]
-        link = self._links.get(to.node) or self._dial(to.node)
+        link = self.links.get(to.node) or self._dial(to.node)
         if link is None:
             self._node.counters["messages_unroutable"] += 1
-            self._warn_once(("unroutable", to.node), "message to an unknown node", to.node)
+            self._warnings.once(("unroutable", to.node), "message to an unknown node", to.node)
             return
         size = len(names) + len(body)
         if link.pieces and link.pieces_bytes + size > codec.BATCH_BYTES:
@@ -174,7 +150,7 @@ class StreamNetwork:
         if self._to_ship:
             links, self._to_ship = self._to_ship, []
             for link in links:
-                if link.pieces and self._links.get(link.node) is link:
+                if link.pieces and self.links.get(link.node) is link:
                     self._ship(link)
         self._encoded.clear()
 
@@ -182,24 +158,23 @@ class StreamNetwork:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
         self._endpoints[node] = endpoint
         if node != CONTROLLER and is_off_loopback(self.endpoint) and is_on_loopback(endpoint):
-            # It is on this machine, while we can be reached from others: from there it cannot.
             words = "no other machine can dial this host, unless it gets another --bind"
-            self._warn_once(("loopback", node), words, node, endpoint=endpoint)
-        link = self._links.get(node)
+            self._warnings.once(("loopback", node), words, node, endpoint=endpoint)
+        link = self.links.get(node)
         if link is not None and link.endpoint not in ("", endpoint):
             self._lose(link, f"moved to {endpoint}", Goodbye())
 
     def forget(self, node: str) -> None:
         """Drop the link to `node`, its endpoint, and all that waits to be sent to it."""
         self._endpoints.pop(node, None)
-        link = self._links.get(node)
+        link = self.links.get(node)
         if link is not None:
             self._drop(link, Goodbye())
 
     def heard_s(self, node: str) -> float | None:
         """How many seconds ago something came from `node`; None without a link."""
-        link = self._links.get(node)
-        return None if link is None else self._loop.time() - _heard_s(link)
+        link = self.links.get(node)
+        return None if link is None else self._loop.time() - link.last_heard_s
 
     def close(self) -> None:
         """Say goodbye to all peers; takes at most about 0.2 s."""
@@ -209,15 +184,14 @@ class StreamNetwork:
         self._closed = True
         if self._tick_handle is not None:
             self._tick_handle.cancel()
-        for listener in self._listeners:
-            self._loop.remove_reader(listener)
-            unlisten(listener)
+        if self._listening is not None:
+            self._listening.close()
         until_s = self._loop.time() + CLOSE_LINGER_S
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             self._drop(link, Goodbye(), until_s)
-        for connection in self._served:
+        for connection in self.connections:
             connection.close()
-        self._served.clear()
+        self.connections.clear()
 
     # --- connections ---------------------------------------------------------------------------
 
@@ -233,60 +207,49 @@ class StreamNetwork:
             return None
         connection = self._connection(where)
         link = Link(node, connection, endpoint, self._loop.time())
-        self._links[node] = self._served[connection] = link
+        self.links[node] = self.connections[connection] = link
         self._say_hello(link)
         return link
 
-    def _listen(self, listener: socket.socket) -> None:
-        if not self._closed:
-            self._loop.add_reader(listener, self._accept, listener)
+    def accepted(self, connection: socket.socket) -> None:
+        """A process has dialled this node."""
+        self.connections[self._connection(connection)] = None
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            accepted, _ = listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:  # no descriptors left: whoever dials will try again
-            self._node.counters["accepts_deferred"] += 1
-            self._warn_once("accept", "cannot accept connections", self.name, reason=error)
-            self._loop.remove_reader(listener)
-            self._loop.call_later(_NO_DESCRIPTORS_S, self._listen, listener)
-            return
-        if is_trusted(accepted):
-            self._served[self._connection(accepted)] = None
-            return
-        accepted.close()
+    def refused_user(self) -> None:
+        """Another user's process has dialled, and was refused."""
         self._node.counters["connections_refused"] += 1
-        self._warn_once("user", "another user's process has dialled", self.name)
+        self._warnings.once("user", "another user's process has dialled", self.name)
+
+    def deferred(self, error: OSError) -> None:
+        """This process has no descriptor for a connection."""
+        self._node.counters["accepts_deferred"] += 1
+        self._warnings.once("accept", "cannot accept connections", self.name, reason=error)
 
     def _connection(self, end: SocketAddress | socket.socket) -> Connection:
-        return Connection(self._loop, self, end, self._send_buffer_bytes, self._mechanism)
+        mechanism = None if self._secret is None else partial(ProofMechanism, self._secret)
+        return Connection(self._loop, self, end, self._send_buffer_bytes, mechanism)
 
     def is_behind(self) -> bool:
-        """Whether the mailbox is so full that nothing should be received."""
+        """Whether the mailbox is so full that nothing is received."""
         return self._node.backlog > BACKLOG_MESSAGES
 
     def ended(self, connection: Connection, reason: str) -> None:
-        """A connection has closed, and not by us."""
-        link = self._served.pop(connection, None)
+        """The peer, or the kernel, has closed a connection."""
+        link = self.connections.pop(connection, None)
         if link is not None:
             self._lose(link, reason)
         elif reason != LOST:
             self._node.counters["connections_malformed"] += 1
-            self._warn_once(reason, "a stranger's connection", self.name, reason=reason)
+            self._warnings.once(reason, "a stranger's connection", self.name, reason=reason)
 
     def refused(self, connection: Connection, reason: str) -> None:
         """A connection has closed, because one end does not trust the other."""
-        link = self._served.pop(connection, None)
+        link = self.connections.pop(connection, None)
         if link is None:
             self._node.counters["connections_refused"] += 1
-            self._warn_once(reason, "a stranger's connection", self.name, reason=reason)
+            self._warnings.once(reason, "a stranger's connection", self.name, reason=reason)
             return
-        words = (
-            f"no link to {link.node} at {link.endpoint}: {reason}. All processes of a cluster have one secret. "
-            "A unix socket has it in a file beside it; others are given it in a file that PW_SECRET_FILE "
-            "names, or in PW_SECRET"
-        )
+        words = f"no link to {link.node} at {link.endpoint}: {reason}. {ONE_SECRET}"
         self._refuse(link.node, ErrorReport.of(AccessRefused(words), where=self.name), link)
 
     # --- outgoing ------------------------------------------------------------------------------
@@ -309,14 +272,14 @@ class StreamNetwork:
             counters["sends_deferred"] += 1
 
     def _answer(self, connection: Connection, message: Goodbye | Refused) -> None:
-        """Say the last word to somebody, whether or not there is a link."""
+        """Send the last message of a connection, with or without a link."""
         connection.send(codec.encode_frame(UNNUMBERED, [("", "", message)]))
 
     # --- incoming ------------------------------------------------------------------------------
 
     def received(self, connection: Connection, parts: list[bytes]) -> None:
         """A message has come on a connection."""
-        link = self._served[connection]
+        link = self.connections[connection]
         frame = self._decoded(parts, link.node if link else connection)
         if frame is None:
             return
@@ -339,7 +302,7 @@ class StreamNetwork:
 
     def _untimely(self, connection: Connection, peer: str) -> bool:
         self._node.counters["frames_malformed"] += 1
-        return self._warn_once(connection, "frame without a hello", peer)
+        return self._warnings.once(connection, "frame without a hello", peer)
 
     def _decoded(self, parts: list[bytes], peer: object) -> codec.Frame | None:
         counters = self._node.counters
@@ -351,7 +314,7 @@ class StreamNetwork:
             return codec.decode(parts[0])
         except codec.MalformedFrame as error:
             counters["frames_malformed"] += 1
-            self._warn_once(("malformed", peer), "malformed frame", peer, reason=error)
+            self._warnings.once(("malformed", peer), "malformed frame", peer, reason=error)
             return None
 
     def _from_peer(self, link: Link, frame: codec.Frame) -> None:
@@ -381,12 +344,11 @@ class StreamNetwork:
     # --- hellos --------------------------------------------------------------------------------
 
     def _greeted(self, connection: Connection, hello: Hello) -> None:
-        """A hello came from somebody who has dialled us."""
-        link = self._links.get(hello.node)
-        error = self._objection(hello)
+        """A peer that has dialled us has sent its hello."""
+        link = self.links.get(hello.node)
+        error = objection(self.name, self._versions, hello)
         if error is not None:
             self._answer(connection, Refused(error))
-            # Whoever misuses the name of a node that is here, or ours, is no news to actors.
             if hello.node == self.name or (link is not None and link.incarnation is not None):
                 self._node.counters["hellos_refused"] += 1
             else:
@@ -405,22 +367,21 @@ class StreamNetwork:
                 self._lose(link, "connected anew")
             link = None
         if link is None:
-            link = Link(hello.node, connection, "", self._loop.time())
-            self._links[hello.node] = link
+            self.links[hello.node] = link = Link(hello.node, connection, "", self._loop.time())
             self._open(link, connection, hello)
             self._say_hello(link)
             return
         unsent = link.out.withdraw()
-        if unsent:  # our own call may go to where the peer was before it was started again
-            self._served.pop(link.out)
+        if unsent:  # we may be dialling the address of the peer's last incarnation
+            self.connections.pop(link.out)
             link.out, link.endpoint = connection, ""
             for frame in unsent:
                 connection.send(frame)
         self._open(link, connection, hello)
 
     def _answered(self, link: Link, hello: Hello) -> None:
-        """A hello came on a connection that we have made."""
-        error = self._objection(hello)
+        """A hello has come on a connection that we have made."""
+        error = objection(self.name, self._versions, hello)
         if error is None and hello.node != link.node:
             words = f"at {link.endpoint} answers {hello.node}, where {link.node} was expected"
             error = ErrorReport.of(ConnectionFailed(words), where=self.name)
@@ -430,30 +391,13 @@ class StreamNetwork:
             self._answer(link.out, Refused(error))
             self._refuse(link.node, error, link)
 
-    def _objection(self, hello: Hello) -> ErrorReport | None:
-        theirs = Versions.of(hello)
-        if theirs != self._versions:
-            return version_mismatch(self.name, self._versions, hello.node, theirs)
-        if hello.node == self.name:
-            words = f"two processes are called {self.name}; give each its own name"
-            return ErrorReport.of(ProtocolError(words), where=self.name)
-        return None
-
     def _open(self, link: Link, source: Connection, hello: Hello) -> None:
-        link.source = source
-        link.incarnation = hello.incarnation
-        link.received = 1
-        link.heard_s = self._loop.time()
         named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
-        link.silence_s = hello.silence_s if named else self._silence_s
-        self._served[source] = link
-        log(
-            "debug",
-            "link open",
-            self.name,
-            "",
-            {"peer": link.node, "incarnation": link.incarnation},
-        )
+        silence_s = hello.silence_s if named else self._silence_s
+        link.open(source, hello.incarnation, silence_s, self._loop.time())
+        self.connections[source] = link
+        said = {"peer": link.node, "incarnation": link.incarnation}
+        log("debug", "link open", self.name, "", said)
 
     # --- ends of links -------------------------------------------------------------------------
 
@@ -461,17 +405,17 @@ class StreamNetwork:
         self, link: Link, last_word: Goodbye | Refused | None = None, until_s: float = 0.0
     ) -> None:
         """Forget a link and close its connections without a report."""
-        if self._links.get(link.node) is link:
-            del self._links[link.node]
+        if self.links.get(link.node) is link:
+            del self.links[link.node]
         link.pieces.clear()
         if last_word is not None and link.incarnation is not None:
             self._answer(link.out, last_word)
         for connection in filter(None, (link.out, link.source)):
-            self._served.pop(connection, None)
+            self.connections.pop(connection, None)
             connection.close(until_s - self._loop.time())
 
     def _lose(self, link: Link, reason: str, last_word: Goodbye | Refused | None = None) -> None:
-        if self._links.get(link.node) is not link:
+        if self.links.get(link.node) is not link:
             return
         self._drop(link, last_word)
         self._node.counters["peers_lost"] += 1
@@ -485,15 +429,6 @@ class StreamNetwork:
         log("warning", "peer refused", self.name, "", {"peer": node, "error": error.message})
         self._node.post_to_all(PeerRefused(node, error))
 
-    def _warn_once(self, key: object, event: str, peer: object, **fields: object) -> bool:
-        if key in self._strangers:
-            return False
-        if len(self._strangers) >= _STRANGERS_REMEMBERED:
-            self._strangers.clear()
-        self._strangers.add(key)
-        log("warning", event, self.name, "", {"peer": peer, **fields})
-        return True
-
     # --- time ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
@@ -501,35 +436,16 @@ class StreamNetwork:
         was_away = now_s - self._ticked_s > 2 * self._heartbeat_s + 0.5 or self.is_behind()
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
-        for link in list(self._links.values()):
-            if was_away:  # we did not listen, so their silence means nothing
-                link.heard_s += away_s
-                link.made_s += away_s
-                if link.source is not None:
-                    link.source.heard_s += away_s
+        for link in list(self.links.values()):
+            if was_away:  # we have not read, so their silence means nothing
+                link.excuse(away_s)
             if link.incarnation is None:
                 if now_s - link.made_s > self._connect_s:
                     self._lose(link, f"could not be reached at {link.endpoint}")
                 continue
-            if now_s - _heard_s(link) > link.silence_s and not self._listen_to(link, now_s):
+            if link.is_silent(now_s):
                 self._lose(link, f"silent for {link.silence_s:g} s", Goodbye())
                 continue
             idle = now_s - link.spoke_s >= 0.9 * self._heartbeat_s
             if idle and not link.out.is_waiting:
                 self._ship_pieces(link, _HEARTBEAT)
-
-    def _listen_to(self, link: Link, now_s: float) -> bool:
-        """Read what has come; whether the peer was heard after all, or may yet be."""
-        unread = link.source is not None and link.source.receive()
-        return unread or now_s - _heard_s(link) <= link.silence_s
-
-
-def _heard_s(link: Link) -> float:
-    """When a frame came last, or a part of one: a large one may take longer than any silence."""
-    return link.heard_s if link.source is None else max(link.heard_s, link.source.heard_s)
-
-
-def _mechanism(secret: bytes | None) -> Callable[[bytes], Mechanism] | None:
-    if secret is not None:
-        return lambda kind: ProofMechanism(secret, kind == b"ROUTER", kind)
-    return None
