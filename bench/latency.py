@@ -29,6 +29,7 @@ from bench.baselines.peer import Peer
 
 HOPS = {"cluster": 3, "embedded": 2}
 ZMQ, JAX = "zmq round trip", "JAX in this process"
+EXECUTE_THREAD = "on the execute thread"
 ONE_BY_ONE = {
     "xoscar": (xoscar_actors.start, "local, op by op, blocking"),
     "Ray": (ray_actors.start, "local, op by op, blocking"),
@@ -80,6 +81,10 @@ def run(quick: bool) -> report.Result:
         both = measure.alternate(cases | waited, rounds=rounds, warm_up=warm_up, notes=result.notes)
     samples = {name: both[name] for name in cases}
     result.rows = report.rows(samples, unit="µs, median", baseline=ZMQ)
+    for where in placed:
+        threaded = samples[f"pw, {where}, {EXECUTE_THREAD}"].over(samples[f"pw, {where}"])
+        words = f"{where}: {threaded.median:.3g} times as long where the host's loop does not compute itself"
+        result.notes.append(words)
     tails = {name: measure.Sample(tuple(values[-rounds:])) for name, values in slow.items()}
     result.rows += report.rows(tails, unit="µs, p99", baseline=ZMQ)
     for where in placed:
@@ -145,7 +150,10 @@ def _placed() -> tuple[Callable[[Any], Any], Any]:
 
 
 def _calls(where: str, function: Callable[[Any], Any], x: Any) -> dict[str, Callable[[], object]]:
+    # A host's loop never runs a computation with a branch itself.
+    branching = pw.jit(lambda y: jax.lax.cond(y < 0, jax.numpy.abs, steps.local, y))
     return {
+        f"pw, {where}, {EXECUTE_THREAD}": lambda: branching(x).block_until_ready(),
         f"pw, {where}": lambda: function(x).block_until_ready(),
         f"pw, {where}, value": lambda: np.asarray(function(x)),
     }

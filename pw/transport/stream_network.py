@@ -189,9 +189,8 @@ class StreamNetwork:
         until_s = self._loop.time() + CLOSE_LINGER_S
         for link in list(self.links.values()):
             self._drop(link, Goodbye(), until_s)
-        for connection in self.connections:
-            connection.close()
-        self.connections.clear()
+        while self.connections:
+            self.connections.popitem()[0].close()
 
     # --- connections ---------------------------------------------------------------------------
 
