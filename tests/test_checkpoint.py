@@ -16,8 +16,8 @@ import pytest
 import pw
 from pw.client.connection import current, waiting
 from pw.client.connection.questions import Questions
-from pw.client.session.uploads import KEEP_BYTES, Uploads
-from pw.core.ids import Address
+from pw.client.session.notes import Put
+from pw.client.session.uploads import KEEP_BYTES
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import mesh_on, numbers, split
@@ -198,16 +198,18 @@ def test_drain_waits_and_tells_why_not(
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+def kept(mesh: pw.Mesh, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Size and `keep` of everything that is uploaded."""
     notes: list[tuple[int, bool]] = []
-    put = Uploads.on_put
+    thread: Any = current.runtime()._thread
+    post = thread.post
 
-    def note(self: Uploads, sender: Address, upload: Any) -> None:
-        notes.append((upload.value.nbytes, upload.keep))
-        put(self, sender, upload)
+    def note(what: object) -> None:
+        if isinstance(what, Put):
+            notes.append((what.value.nbytes, what.keep))
+        post(what)
 
-    monkeypatch.setattr(Uploads, "on_put", note)
+    monkeypatch.setattr(thread, "post", note)
     return notes
 
 

@@ -497,7 +497,11 @@ def test_artifacts_for_another_platform() -> None:
 
 
 def f_key(f: Any, *args: Any) -> Any:
-    from pw.client.trace.jit import signature_of_call, tracing_configuration, tree_flatten
+    from pw.client.trace.function import (
+        signature_of_call,
+        tracing_configuration,
+        tree_flatten,
+    )
 
     leaves, tree = tree_flatten((args, {}))
     return (tree, signature_of_call(leaves), (), f._mesh, tracing_configuration())

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from pw.client.arrays.array import Array
-from pw.client.trace.jit import under_jax_trace
-from pw.client.trace.recorder import ProgramTracer
+from pw.client.trace.function import under_jax_trace
+from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracerError
 
 __all__ = ["cancel"]

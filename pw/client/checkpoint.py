@@ -20,8 +20,8 @@ from pw.client.arrays.array import Array, wait_for
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
-from pw.client.trace.jit import under_jax_trace
-from pw.client.trace.recorder import ProgramTracer
+from pw.client.trace.function import under_jax_trace
+from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 

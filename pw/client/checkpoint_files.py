@@ -19,8 +19,9 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
-from pw.client.trace.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.recorder import ProgramTracer
+from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.prefixes import spread
+from pw.client.trace.tracer import ProgramTracer
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, CheckpointFailed, NotOwner, ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES, Described, FileSource

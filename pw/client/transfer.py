@@ -16,8 +16,10 @@ from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
-from pw.client.trace.jit import spread, tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.recorder import ProgramTracer, Recorder, recording
+from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.prefixes import spread
+from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec

@@ -31,7 +31,7 @@ _compile: Callable[[str | Callable[..., Any]], Callable[..., Any]]
 
 
 def compile_with(compiler: Callable[[str | Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Set the compiler of operators; `pw.client.trace.jit` does, whose functions return arrays."""
+    """Set the compiler of operators; `pw.client.trace.function` calls this."""
     global _compile
     _compile = compiler
 

@@ -20,7 +20,7 @@ from pw.client.arrays.mesh import Mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.export import Traced
-from pw.client.trace.jit import JitFunction
+from pw.client.trace.function import JitFunction
 from pw.core.errors import ArgumentError, TracingError
 from pw.core.program import Computation
 

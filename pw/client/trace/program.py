@@ -16,7 +16,7 @@ from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing_configuration
 from pw.client.connection import current
-from pw.client.trace.jit import (
+from pw.client.trace.function import (
     P,
     Q,
     R,
@@ -26,8 +26,10 @@ from pw.client.trace.jit import (
     tree_unflatten,
     under_jax_trace,
 )
-from pw.client.trace.recorder import Launch, Launches, ProgramTracer, Recorder, Recording, recording
+from pw.client.trace.launch import Launch, Launches
+from pw.client.trace.recorder import Recorder, Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError
 
 __all__ = ["ProgramFunction", "program"]

@@ -1,273 +1,32 @@
-"""Programs while they are being recorded, and what a recorded one costs to run again.
+"""`Recorder`: collects the calls of a traced function into a program.
 
-A `Recorder` collects calls of computations into a core `Program`: one node per call, whatever the
-number of shards. Values in it are `ProgramTracer`s. A value lies where its producer leaves it; a
-consumer that wants it elsewhere makes its edge a transfer, which nobody writes down. A host value is
-placed by its consumers: each different way of wanting it is an input of the program.
-
-The result is a `Launch`: the registered program and a table of where each input comes from. Calling it
-is the client's hot path. A call of a single computation is a program of one node, and takes this road
-too.
+Each call is one node, whatever the number of shards. A value lies where its producer leaves it; if a consumer
+needs it elsewhere, the edge between them is a transfer. A host value is placed by its consumers: each
+different placement is an input of the program.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
 
-from pw.client.arrays import jaxtype
-from pw.client.arrays.array import Array, giving_up
-from pw.client.arrays.indexing import elements, item_at
+from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.methods import Methods
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.connection import current
 from pw.client.trace.export import Traced, constant
+from pw.client.trace.launch import Feed, Launch
+from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
 
-__all__ = ["Launch", "Launches", "ProgramTracer", "Recorder", "recording"]
-
-
-class Feed(NamedTuple):
-    """Where a program input comes from: a leaf of the call, or a value fixed when it was traced."""
-
-    leaf: int
-    fixed: Array | bytes | np.ndarray[Any, Any] | None
-    type: ArrayType
-
-
-class Launch:
-    """A registered program, ready to run."""
-
-    __slots__ = ("_donated", "_feeds", "_program", "_results", "name", "runtime", "tree")
-
-    def __init__(
-        self,
-        session: Any,
-        name: str,
-        program: int | None,
-        feeds: Sequence[Feed],
-        results: Sequence[ArrayType],
-        donated: dict[int, str],
-        tree: Any = None,
-    ) -> None:
-        self.runtime = session
-        self.name = name
-        self.tree = tree
-        self._program = program
-        self._feeds = tuple(feeds)
-        self._results = tuple(results)
-        self._donated = tuple(
-            (position, f"it was donated to the computation {name!r}")
-            for position, name in donated.items()
-        )
-
-    def __call__(self, leaves: Sequence[Any]) -> list[Array]:
-        """Run on the leaves of a call that this program was recorded for; returns at once."""
-        session = self.runtime
-        if self._program is None:
-            return []
-        args: list[int | bytes] = []
-        uploads = []
-        for leaf, fixed, type_ in self._feeds:
-            value = leaves[leaf] if fixed is None else fixed
-            if type(value) is Array:
-                if value._gone is not None:
-                    value._check_usable()
-                args.append(value._id)
-            elif type(value) is bytes:
-                args.append(value)
-            else:
-                array = host_value(value, type_)
-                if array.nbytes <= INLINE_BYTES:
-                    args.append(array.tobytes())
-                else:
-                    number = session.upload(array, type_.spec, for_run=True)
-                    uploads.append(Array(session, number, type_))
-                    args.append(number)
-        if self._donated:
-            return self._run_donating(leaves, args)
-        made = session.run(self._program, args, len(self._results))
-        return [Array(session, n, type_) for n, type_ in zip(made, self._results, strict=True)]
-
-    def _run_donating(self, leaves: Sequence[Any], args: list[int | bytes]) -> list[Array]:
-        given: list[tuple[Array, str]] = []
-        uses = Counter(args) if len(set(args)) < len(args) else None
-        for position, fate in self._donated:
-            leaf, fixed, _ = self._feeds[position]
-            value = leaves[leaf] if fixed is None else fixed
-            if isinstance(value, Array):
-                if uses is not None and uses[value._id] > 1:
-                    raise ArgumentError(
-                        f"the array {value.aval.str_short()} is donated, but the same array is passed "
-                        f"to {self.name!r} more than once; pass a copy, copy.copy(x), or do not donate it"
-                    )
-                given.append((value, fate))
-        alive = self.runtime.alive
-        marked: list[Array] = []
-        try:
-            with giving_up:
-                for value, _ in given:
-                    if value._gone is not None or not alive:
-                        value._check_usable()
-                for value, fate in given:
-                    marked.append(value)
-                    value._gone = fate
-            made = self.runtime.run(self._program, args, len(self._results))
-        except BaseException:
-            for value in marked:
-                value._gone = None
-            raise
-        for value, _ in given:
-            value._fetching = None
-        return [Array(self.runtime, n, t) for n, t in zip(made, self._results, strict=True)]
-
-    def __del__(self) -> None:
-        session = getattr(self, "runtime", None)
-        if session is not None and self._program is not None and session.alive:
-            session.release_program(self._program)
-
-
-class Launches:
-    """Launches by what they were recorded for; forgets those of closed sessions.
-
-    Looking up takes no lock. Whoever finds nothing records under `lock`, so that threads that make the
-    same new call share one recording.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._by_key: dict[Any, Launch] = {}
-        self.get = self._by_key.get
-
-    def add(self, key: Any, launch: Launch) -> Launch:
-        """Remember `launch`; call with the lock held."""
-        for stale in [k for k, known in self._by_key.items() if not known.runtime.alive]:
-            del self._by_key[stale]
-        self._by_key[key] = launch
-        return launch
-
-
-class ProgramTracer(Methods):
-    """A value of a program that is being traced: it has a shape and a dtype, but no contents yet."""
-
-    __slots__ = ("_leaf", "_moved", "_type", "_value", "aval", "recorder")
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        aval: Any,
-        type_: ArrayType | None,
-        value: Value | None,
-        leaf: Any,
-        moved: object = None,
-    ) -> None:
-        self.recorder = recorder
-        self.aval = aval
-        self._type = type_
-        self._value = value
-        self._leaf = leaf
-        self._moved = moved
-
-    shape = property(lambda self: tuple(self.aval.shape))
-    dtype = property(lambda self: self.aval.dtype)
-    ndim = property(lambda self: len(self.aval.shape))
-    size = property(lambda self: int(self.aval.size))
-    weak_type = property(lambda self: bool(self.aval.weak_type))
-
-    @property
-    def sharding(self) -> NamedSharding | None:
-        """How the value lies; None for a host value, which goes where its consumers want it."""
-        return None if self._type is None else self._type.sharding
-
-    @property
-    def identity(self) -> object:
-        """What a donation takes away; None for a host value, of which each consumer has its own."""
-        return self._value if self._moved is None else self._moved
-
-    @property
-    def signature(self) -> Any:
-        """What a call sees of it: the type of an array, or the aval of a host value."""
-        return self.aval if self._type is None else self._type
-
-    def __repr__(self) -> str:
-        return f"ProgramTracer({self.aval.str_short()}, program={self.recorder.name!r})"
-
-    def __len__(self) -> int:
-        if not self.aval.shape:
-            raise TypeError("len() of unsized object")
-        return int(self.aval.shape[0])
-
-    def _needed(self, why: str) -> NoReturn:
-        raise TracerError(
-            f"{why} needs the value {self.aval.str_short()} of the program {self.recorder.name!r}, in "
-            f"{_user_line()}, but while a program is traced its values do not exist yet. Move this into "
-            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
-            "make it a static argument of the program, or return the value and use it outside"
-        )
-
-    def __bool__(self) -> bool:
-        self._needed("bool() (an if, while, and, or, or assert)")
-
-    def __int__(self) -> int:
-        self._needed("int()")
-
-    def __float__(self) -> float:
-        self._needed("float()")
-
-    def __complex__(self) -> complex:
-        self._needed("complex()")
-
-    def __index__(self) -> int:
-        self._needed("using it as an index or a count")
-
-    def __iter__(self) -> Any:
-        return elements(self)
-
-    def __getitem__(self, index: Any) -> Any:
-        return item_at(self, index)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        self._needed("conversion to numpy")
-
-    def __jax_array__(self) -> NoReturn:
-        self._needed("a jax function outside of pw.jit, or a function that closes over it,")
-
-    _as_jax_array = __jax_array__
-
-    @property
-    def format(self) -> Any:
-        """What JAX reads before it computes on this machine; raises."""
-        return self.__jax_array__()
-
-    def item(self) -> Any:
-        """Raises: values do not exist while a program is traced."""
-        self._needed("item()")
-
-    tolist = item
-
-
-# Known to JAX only so that its refusal is ours: an error raised while it asks for the aval is reworded.
-jaxtype.register(ProgramTracer, lambda tracer: tracer.aval, lambda tracer: tracer.__jax_array__())
-
-
-def _user_line() -> str:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-        ("pw.client", "jax", "numpy")
-    ):
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
+__all__ = ["Recorder", "Recording", "recording"]
 
 
 class Recorder:

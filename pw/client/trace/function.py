@@ -1,0 +1,395 @@
+"""`JitFunction`: a function that runs on virtual devices.
+
+A call finds its program by the tree of its arguments, their types and JAX's configuration, passes the ids of
+its arguments, and returns futures. It takes tens of microseconds and does not wait. The first call of a kind
+traces and exports the function in the caller's thread, so errors of the function are raised there. All calls
+and programs with the same types share one computation.
+
+Inside `@pw.program` a call becomes a node. In a function that is traced for another `pw.jit` (also under
+`jax.grad` or a loop there) the function is simply applied. Under any other JAX transformation, only shapes
+are computed (`pw.client.arrays.transformed`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pw.client.arrays.array import Array
+from pw.client.arrays.jaxtype import outside_traces
+from pw.client.arrays.mesh import Mesh, default_mesh
+from pw.client.arrays.operators import compile_with
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.signature import (
+    ArrayType,
+    Statics,
+    aval_of,
+    checks_nans,
+    describe_leaf,
+    signature_of,
+    tracing_configuration,
+)
+from pw.client.arrays.transformed import only_shapes, traces_for_hosts
+from pw.client.trace.export import Traced, trace
+from pw.client.trace.launch import Launches
+from pw.client.trace.lowered import Lowered
+from pw.client.trace.prefixes import mesh_in, on_mesh, spread
+from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.tracer import ProgramTracer
+from pw.core.errors import ArgumentError, PlacementError, ShardingError
+
+__all__ = ["JitFunction"]
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+tree_flatten = jax.tree_util.tree_flatten
+tree_unflatten = jax.tree_util.tree_unflatten
+
+
+def signature_of_call(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What identifies the leaves of a call; the cheapest test first, for this is the hot path."""
+    return tuple([leaf._type if type(leaf) is Array else _signature(leaf) for leaf in leaves])
+
+
+def _signature(leaf: Any) -> Any:
+    kind = type(leaf)
+    if kind is float or kind is int:
+        return kind
+    if kind is np.ndarray:
+        return leaf.shape, leaf.dtype
+    return leaf.signature if kind is ProgramTracer else signature_of(leaf)
+
+
+def _signature_of_described(leaf: Any) -> Any:
+    """What identifies a leaf of a call that may be only described."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf._type if type(leaf) is Array else _signature(leaf)
+    aval = jax.core.ShapedArray(leaf.shape, leaf.dtype)
+    split = isinstance(leaf.sharding, NamedSharding)
+    return ArrayType.of(aval, leaf.sharding) if split else aval
+
+
+def under_jax_trace(leaves: Sequence[Any]) -> bool:
+    """Whether a call happens inside a JAX transformation."""
+    if not outside_traces():
+        return True
+    others = [leaf for leaf in leaves if type(leaf) is not Array]
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
+
+
+class JitFunction(Generic[P, R]):
+    """A function that runs on virtual devices; made by `pw.jit`."""
+
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        mesh: Mesh | None,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
+        statics: Statics | None = None,
+        donated: tuple[frozenset[int], frozenset[str]] = (frozenset(), frozenset()),
+        check_nans: bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self.__wrapped__: Callable[..., Any] = fun
+        self._name: str = getattr(fun, "__name__", type(fun).__name__)
+        self._in_shardings = in_shardings
+        self._out_shardings = out_shardings
+        self._mesh = mesh or mesh_in(in_shardings, out_shardings)
+        self._statics = statics or Statics(None, None, None)
+        self._has_statics = bool(self._statics)
+        self._donated = donated
+        self._check_nans = check_nans
+        self._timeout_s = timeout_s_of(timeout)
+        self._launches = Launches()
+        self._by_call: dict[Any, Traced] = {}
+        self._by_types: dict[Any, Traced] = {}
+        self._tracing = threading.RLock()
+
+    def __repr__(self) -> str:
+        return f"<pw.jit function {self._name}>"
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: JitFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            given: Any = args
+            named: Any = kwargs
+            statics: tuple[Any, ...] = ()
+            if self._has_statics:
+                given, named, statics = self._statics.split(args, kwargs)
+            leaves, tree = tree_flatten((given, named))
+            if under_jax_trace(leaves):
+                if traces_for_hosts() is None:
+                    leaves = only_shapes(leaves, self._transformed())
+                    given, named = tree_unflatten(tree, leaves)
+                    given, named = Statics.restore(given, named, statics)
+                    return cast(R, self._inlined(*given, **named))
+                return cast(R, self._inlined(*args, **kwargs))
+            try:
+                signature = signature_of_call(leaves)
+            except ArgumentError:
+                raise self._bad_argument((given, named), leaves) from None
+            mesh = self._mesh or self._mesh_of_call(tree, signature)
+            key = (tree, signature, statics, mesh, tracing_configuration())
+            recorder = recording()
+            if recorder is not None:
+                traced = self._trace(key)
+                return cast(R, tree_unflatten(traced.tree, recorder.call(traced, leaves)))
+            launch = self._launches.get(key)
+            if launch is None:
+                with self._launches.lock:
+                    launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
+            results: R = tree_unflatten(launch.tree, launch(leaves))
+            return results
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """What is sent to the hosts for a call with these arguments, or with `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            ArgumentError: an argument is no array or number, nor described as one.
+        """
+        given, named, statics = self._statics.split(args, kwargs)
+        leaves, tree = tree_flatten((given, named))
+        signature = tuple([_signature_of_described(leaf) for leaf in leaves])
+        mesh = self._mesh or self._mesh_of_call(tree, signature)
+        key = (tree, signature, statics, mesh, tracing_configuration())
+        try:
+            return Lowered(self._trace(key))
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
+    def _inlined(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def _transformed(self) -> str:
+        """What is wrong with a call under a transformation of JAX's, outside of pw, and what to do."""
+        name = self._name if self._name.isidentifier() else "f"
+        return (
+            f"{self!r} was called by a function that JAX transforms outside of pw.jit, which would compute "
+            f"in this process. Transform it inside: pw.jit(jax.grad({name})), pw.jit(jax.vmap({name})), or, "
+            f"for a loop, pw.jit(lambda carry, xs: jax.lax.scan({name}, carry, xs))"
+        )
+
+    def _bad_argument(self, arguments: Any, leaves: Sequence[Any]) -> ArgumentError:
+        for index, leaf in enumerate(leaves):
+            try:
+                signature_of_call([leaf])
+            except ArgumentError as error:
+                return ArgumentError(f"{self._name}: {describe_leaf(arguments, index)}: {error}")
+        raise AssertionError("no argument is wrong after all")
+
+    def _recorded(self, key: Any) -> Any:
+        _, signature, _, _, _ = key
+        recorder = Recorder(self._name, self._timeout_s)
+        leaves = [recorder.leaf(index, leaf) for index, leaf in enumerate(signature)]
+        traced = self._trace(key)
+        return recorder.finish(recorder.call(traced, leaves), traced.tree)
+
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
+        found: Mesh | None = None
+        for leaf in signature:
+            if isinstance(leaf, ArrayType):
+                mesh = leaf.sharding.mesh
+                if mesh is not found and found is not None and mesh != found:
+                    raise PlacementError(
+                        f"the arguments of {self._name!r} lie on different devices ({found!r} and "
+                        f"{mesh!r}) and it names none to run on; say where with pw.jit(..., devices=) or "
+                        "mesh=, and the arguments move there by themselves"
+                    )
+                found = mesh
+        return found or default_mesh()
+
+    # --- tracing -------------------------------------------------------------------------------------
+
+    def _trace(self, key: Any) -> Traced:
+        traced = self._by_call.get(key)
+        if traced is not None:
+            return traced
+        with self._tracing:
+            tree, signature, statics, mesh, configuration = key
+            avals = [aval_of(leaf) for leaf in signature]
+            wanted = self._input_shardings(tree, avals, mesh)
+            types = []
+            for index, (leaf, aval, sharding) in enumerate(
+                zip(signature, avals, wanted, strict=True)
+            ):
+                try:
+                    types.append(ArrayType.of(aval, self._input_sharding(leaf, sharding, mesh)))
+                except ShardingError as error:
+                    arguments = tree_unflatten(tree, range(len(avals)))
+                    where = describe_leaf(arguments, index)
+                    raise ShardingError(f"{self._name}: {where}: {error}") from None
+            types_key = (tree, tuple(types), statics, mesh, configuration)
+            traced = self._by_types.get(types_key)
+            if traced is None:
+                self._forget_closed()
+                traced = self._by_types[types_key] = trace(
+                    self._named(self._body(tree, statics, mesh, types)),
+                    tree,
+                    self._name,
+                    mesh,
+                    types,
+                    lambda out, results: self._output_shardings(out, results, mesh, types),
+                    tuple(self._donated_leaves(tree)),
+                    checks_nans() if self._check_nans is None else self._check_nans,
+                )
+            self._by_call[key] = traced
+            return traced
+
+    def _forget_closed(self) -> None:
+        for cache in (self._by_call, self._by_types):
+            for stale in [k for k, known in cache.items() if not known.mesh.runtime.alive]:
+                del cache[stale]
+
+    def _flat(self, tree: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function on the leaves of its arguments."""
+
+        def flat(*leaves: Any) -> Any:
+            given, named = tree_unflatten(tree, leaves)
+            args, kwargs = Statics.restore(given, named, statics)
+            return self.__wrapped__(*args, **kwargs)
+
+        return flat
+
+    def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """`body` from the arguments of a call, known to JAX's errors as the user's function."""
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return body(*jax.tree_util.tree_leaves((args, kwargs)))
+
+        named.__name__, named.__wrapped__ = self._name, self.__wrapped__  # type: ignore[attr-defined]
+        return named
+
+    def _body(
+        self, tree: Any, statics: tuple[Any, ...], mesh: Mesh, inputs: Sequence[ArrayType]
+    ) -> Callable[..., Any]:
+        """What is traced."""
+        return self._flat(tree, statics)
+
+    def _by_leaf(self, wanted: Any, named: Any, tree: Any, count: int, what: str) -> list[Any]:
+        """What a tree prefix of the positional arguments says for every leaf; `named` for keywords."""
+        args, kwargs = tree_unflatten(tree, range(count))
+        if isinstance(wanted, (tuple, list)):
+            dynamic = self._statics.dynamic(len(args))
+            if len(wanted) == len(dynamic):
+                given = dict(zip(dynamic, wanted, strict=True))
+                wanted = tuple(given.get(num) for num in range(len(args)))
+            elif len(wanted) != len(args):
+                raise ArgumentError(
+                    f"{what} of {self._name!r} has {len(wanted)} entries, but the call has "
+                    f"{len(dynamic)} positional arguments"
+                )
+            wanted = tuple(wanted)
+        keywords = len(jax.tree_util.tree_leaves(kwargs))
+        return [*spread(wanted, args, f"{what} of {self._name!r}"), *([named] * keywords)]
+
+    def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: Mesh) -> list[Any]:
+        """What the user asked for, for every leaf."""
+        return self._by_leaf(self._in_shardings, None, tree, len(avals), "in_shardings")
+
+    def _input_sharding(self, leaf: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
+        if wanted is not None:
+            return on_mesh(mesh, wanted)
+        if isinstance(leaf, ArrayType) and leaf.sharding.mesh == mesh:
+            return leaf.sharding
+        return NamedSharding.replicated(mesh)
+
+    def _output_shardings(
+        self, tree: Any, avals: Sequence[Any], mesh: Mesh, inputs: Sequence[ArrayType]
+    ) -> Sequence[NamedSharding | None]:
+        whole = tree_unflatten(tree, range(len(avals)))
+        wanted = spread(self._out_shardings, whole, f"out_shardings of {self._name!r}")
+        return [None if sharding is None else on_mesh(mesh, sharding) for sharding in wanted]
+
+    def _donated_leaves(self, tree: Any) -> Iterator[int]:
+        nums, names = self._donated
+        if not nums and not names:
+            return
+        args, kwargs = tree.children()
+        start = 0
+        count = len(args.children())
+        chosen = {num if num >= 0 else num + count for num in nums}
+        for num, child in enumerate(args.children()):
+            if num in chosen:
+                yield from range(start, start + child.num_leaves)
+            start += child.num_leaves
+        for name, child in zip(kwargs.node_data()[1], kwargs.children(), strict=True):
+            if name in names:
+                yield from range(start, start + child.num_leaves)
+            start += child.num_leaves
+
+
+def timeout_s_of(timeout: float | None) -> float:
+    """A user's timeout in seconds, 0 for none."""
+    if timeout is None:
+        return 0.0
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"a timeout is a positive number of seconds, not {timeout!r}")
+    return float(timeout)
+
+
+def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of `fun`, where Python can tell."""
+    try:
+        return inspect.signature(fun)
+    except (ValueError, TypeError):
+        return None
+
+
+class _Operator(JitFunction[..., Any]):
+    """One of Python's operators on arrays."""
+
+    def _transformed(self) -> str:
+        return (
+            f"{self._name!r} of a pw.Array was called in a function that JAX transforms outside of pw.jit, "
+            "which would compute in this process. Transform it inside, as in pw.jit(jax.grad(f)), or "
+            "take the value of the array with np.asarray(x)"
+        )
+
+    def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
+        for leaf in signature:
+            if isinstance(leaf, ArrayType):
+                return leaf.sharding.mesh
+        return default_mesh()
+
+
+def _operator(named: str | Callable[..., Any]) -> JitFunction[..., Any]:
+    """Compile a function, or the one of `jax.numpy` with this name, as an operator."""
+    if not isinstance(named, str):
+        return _Operator(named, None)
+    function: Any = getattr(jnp, named)
+
+    def apply(*operands: Any) -> Any:
+        return function(*operands)
+
+    apply.__name__ = named
+    return _Operator(apply, None)
+
+
+compile_with(_operator)

@@ -1,0 +1,137 @@
+"""`Launch`: a registered program and where each of its inputs comes from; calling it is the hot path."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pw.client.arrays.array import Array, giving_up
+from pw.client.arrays.signature import ArrayType, host_value
+from pw.core.errors import ArgumentError
+from pw.core.messages import INLINE_BYTES
+
+__all__ = ["Feed", "Launch", "Launches"]
+
+
+class Feed(NamedTuple):
+    """Where a program input comes from: a leaf of the call, or a value fixed when it was traced."""
+
+    leaf: int
+    fixed: Array | bytes | np.ndarray[Any, Any] | None
+    type: ArrayType
+
+
+class Launch:
+    """A registered program, ready to run."""
+
+    __slots__ = ("_donated", "_feeds", "_program", "_results", "name", "runtime", "tree")
+
+    def __init__(
+        self,
+        session: Any,
+        name: str,
+        program: int | None,
+        feeds: Sequence[Feed],
+        results: Sequence[ArrayType],
+        donated: dict[int, str],
+        tree: Any = None,
+    ) -> None:
+        self.runtime = session
+        self.name = name
+        self.tree = tree
+        self._program = program
+        self._feeds = tuple(feeds)
+        self._results = tuple(results)
+        self._donated = tuple(
+            (position, f"it was donated to the computation {name!r}")
+            for position, name in donated.items()
+        )
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Array]:
+        """Run on the leaves of a call that this program was recorded for; returns at once."""
+        session = self.runtime
+        if self._program is None:
+            return []
+        args: list[int | bytes] = []
+        uploads = []
+        for leaf, fixed, type_ in self._feeds:
+            value = leaves[leaf] if fixed is None else fixed
+            if type(value) is Array:
+                if value._gone is not None:
+                    value._check_usable()
+                args.append(value._id)
+            elif type(value) is bytes:
+                args.append(value)
+            else:
+                array = host_value(value, type_)
+                if array.nbytes <= INLINE_BYTES:
+                    args.append(array.tobytes())
+                else:
+                    number = session.upload(array, type_.spec, for_run=True)
+                    uploads.append(Array(session, number, type_))
+                    args.append(number)
+        if self._donated:
+            return self._run_donating(leaves, args)
+        made = session.run(self._program, args, len(self._results))
+        return [Array(session, n, type_) for n, type_ in zip(made, self._results, strict=True)]
+
+    def _run_donating(self, leaves: Sequence[Any], args: list[int | bytes]) -> list[Array]:
+        given: list[tuple[Array, str]] = []
+        uses = Counter(args) if len(set(args)) < len(args) else None
+        for position, fate in self._donated:
+            leaf, fixed, _ = self._feeds[position]
+            value = leaves[leaf] if fixed is None else fixed
+            if isinstance(value, Array):
+                if uses is not None and uses[value._id] > 1:
+                    raise ArgumentError(
+                        f"the array {value.aval.str_short()} is donated, but the same array is passed "
+                        f"to {self.name!r} more than once; pass a copy, copy.copy(x), or do not donate it"
+                    )
+                given.append((value, fate))
+        alive = self.runtime.alive
+        marked: list[Array] = []
+        try:
+            with giving_up:
+                for value, _ in given:
+                    if value._gone is not None or not alive:
+                        value._check_usable()
+                for value, fate in given:
+                    marked.append(value)
+                    value._gone = fate
+            made = self.runtime.run(self._program, args, len(self._results))
+        except BaseException:
+            for value in marked:
+                value._gone = None
+            raise
+        for value, _ in given:
+            value._fetching = None
+        return [Array(self.runtime, n, t) for n, t in zip(made, self._results, strict=True)]
+
+    def __del__(self) -> None:
+        session = getattr(self, "runtime", None)
+        if session is not None and self._program is not None and session.alive:
+            session.release_program(self._program)
+
+
+class Launches:
+    """Launches by what they were recorded for; forgets those of closed sessions.
+
+    Looking up takes no lock. Whoever finds nothing records under `lock`, so that threads that make the
+    same new call share one recording.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._by_key: dict[Any, Launch] = {}
+        self.get = self._by_key.get
+
+    def add(self, key: Any, launch: Launch) -> Launch:
+        """Remember `launch`; call with the lock held."""
+        for stale in [k for k, known in self._by_key.items() if not known.runtime.alive]:
+            del self._by_key[stale]
+        self._by_key[key] = launch
+        return launch

@@ -1,0 +1,50 @@
+"""Tree prefixes: one entry of the user's tree stands for all leaves of a subtree of the arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.core.errors import ArgumentError, ShardingError
+
+
+def _sharding_leaf(entry: Any) -> bool:
+    return entry is None or isinstance(entry, (PartitionSpec, NamedSharding))
+
+
+def spread(prefix: Any, whole: Any, what: str) -> list[Any]:
+    """A value for every leaf of `whole` from a tree that is a prefix of it."""
+    # boxed, so that a None of the prefix and a None of the tree are not taken for each other
+    boxed = jax.tree_util.tree_map(lambda entry: [entry].__iter__, prefix, is_leaf=_sharding_leaf)
+    try:
+        leaves = jax.tree_util.tree_leaves(jax.tree.broadcast(boxed, whole))
+    except ValueError as error:
+        raise ArgumentError(f"{what} does not fit the tree of the values: {error}") from None
+    return [next(entry()) for entry in leaves]
+
+
+def on_mesh(mesh: Mesh, wanted: Any) -> NamedSharding:
+    """Return what a user wants as a sharding over `mesh`. Raises ShardingError."""
+    if isinstance(wanted, PartitionSpec):
+        return NamedSharding(mesh, wanted)
+    if not isinstance(wanted, NamedSharding):
+        raise ShardingError(
+            f"{wanted!r} is no sharding; use a PartitionSpec, a pw.NamedSharding, or None"
+        )
+    if wanted.mesh != mesh:
+        raise ShardingError(
+            f"a sharding over {wanted.mesh!r} was given to a computation on {mesh!r}; all shardings of "
+            "one computation are over its own mesh"
+        )
+    return wanted
+
+
+def mesh_in(*trees: Any) -> Mesh | None:
+    """Return the mesh of the first sharding in these trees."""
+    for leaf in jax.tree_util.tree_leaves(trees):
+        if isinstance(leaf, NamedSharding):
+            return leaf.mesh
+    return None

@@ -1,0 +1,135 @@
+"""`ProgramTracer`: a value of a program while the program is traced."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn, Protocol
+
+from pw.client.arrays import jaxtype
+from pw.client.arrays.indexing import elements, item_at
+from pw.client.arrays.methods import Methods
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.signature import ArrayType
+from pw.core.errors import TracerError
+from pw.core.program import Value
+
+__all__ = ["ProgramTracer"]
+
+
+class Named(Protocol):
+    """The recorder of a program."""
+
+    name: str
+
+
+class ProgramTracer(Methods):
+    """A value of a program that is being traced: it has a shape and a dtype, but no contents yet."""
+
+    __slots__ = ("_leaf", "_moved", "_type", "_value", "aval", "recorder")
+
+    def __init__(
+        self,
+        recorder: Named,
+        aval: Any,
+        type_: ArrayType | None,
+        value: Value | None,
+        leaf: Any,
+        moved: object = None,
+    ) -> None:
+        self.recorder = recorder
+        self.aval = aval
+        self._type = type_
+        self._value = value
+        self._leaf = leaf
+        self._moved = moved
+
+    shape = property(lambda self: tuple(self.aval.shape))
+    dtype = property(lambda self: self.aval.dtype)
+    ndim = property(lambda self: len(self.aval.shape))
+    size = property(lambda self: int(self.aval.size))
+    weak_type = property(lambda self: bool(self.aval.weak_type))
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        """How the value lies; None for a host value, which goes where its consumers want it."""
+        return None if self._type is None else self._type.sharding
+
+    @property
+    def identity(self) -> object:
+        """What a donation takes away; None for a host value, of which each consumer has its own."""
+        return self._value if self._moved is None else self._moved
+
+    @property
+    def signature(self) -> Any:
+        """What a call sees of it: the type of an array, or the aval of a host value."""
+        return self.aval if self._type is None else self._type
+
+    def __repr__(self) -> str:
+        return f"ProgramTracer({self.aval.str_short()}, program={self.recorder.name!r})"
+
+    def __len__(self) -> int:
+        if not self.aval.shape:
+            raise TypeError("len() of unsized object")
+        return int(self.aval.shape[0])
+
+    def _needed(self, why: str) -> NoReturn:
+        raise TracerError(
+            f"{why} needs the value {self.aval.str_short()} of the program {self.recorder.name!r}, in "
+            f"{_user_line()}, but while a program is traced its values do not exist yet. Move this into "
+            "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+            "make it a static argument of the program, or return the value and use it outside"
+        )
+
+    def __bool__(self) -> bool:
+        self._needed("bool() (an if, while, and, or, or assert)")
+
+    def __int__(self) -> int:
+        self._needed("int()")
+
+    def __float__(self) -> float:
+        self._needed("float()")
+
+    def __complex__(self) -> complex:
+        self._needed("complex()")
+
+    def __index__(self) -> int:
+        self._needed("using it as an index or a count")
+
+    def __iter__(self) -> Any:
+        return elements(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        return item_at(self, index)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        self._needed("conversion to numpy")
+
+    def __jax_array__(self) -> NoReturn:
+        self._needed("a jax function outside of pw.jit, or a function that closes over it,")
+
+    _as_jax_array = __jax_array__
+
+    @property
+    def format(self) -> Any:
+        """What JAX reads before it computes on this machine; raises."""
+        return self.__jax_array__()
+
+    def item(self) -> Any:
+        """Raises: values do not exist while a program is traced."""
+        self._needed("item()")
+
+    tolist = item
+
+
+# Known to JAX only so that its refusal is ours: an error raised while it asks for the aval is reworded.
+jaxtype.register(ProgramTracer, lambda tracer: tracer.aval, lambda tracer: tracer.__jax_array__())
+
+
+def _user_line() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+        ("pw.client", "jax", "numpy")
+    ):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
