@@ -30,7 +30,6 @@ from tests.user_words import insides, sentences
 SOURCE = Path(pw.__file__).parent
 
 FOR_OPERATORS = {
-    "core/lower.py": "prints plans for those who work on pw",
     "devices/jax/coordination.py": "hosts tell each other, and their logs",
     "devices/jax/coordination_service.py": "hosts tell each other, and their logs",
     "devices/jax/group.py": "hosts tell their logs",

@@ -18,10 +18,10 @@ from pw.core.messages import PeerLost, PeerRefused
 
 
 class Timer(Protocol):
-    """A note that will be delivered later, unless cancelled."""
+    """A message that an actor sends to itself, for later."""
 
     def cancel(self) -> None:
-        """Forget the note."""
+        """Do not deliver the message."""
 
 
 class Env(Protocol):
@@ -79,7 +79,7 @@ def _both(first: Receiver, second: Receiver) -> Receiver:
 
 
 _NEWS = (PeerLost, PeerRefused)
-"""What every actor is told of and may not care about."""
+"""News for every actor; an actor without a handler ignores them."""
 
 
 class Part:
@@ -127,4 +127,4 @@ class Actor(Part):
         handler(sender, message)
 
     def turn_ended(self) -> None:
-        """Called when the mailbox of this node has been drained: the place to send what was batched."""
+        """Send what was batched; called when the mailbox of this node is empty."""

@@ -1,4 +1,4 @@
-"""Artifacts that are known, for who sends each of them only once: for as long as a program consists of it."""
+"""The artifacts that a process knows, so that each is sent once; kept as long as a program needs them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pw.core.program import Program
 
 
 class Artifacts(WeakValueDictionary[bytes, Artifact]):
-    """Artifacts by digest; whoever keeps a program keeps those that it consists of."""
+    """Artifacts by digest, as long as a registered program refers to them."""
 
     def of(self, body: Program, sent: Iterable[Artifact]) -> tuple[Artifact, ...]:
-        """What a program consists of, as far as it was sent with it or before; equal ones are there once."""
+        """Return the artifacts of a program, which were sent with it or before; equal ones are one object."""
         new = {artifact.digest: self.setdefault(artifact.digest, artifact) for artifact in sent}
         needed = sorted({computation.artifact for computation in body.computations})
         found = [new.get(digest) or self.get(digest) for digest in needed]

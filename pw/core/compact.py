@@ -1,8 +1,8 @@
-"""What names the places of many arrays, as it travels: each place is said once.
+"""`Compact`: programs and plans in messages, with each placement once.
 
-A placement takes as many numbers as there are devices, and a training step takes and returns thousands of
-arrays that lie on the same ones. So a message has every placement once, and everything in it that names one
-has its number instead: as a placement without devices in the slice of that number.
+A placement has one number for each device, and a training step takes and returns thousands of arrays on the
+same devices. So a message has each placement once. Where a spec has a placement, the message has its index: a
+`Placement` whose `slice` is the index and which has no devices.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ OnPlacement = Callable[[Placement], Placement]
 
 
 class Placed(Protocol):
-    """What names placements, in its specs or beside them."""
+    """A value with placements, in its specs or beside them."""
 
     def with_placed(self, spec: OnSpec, placement: OnPlacement) -> Self:
-        """The same with another object for each of its specs, and for each placement beside them."""
+        """Return a copy with other specs, and with other placements beside them."""
 
 
 T = TypeVar("T", bound=Placed)
 
 
 class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
-    """Something that can be made `whole` again; what it holds names placements by number."""
+    """A value whose placements are indices; `whole` restores it."""
 
     held: T
     placements: tuple[Placement, ...]
 
     @classmethod
     def of(cls, whole: T) -> Compact[T]:
-        """Make it fit to travel."""
+        """Replace each placement by its index."""
         numbers: dict[Placement, Placement] = {}
 
         def number(placement: Placement) -> Placement:
@@ -47,21 +47,21 @@ class Compact(msgspec.Struct, Generic[T], frozen=True, array_like=True):
         return cls(held, tuple(numbers))
 
     def whole(self) -> T:
-        """What it was made of; equal specs are one object.
+        """Return the value with its placements; equal specs are one object.
 
         Raises:
-            ProtocolError: it names a placement that is not there.
+            ProtocolError: an index is out of bounds.
         """
         return self.held.with_placed(_once(self._said), self._said)
 
     def _said(self, number: Placement) -> Placement:
         if not 0 <= number.slice < len(self.placements) or number.devices:
-            raise ProtocolError("a placement is named that was not said")
+            raise ProtocolError("a message names a placement that it does not have")
         return self.placements[number.slice]
 
 
 def _once(other: OnPlacement) -> OnSpec:
-    """Specs with the other placement, one object for all that are equal."""
+    """Return a function that replaces placements of specs, and makes equal specs one object."""
     known: dict[ArraySpec, ArraySpec] = {}
 
     def spec(old: ArraySpec) -> ArraySpec:

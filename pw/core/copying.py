@@ -1,8 +1,7 @@
-"""Orders to copy arrays, as they travel to a host: small enough for messages, however large the tree.
+"""Packs orders to copy arrays into `Replicate` messages, each small enough for a frame.
 
-Where an array lies takes as much to say as there are devices, and a tree has a thousand arrays that lie
-alike. So it is said once in a message; what is still too much for one message comes in several, one after the
-other.
+A place has one entry for each device, and a tree has a thousand arrays at the same place. So a message has
+each place once. What does not fit into one message goes into several.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from pw.core.messages import Copy, CopyFile, Place, Replicate
 from pw.core.sharding import Placement
 
 OBJECTS = 1 << 19
-"""Of one message: half of what a frame may hold."""
+"""The most objects in one message: half of what a frame may hold."""
 
-_SAID_ONCE = Placement(0, ())
+_NO_PLACEMENT = Placement(0, ())
 
 
 def weight_of(copies: Iterable[Copy]) -> int:
-    """How many objects copies take in a message, their places aside."""
+    """Return the number of objects that copies take in a message, without their places."""
     total = 0
     for copy in copies:
         sharding = copy.spec.sharding
@@ -32,7 +31,7 @@ def weight_of(copies: Iterable[Copy]) -> int:
 
 
 class _Order:
-    """One message in the making."""
+    """A message that is being filled."""
 
     def __init__(self) -> None:
         self.copies: list[Copy] = []
@@ -41,7 +40,7 @@ class _Order:
         self.weight = 0
 
     def takes(self, copies: Sequence[Copy]) -> bool:
-        """Whether there is room for all of these; there always is in a new one."""
+        """Make room for all of these. Returns whether they fit; into an empty message they always do."""
         new = {copy.spec.placement for copy in copies} - self.places.keys()
         more = weight_of(copies) + sum(8 + 4 * len(placement.devices) for placement in new)
         if self.weight and self.weight + more > OBJECTS:
@@ -54,7 +53,7 @@ class _Order:
         if placement not in self.places:
             self.places[placement] = len(self.places), Place(placement, copy.devices)
         number, _ = self.places[placement]
-        spec = msgspec.structs.replace(copy.spec, placement=_SAID_ONCE)
+        spec = msgspec.structs.replace(copy.spec, placement=_NO_PLACEMENT)
         return msgspec.structs.replace(copy, spec=spec, devices=(), place=number)
 
     def made(self, epoch: int, sequence: int) -> Replicate:
@@ -65,13 +64,13 @@ class _Order:
 def orders(
     epoch: int, sequence: Callable[[], int], copies: Sequence[Copy], files: Sequence[CopyFile]
 ) -> Iterator[Replicate]:
-    """Messages that have a host make these copies and write these files, each of which is in one of them.
+    """Yield messages that order a host to make these copies and write these files.
 
     Args:
         epoch: of the host's island.
-        sequence: gives a message its number; called once for each, in their order.
-        copies: of arrays that are on the same devices if they have the same placement.
-        files: with copies of such arrays as well.
+        sequence: returns the next launch number; called once for each message.
+        copies: of arrays; equal placements mean equal devices.
+        files: with copies of such arrays.
     """
     order = _Order()
     items: tuple[Copy | CopyFile, ...] = (*copies, *files)
@@ -90,7 +89,7 @@ def orders(
 
 
 def unpacked(order: Replicate) -> Replicate:
-    """The order as it was before it was packed to travel."""
+    """Return the order with a place in each copy again."""
 
     def whole(copy: Copy) -> Copy:
         if copy.place is None:

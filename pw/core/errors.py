@@ -13,7 +13,7 @@ import msgspec
 
 
 class Error(Exception):
-    """Base of every error pw raises on purpose."""
+    """Base of all errors of pw."""
 
 
 class ConnectionFailed(Error):
@@ -25,7 +25,7 @@ class AccessRefused(ConnectionFailed):
 
 
 class Disconnected(Error):
-    """The session was closed, so what it named no longer exists."""
+    """The session has ended, and its arrays, programs and slices with it."""
 
 
 class VersionMismatch(Error):
@@ -33,7 +33,7 @@ class VersionMismatch(Error):
 
 
 class ProtocolError(Error):
-    """A process said something that no process of pw should say; please report it."""
+    """A process received a message that breaks the protocol; please report it."""
 
 
 class InsufficientDevices(Error):
@@ -57,15 +57,15 @@ class TracingError(Error):
 
 
 class TracerError(Error, TypeError):
-    """A value was needed while a program was being traced, when it does not exist yet."""
+    """The trace of a program needs a value, which does not exist yet."""
 
 
 class ArrayDeleted(Error, RuntimeError):
-    """The array was deleted, or given away by donation, before this use."""
+    """The array was deleted or donated before this use."""
 
 
 class NotOwner(Error):
-    """An array, slice or program of another client was named."""
+    """A client has named an array, slice or program of another client."""
 
 
 class CompileError(Error):
@@ -101,19 +101,19 @@ class OutOfDeviceMemory(Error, MemoryError):
 
 
 class OutOfHostMemory(Error, MemoryError):
-    """A host has no memory for bytes that it was to receive."""
+    """A host has no memory to receive a buffer."""
 
 
 class CheckpointFailed(Error, OSError):
-    """A checkpoint could not be written where it is safe, or read from there."""
+    """A checkpoint could not be written, or read."""
 
 
 class CheckpointNotFound(CheckpointFailed, FileNotFoundError):
-    """There is no checkpoint at a path, or not all of it."""
+    """There is no complete checkpoint at the path."""
 
 
 class CheckpointExists(CheckpointFailed, FileExistsError):
-    """There is something at the path of a new checkpoint already."""
+    """The path of a new checkpoint exists already."""
 
 
 class TransferFailed(Error):
@@ -129,12 +129,10 @@ class InternalError(Error):
 
 
 _FAULTS = frozenset(kind.__name__ for kind in (InternalError, ProtocolError))
-_FAULT = (
-    ". This is a fault of pw, not of your program: please report it, with all that is said here"
-)
+_FAULT = ". This is a fault of pw, not of your program: please report it, with this whole message"
 
 INFRASTRUCTURE = frozenset(kind.__name__ for kind in (HostLost, TransferFailed, ConnectionFailed))
-"""Kinds that say nothing about a program: one host of a gang may have met them, and running again helps."""
+"""Errors without a cause in the program: one host of a gang may have them alone, and a replay helps."""
 
 
 def _kinds(base: type[Error]) -> dict[str, type[Error]]:
@@ -145,7 +143,7 @@ def _kinds(base: type[Error]) -> dict[str, type[Error]]:
 
 
 class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
-    """An error as it travels: the class name, the words, where, and the remote traceback."""
+    """An error in a message: the class name, the text, the host, and the remote traceback."""
 
     kind: str
     message: str
@@ -165,7 +163,7 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
         return cls(name, f"{type(error).__name__}: {error}", where, text)
 
     def exception(self) -> Error:
-        """The exception to raise on the side of the user."""
+        """Return the exception to raise in the client."""
         where = f" [on {self.where}]" if self.where else ""
         fault = _FAULT if self.kind in _FAULTS and not self.message.endswith(_FAULT) else ""
         error = _kinds(Error).get(self.kind, Error)(f"{self.message}{where}{fault}")

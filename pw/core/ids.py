@@ -1,8 +1,8 @@
-"""Names: which node and actor, which client, which array.
+"""Names of nodes and actors, and numbers of clients and what they create.
 
 A node is one process (a host, the controller, a client); an actor is one state machine in it. Clients
 name what they create: the controller gives each a number, and every id made by that client carries it
-in its upper bits, so that ownership is a shift and a comparison, and no call waits for a name.
+in its upper bits. So an ownership check is a shift and a comparison, and no call waits for a name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONTROLLER = "controller"
 
 _SERIAL_BITS = 40
 ADDRESSES = 4096
-"""So many addresses of each kind are kept: a launch has one for every host."""
+"""How many addresses of each kind are cached: a launch needs one for every host."""
 
 
 class Address(NamedTuple):
@@ -37,12 +37,12 @@ def client_of(identifier: int) -> int:
 
 
 def serial_of(identifier: int) -> int:
-    """Which of its client's things `identifier` is."""
+    """The serial number that the client gave to `identifier`."""
     return identifier & ((1 << _SERIAL_BITS) - 1)
 
 
 def run_name(run: int) -> str:
-    """How people call a run: its client's number, a dot, its own."""
+    """The name of a run for people: its client's number, a dot, its serial number."""
     return f"{client_of(run)}.{serial_of(run)}"
 
 

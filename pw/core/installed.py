@@ -1,4 +1,4 @@
-"""Which versions are installed, and what in the environment does not fit them.
+"""Checks the installed versions of jax, and that no other project overwrites pw.
 
 The distribution is called `openpathways`, the package that it installs `pw`. Another project on the Python
 package index is called `pw` and installs a package of that name into the same folder.
@@ -38,9 +38,7 @@ def pins() -> dict[str, str]:
 
 @functools.cache
 def check() -> None:
-    """Refuse another jax than the pinned one, and warn if the other project called `pw` is installed.
-
-    It looks once for each process, unless it raises.
+    """Check the version of jax, and warn if the other project called `pw` is installed; once a process.
 
     Raises:
         VersionMismatch: jax or jaxlib has another version, or is not installed; says what to install.

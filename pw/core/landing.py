@@ -1,9 +1,8 @@
-"""Where the bytes of a transfer should go: the one thing both ends of a bulk transfer agree on.
+"""`Landing`: the receiver's description of the buffer for a bulk transfer.
 
-A receiver reserves a buffer and describes it in a `Landing`; the landing travels to the sender
-inside an ordinary control message, and the sender pushes the bytes to it over the bulk plane.
-The transfer number is drawn at random, so knowing it is what entitles a peer to write: a peer that
-was not handed the landing cannot guess its way into somebody's buffer.
+A receiver reserves a buffer and describes it in a `Landing`, which travels to the sender in a control message.
+The sender pushes the bytes to it over the bulk plane. The transfer number is random: a peer that did not get
+the landing cannot guess it, so it cannot write into the buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
-    """Where a receiver wants the bytes of one transfer."""
+    """The buffer of a receiver for one transfer."""
 
     transfer: int
     """Unique at the receiving plane; 63 random bits, never 0."""
@@ -30,7 +29,7 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
     socket: str
     """The receiver's unix socket: a path, or an abstract name without its leading NUL; empty if it has none."""
     endpoint: str
-    """Where the receiver takes chunks, `tcp://ip:port` or `ipc://path`; empty if nowhere."""
+    """The receiver's endpoint for chunks, `tcp://ip:port` or `ipc://path`; empty if it has none."""
 
 
 class Bulk(Protocol):
@@ -40,10 +39,10 @@ class Bulk(Protocol):
         """Reserve a buffer; `deliver` is called once, when all bytes are in."""
 
     def cancel(self, transfer: int) -> None:
-        """Give up a landing."""
+        """Release a landing without its bytes."""
 
     def landed_bytes(self, transfer: int) -> int:
-        """How much of a landing is known to be in; 0 also where the sender writes into it unseen."""
+        """Return how many bytes have arrived; 0 if the sender writes into shared memory."""
 
     def push(
         self,
@@ -51,4 +50,4 @@ class Bulk(Protocol):
         parts: Sequence[tuple[int, np.ndarray[Any, Any]]],
         done: Callable[[Exception | None], None],
     ) -> None:
-        """Copy arrays to offsets of a landing; `done` when they are no longer needed."""
+        """Copy arrays to offsets of a landing; `done` is called when the arrays may be freed."""

@@ -1,9 +1,8 @@
-"""Turns a program and the devices behind its slices into each host's short list of instructions.
+"""Lowering: turns a program and the bindings of its slices into a list of instructions for each host.
 
-`Send`s stand right after what produced the value (those of program inputs at the start of the
-island's first segment), `Receive`s right before the first consumer, and a `Free` right after the
-last use of a slot on a host. Which segment an instruction belongs to is decided before, in
-`pw.core.segments`.
+A `Send` stands right after the producer of its value (for a program input, at the start of the island's first
+segment), a `Receive` right before the first consumer, and a `Free` right after the last use of a slot on a
+host. `pw.core.segments` decides the segment of each instruction.
 
 The cost is one step for every computation, edge and piece.
 """
@@ -23,12 +22,10 @@ from pw.core.plan import (
     Instruction,
     Plan,
     Receive,
-    Route,
     Segment,
     Send,
 )
 from pw.core.program import Program
-from pw.core.reshard import route_layout
 from pw.core.segments import Draft, Edge, Schedule
 from pw.core.sharding import Binding
 
@@ -43,8 +40,7 @@ def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
         bindings: the binding of every slice that the program touches.
 
     Returns:
-        The plan, with the hosts that have a part in a run: those with instructions, with outputs,
-        or with donated inputs.
+        The plan, for all hosts with instructions, outputs or donated inputs.
 
     Raises:
         KeyError: a slice has no binding.
@@ -59,14 +55,14 @@ def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
 def lower_with_memory(
     program: Program, bindings: Mapping[int, Binding]
 ) -> tuple[Plan, tuple[IslandMemory, ...]]:
-    """Give every host its part, as `lower` does, and say what a run takes on each island."""
+    """Lower a program as `lower` does, and return the memory of a run on each island too."""
     schedule = Schedule(program, Physical(program, bindings))
     plan, executes = _write(program, schedule)
     return plan, island_memory(program, schedule, executes)
 
 
 def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execute]]:
-    """Write every host's instructions down, segment by segment; and what each node became."""
+    """Write the instructions of every host. Returns the plan, and the `Execute` of each node."""
     physical = schedule.physical
     kept = set(range(len(program.inputs))) - set(program.donated) | set(schedule.output_slots)
     executes: dict[int, Execute] = {}
@@ -112,7 +108,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
         for host in physical.hosts(output.spec.placement):
             outputs[host].append((number, slot))
 
-    # A host that only keeps or gives up arrays of a run must hear of the run, too.
+    # A host that only has outputs or donated inputs of a run takes part, too.
     concerned = set(outputs)
     for number in program.donated:
         concerned.update(physical.hosts(program.inputs[number].placement))
@@ -149,10 +145,10 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
 
 
 def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -> list[str]:
-    """Hosts of a segment that together see the end of all that is computed there, or received for good.
+    """Return hosts of a segment that together see the end of all its computations and received outputs.
 
-    One is enough for all computations on the same devices, where they run one after the other. It is the
-    `first` of the segment, where that takes part.
+    Computations on the same devices run one after the other, so one host reports for all of them: `first`, if
+    it takes part.
     """
     physical = schedule.physical
     teams: dict[tuple[str, ...], None] = {}
@@ -170,10 +166,9 @@ def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -
 
 
 def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) -> Execute:
-    """Node `number` as an instruction; what it may donate is the same on all of its hosts.
+    """Return node `number` as an instruction, the same on all of its hosts.
 
-    The hosts of a gang must compile one and the same executable, so a buffer that one of them still
-    needs is donated by none.
+    The hosts of a gang compile one executable, so no host donates a buffer that another one still needs.
     """
     node, args = program.nodes[number], schedule.args[number]
     donated = tuple(
@@ -187,7 +182,7 @@ def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) 
 
 
 def _touched(instruction: Instruction) -> Iterable[int]:
-    """The slots that an instruction reads or fills on its host."""
+    """Return the slots that an instruction reads or fills on its host."""
     match instruction:
         case Execute():
             return (*instruction.args, *instruction.results)
@@ -221,7 +216,7 @@ def _free(parts: dict[int, list[Instruction]], held: list[int], kept: set[int]) 
 
 
 def _slices(touched: list[set[int]], parts: dict[int, list[Instruction]]) -> set[int]:
-    """The slices that one host's instructions mention; those of each computation are `touched`."""
+    """Return the slices in one host's instructions; `touched` are those of each computation."""
     named: set[int] = set()
     computations: set[int] = set()
     for part in parts.values():
@@ -237,68 +232,3 @@ def _slices(touched: list[set[int]], parts: dict[int, list[Instruction]]) -> set
                 case Free():
                     pass
     return named.union(*(touched[number] for number in computations))
-
-
-def format_plan(plan: Plan, program: Program) -> str:
-    """Print a plan so that a person can read it; hosts that do the same share one block.
-
-    Args:
-        plan: what `lower` made.
-        program: of this program.
-    """
-    parts: list[dict[str, tuple[Instruction, ...]]] = [{} for _ in plan.segments]
-    for host_plan in plan.hosts:
-        for part in host_plan.segments:
-            parts[part.segment][host_plan.host] = part.instructions
-    lines = [
-        f"program {program.name}: {len(program.nodes)} nodes, {len(plan.segments)} segments, "
-        f"{len(plan.hosts)} hosts"
-    ]
-    for index, (segment, by_host) in enumerate(zip(plan.segments, parts, strict=True)):
-        after = f" after {', '.join(map(str, segment.depends))}" if segment.depends else ""
-        lines.append(f"segment {index} on {segment.island}{after}")
-        blocks: dict[tuple[str, ...], list[str]] = {}
-        for host in segment.hosts:
-            text = tuple(_line(instruction, program) for instruction in by_host[host])
-            blocks.setdefault(text or ("nothing to do",), []).append(host)
-        width = max((len(", ".join(hosts)) for hosts in blocks.values()), default=0)
-        for text, hosts in blocks.items():
-            for label, line in zip([", ".join(hosts)] + [""] * len(text), text, strict=False):
-                lines.append(f"  {label:<{width}}  {line}")
-    for number, output in enumerate(program.outputs):
-        places = {
-            slot: None for host in plan.hosts for index, slot in host.outputs if index == number
-        }
-        shape = "x".join(map(str, output.spec.shape)) or "scalar"
-        lines.append(f"output {number}  {_names(places)}  {output.spec.dtype} {shape}")
-    return "\n".join(lines)
-
-
-def _names(slots: Iterable[int]) -> str:
-    return ", ".join(f"%{slot}" for slot in slots)
-
-
-def _line(instruction: Instruction, program: Program) -> str:
-    match instruction:
-        case Execute():
-            name = program.computations[instruction.computation].name
-            donated = [instruction.args[position] for position in instruction.donated]
-            note = f", taking over {_names(donated)}" if donated else ""
-            results = f"{_names(instruction.results)} = " if instruction.results else ""
-            return f"execute  {results}{name}({_names(instruction.args)}){note}"
-        case Send():
-            route = instruction.route
-            size_bytes = route_layout(route, instruction.spec)[1]
-            return (
-                f"send     %{instruction.slot} to {route.destination_host} "
-                f"(edge {instruction.edge}, {_pieces(route)}, {size_bytes} B)"
-            )
-        case Receive():
-            origins = ", ".join(route.source_host for route in instruction.routes)
-            return f"receive  %{instruction.slot} from {origins} (edge {instruction.edge})"
-        case Free():
-            return f"free     {_names(instruction.slots)}"
-
-
-def _pieces(route: Route) -> str:
-    return "1 piece" if len(route.pieces) == 1 else f"{len(route.pieces)} pieces"

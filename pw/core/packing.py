@@ -1,4 +1,4 @@
-"""Several arrays in one buffer: each at a 64-byte boundary, so that the other end can alias it."""
+"""Packs arrays into one buffer, each at a 64-byte boundary, so that the receiver can alias them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pw.core.sharding import ArraySpec, box_bytes, box_shape, dtype_of, packed_o
 
 
 def pack(arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
-    """The bytes of several arrays, each at a 64-byte boundary."""
+    """Return one buffer with several arrays, each at a 64-byte boundary."""
     offsets, total = packed_offsets([array.nbytes for array in arrays])
     packed = bytearray(total)
     for offset, array in zip(offsets, arrays, strict=True):
@@ -21,7 +21,7 @@ def pack(arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
 
 
 def unpack(buffer: bytes | Bytes, offset: int, spec: ArraySpec, box: Any) -> np.ndarray[Any, Any]:
-    """A view of the array of shape `box` that starts at `offset` of a packed buffer."""
+    """Return a view of the array of shape `box` at `offset` of a packed buffer."""
     dtype = dtype_of(spec.dtype)
     shape = box_shape(box)
     flat = np.frombuffer(buffer, np.uint8, box_bytes(box, spec.dtype), offset)

@@ -1,20 +1,17 @@
-"""How much device memory a run takes, worked out from the layout of its program.
+"""Computes the device memory of a run from the layout of its program.
 
-A run is followed step by step on each island: what it makes or receives is added where it lies, and
-taken off after its last use. The highest point of every device is what must be free there before the
-run may start. Arguments that are arrays lie there already and count as nothing; one that is donated
-counts as less than nothing from its last use on. While a computation runs, results that take over
-donated arguments need no memory of their own, and what the compiler adds for temporaries comes on top
-(`IslandMemory.peaks`, since only hosts know it). Runs that are in flight together need room for the
-temporaries of one of them only; `pw.sched.island.memory` sees to that.
+On each island the walk follows the run step by step. It adds what the run makes or receives, and subtracts it
+after its last use. The peak of a device must be free there before the run starts. Arguments are there already
+and count as zero; a donated one counts as negative from its last use on. While a computation runs, results
+that reuse donated arguments need no memory, and the compiler's temporaries come on top (`IslandMemory.peaks`,
+because only hosts know them). Runs in flight share the room for temporaries (`pw.sched.island.memory`).
 
-Two things are taken to be worse than they may turn out. What comes from other islands counts from the
-start of its segment, because bytes come when the sender has them. And a value counts on all its
-devices until no host of the island uses it any more. Small host values that travel inside a `Run` are
-not counted.
+Two estimates are too high. An edge from another island counts from the start of its segment, because its
+bytes come when the sender has them. A value counts on all its devices until no host of the island uses it.
+Small host values that travel inside a `Run` do not count.
 
-Devices on which the same arrays lie have the same story, so the cost is a step for every computation
-and edge, and not for every device.
+Devices with shards of the same arrays are one group, so the cost is one step for each computation and edge,
+not for each device.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 
 
 class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Where a program output lies, and whose buffer it may share."""
+    """The devices of a program output, and the buffer that it may share."""
 
     output: int
     devices: tuple[DeviceAddress, ...]
@@ -43,25 +40,25 @@ class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What one run of a program takes on the devices of one island."""
+    """The memory of one run of a program on the devices of one island."""
 
     island: str
     groups: tuple[tuple[DeviceAddress, ...], ...]
-    """The devices it touches; those of one group hold shards of the same values."""
+    """The devices of the run; those of one group hold shards of the same values."""
     peak_bytes: tuple[int, ...]
     """For each group, the most that a device holds while nothing is computed."""
     executes: tuple[tuple[int, int, int], ...]
     """(computation, group, bytes that a device holds while it runs)."""
     inputs: tuple[int, ...]
-    """Program inputs that lie here."""
+    """Program inputs on this island."""
     donated: tuple[int, ...]
     outputs: tuple[OutputMemory, ...]
 
     def peaks(self, temporary_bytes: Sequence[int] = ()) -> list[int]:
-        """What must be free on a device of each group, in bytes.
+        """Return how many bytes must be free on a device of each group.
 
         Args:
-            temporary_bytes: what each computation takes besides its arguments and results.
+            temporary_bytes: the memory of each computation besides its arguments and results.
         """
         peaks = list(self.peak_bytes)
         for computation, group, size_bytes in self.executes:
@@ -74,12 +71,12 @@ class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
 def island_memory(
     program: Program, schedule: Schedule, executes: Mapping[int, Execute]
 ) -> tuple[IslandMemory, ...]:
-    """What a run takes on each island that it touches.
+    """Return the memory of a run on each of its islands.
 
     Args:
         program: the program.
         schedule: its layout in segments.
-        executes: what the nodes became.
+        executes: the instruction of each node.
     """
     slots = _Slots(program, schedule)
     islands = dict.fromkeys(draft.island for draft in schedule.segments)
@@ -88,7 +85,7 @@ def island_memory(
 
 @dataclass(slots=True, init=False)
 class _Slots:
-    """What is in every slot."""
+    """The spec of the value in every slot."""
 
     program: Program
     schedule: Schedule
@@ -124,7 +121,7 @@ class _Walk:
         return self._physical.island(spec.placement) == self._island
 
     def _group(self) -> None:
-        """Sort devices by what lies on them."""
+        """Group devices that hold shards of the same values."""
         placements = dict.fromkeys(
             spec.placement for spec in self._specs.values() if self._is_here(spec)
         )
@@ -142,7 +139,7 @@ class _Walk:
                 self._groups_of[placement].append(group)
 
     def memory(self) -> IslandMemory:
-        """Walk, and write down what was seen."""
+        """Walk through the steps, and return the peaks."""
         program = self._program
         ends = self._last_uses()
         position = 0
@@ -192,7 +189,7 @@ class _Walk:
             self._at_execute[where] = max(self._at_execute.get(where, 0), size_bytes)
 
     def _taken_over(self, execute: Execute) -> int:
-        """Bytes that results need not take, because they are put where donated arguments lie."""
+        """Return the bytes of results that reuse donated arguments."""
         results = Counter(self._form(slot) for slot in execute.results)
         size_bytes = 0
         for position in execute.donated:
@@ -207,7 +204,7 @@ class _Walk:
         return spec.sharding.shard_shape(spec.shape), spec.dtype
 
     def _last_uses(self) -> dict[int, list[int]]:
-        """The slots whose values go after each step."""
+        """Return the slots whose last use is each step."""
         last: dict[int, int] = {}
         steps = (step for draft in self._drafts for step in draft.steps)
         for position, step in enumerate(steps):

@@ -1,8 +1,7 @@
-"""Where arrays lie once virtual devices are bound: checked, and worked out once for each spec.
+"""The physical devices of specs, and the routes between specs.
 
-Micro-batches and chains name the same few specs thousands of times; what a spec means physically
-(its devices, its hosts, the way to another spec) is therefore computed once and looked up ever
-after.
+Micro-batches and chains have the same few specs thousands of times, so the devices, hosts and routes of a spec
+are computed once.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress, Placement
 
 
 class Physical:
-    """Where specs lie physically: checked, and worked out once for each distinct one."""
+    """Checks the specs of a program, and caches their devices, hosts and routes."""
 
     def __init__(self, program: Program, bindings: Mapping[int, Binding]) -> None:
         self.bindings = {number: bindings[number] for number in sorted(program.slices())}
@@ -55,7 +54,7 @@ class Physical:
         return self._hosts[placement]
 
     def routes(self, source: ArraySpec, destination: ArraySpec) -> tuple[Route, ...] | None:
-        """How to get from one spec to the other; None where every device holds what it shall."""
+        """Return the routes from one spec to the other; None if every device has its shard already."""
         pair = (source, destination)
         if pair not in self._moves:
             there, here = self.devices(destination.placement), self.devices(source.placement)

@@ -1,4 +1,4 @@
-"""What lowering makes of a program: for each host a short linear list of instructions.
+"""Plans: for each host a short list of instructions, which lowering makes of a program.
 
 Values live in numbered slots, the same numbers on every host; a host fills only the slots whose shards
 it holds. Instructions are grouped in segments. A segment is what a gang scheduler launches as one unit
@@ -87,8 +87,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     hosts: tuple[str, ...]
     depends: tuple[int, ...]
     reporters: int = 1
-    """So many of the hosts, the first ones, are to say when it has ended: one of those of each computation and
-    of each output that is received."""
+    """The first so many hosts report its end: one for each computation and each received output."""
 
 
 class HostSegment(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +111,7 @@ class HostPlan(msgspec.Struct, frozen=True, array_like=True):
     bindings: tuple[Binding, ...]
 
     def with_placed(self, spec: OnSpec, placement: OnPlacement) -> HostPlan:
-        """The same with another object for each of its specs."""
+        """Return a copy with other specs."""
 
         def placed(instruction: Instruction) -> Instruction:
             match instruction:

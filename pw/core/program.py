@@ -30,11 +30,11 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     python: bool = False
     """The artifact is a pickled Python function instead; hosts run it only if they allow it."""
     checks: tuple[str, ...] = ()
-    """Results that must not have NaNs in them, as a user calls them. If there are any, the last output is a
-    replicated vector that says for each whether it has."""
+    """The user's names of results that must have no NaNs. If there are any, the last output is a replicated
+    vector with a boolean for each of them."""
 
     def slices(self) -> set[int]:
-        """All slices it touches."""
+        """Return the slices of the computation."""
         specs = (*self.inputs, *self.outputs)
         return {self.placement.slice, *(spec.placement.slice for spec in specs)}
 
@@ -73,22 +73,22 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[Output, ...]
     donated: tuple[int, ...] = ()
     timeout_s: float = 0.0
-    """How long a run may take from its first launch on; 0: as long as it likes."""
+    """How long a run may take from its first launch; 0 for no limit."""
 
     def spec_of(self, value: Value) -> ArraySpec:
-        """How `value` lies where it is made."""
+        """Return the spec of `value` as its producer makes it."""
         if value.node < 0:
             return self.inputs[value.index]
         return self.computations[self.nodes[value.node].computation].outputs[value.index]
 
     def slices(self) -> set[int]:
-        """All slices the program touches."""
+        """Return the slices of the program."""
         specs = (*self.inputs, *(output.spec for output in self.outputs))
         found = {spec.placement.slice for spec in specs}
         return found.union(*(computation.slices() for computation in self.computations))
 
     def with_placed(self, spec: OnSpec, placement: OnPlacement) -> Program:
-        """The same with another object for each of its specs, and for the placement of each computation."""
+        """Return a copy with other specs, and another placement for each computation."""
         computations = [
             msgspec.structs.replace(
                 computation,

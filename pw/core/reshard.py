@@ -1,11 +1,10 @@
-"""Which part of which shard goes where, when an array changes its sharding or its devices.
+"""Re-sharding: which part of which shard goes where when an array changes its sharding or its devices.
 
-Every dimension is cut into equal parts on both sides, so the source shards that meet a destination
-box are, dimension by dimension, a range of part numbers: no pair of shards that does not touch is
-ever looked at. What remains is to choose among replicas. A destination device that already holds
-the wanted box takes it from itself; otherwise its host takes it from a device of its own; otherwise
-from the replica host that has been given the fewest bytes to send so far. Bytes cross between two
-hosts once, however many devices of the receiving host want them.
+Both shardings cut every dimension into equal parts, so the source shards that overlap a destination box are a
+range of part numbers in each dimension: the plan never looks at pairs of shards that do not overlap. Among
+equal shards it prefers the destination device itself, then another device of its host, then the host that has
+the fewest bytes to send so far. Bytes cross between two hosts once, however many devices of the receiving host
+need them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pw.core.plan import Piece, Route
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_bytes, packed_offsets
 
 LAYOUTS_KEPT = 1024
-"""Buffers of routes that are remembered: both ends of an edge ask for theirs at every run."""
+"""How many layouts are cached: both ends of an edge need theirs at every run."""
 
 _Cell = tuple[int, ...]
 """The part numbers, one a dimension, of a box in the grid that a sharding cuts an array into."""
@@ -32,11 +31,11 @@ def plan_routes(
     source_devices: tuple[DeviceAddress, ...],
     destination_devices: tuple[DeviceAddress, ...],
 ) -> tuple[Route, ...]:
-    """Say which bytes move where, so that an array lying as `source` lies as `destination`.
+    """Return the routes that re-shard an array from `source` to `destination`.
 
     Args:
-        source: how the array lies.
-        destination: how it shall lie; same shape and dtype.
+        source: the present spec.
+        destination: the wanted spec; same shape and dtype.
         source_devices: the physical device at every mesh position of `source` (`Binding.located`).
         destination_devices: the same for `destination`.
 
@@ -106,22 +105,14 @@ def plan_routes(
 
 @lru_cache(maxsize=LAYOUTS_KEPT)
 def route_layout(route: Route, source: ArraySpec) -> tuple[tuple[int, ...], int]:
-    """Where each piece of `route` lies in the buffer that both of its ends agree on.
-
-    Args:
-        route: the route.
-        source: how the array lies on the sending side.
-
-    Returns:
-        The offset of each piece and the size of the buffer, in bytes.
-    """
+    """Return the offset of each piece in the buffer of `route`, and the buffer's size, in bytes."""
     sizes_bytes = [box_bytes(piece.source_box, source.dtype) for piece in route.pieces]
     offsets, total = packed_offsets(sizes_bytes)
     return tuple(offsets), total
 
 
 def _overlaps(box: Box, widths: tuple[int, ...]) -> Iterator[tuple[_Cell, Box, Box]]:
-    """The source cells that `box` meets; the common part as seen from the cell, and from `box`."""
+    """Yield the source cells that overlap `box`, with the common part relative to the cell and to `box`."""
     dimensions = []
     for (start, stop), width in zip(box, widths, strict=True):
         parts = []
@@ -139,5 +130,5 @@ def _overlaps(box: Box, widths: tuple[int, ...]) -> Iterator[tuple[_Cell, Box, B
 
 
 def _ranks(devices: tuple[DeviceAddress, ...]) -> dict[str, int]:
-    """Hosts numbered in the order in which a mesh meets them."""
+    """Number the hosts in the order of the mesh."""
     return {host: rank for rank, host in enumerate(dict.fromkeys(d.host for d in devices))}

@@ -1,9 +1,8 @@
-"""How a logical array lies on virtual devices, in numbers only.
+"""The layout of logical arrays on virtual devices, in numbers.
 
-A `Sharding` is what JAX calls a NamedSharding, without devices: mesh axes with sizes, and for each
-dimension of the array the axes that split it. A `Placement` says which virtual devices of one slice
-stand at the positions of that mesh. Boxes (start and stop in every dimension) follow in closed form, so
-that nothing in the system needs one object per shard.
+A `Sharding` is JAX's NamedSharding without devices: mesh axes with sizes, and for each dimension of the array
+the axes that split it. A `Placement` names the virtual devices of one slice at the positions of that mesh.
+Boxes (start and stop in every dimension) follow in closed form, so no part of pw needs an object per shard.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Box = tuple[tuple[int, int], ...]
 """Half-open interval in every dimension."""
 
 ALIGNMENT_BYTES = 64
-"""Every shard starts at such a boundary in a transfer, so that JAX can alias it without a copy."""
+"""The alignment of shards in a transfer: JAX can alias them without a copy."""
 
 BOXES_KEPT = 16_384
-"""Parts of arrays that are remembered: one slice of 512 hosts has 2,048, and a step uses few shapes."""
+"""How many boxes are cached: one slice of 512 hosts has 2,048, and a step uses few shapes."""
 
 
 @cache
@@ -74,7 +73,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
     @lru_cache(maxsize=BOXES_KEPT)  # noqa: B019 - a sharding is a value, and equal ones are many
     def partitions(self, ndim: int) -> tuple[int, ...]:
-        """Into how many parts each of `ndim` dimensions is split."""
+        """Return the number of parts of each of `ndim` dimensions."""
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
         split = [math.prod(sizes[axis] for axis in axes) for axes in self.spec]
         return tuple(split + [1] * (ndim - len(split)))
@@ -116,7 +115,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
     @lru_cache(maxsize=BOXES_KEPT)  # noqa: B019
     def box(self, shape: tuple[int, ...], device: int) -> Box:
-        """What part of an array of `shape` lies on the device at position `device` of the mesh."""
+        """Return the box of an array of `shape` on the device at position `device` of the mesh."""
         coordinates: dict[str, tuple[int, int]] = {}
         rest = device
         for axis, size in zip(reversed(self.axis_names), reversed(self.axis_sizes), strict=True):
@@ -141,7 +140,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weakref=True):
-    """All there is to know about a logical array but its values.
+    """Shape, dtype, sharding and placement of a logical array.
 
     Typed PRNG keys appear here as the unsigned integers they consist of; only clients see key dtypes.
     """
@@ -153,7 +152,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, w
 
     @property
     def short(self) -> str:
-        """What messages call such an array, as in `float32[8,128]`."""
+        """The dtype and shape, as in `float32[8,128]`."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     @property
@@ -167,11 +166,11 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, w
         return math.prod(self.sharding.shard_shape(self.shape)) * dtype_of(self.dtype).itemsize
 
     def box(self, device: int) -> Box:
-        """What part lies on the device at position `device`."""
+        """Return the box on the device at position `device`."""
         return self.sharding.box(self.shape, device)
 
     def distinct_boxes(self) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Every different box with the positions of the devices that hold a copy of it."""
+        """Yield every distinct box with the positions of the devices that hold it."""
         holders: dict[Box, list[int]] = {}
         for device in range(self.sharding.device_count):
             holders.setdefault(self.box(device), []).append(device)
@@ -187,7 +186,7 @@ class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Binding(msgspec.Struct, frozen=True, array_like=True):
-    """The physical devices behind a slice's virtual ones."""
+    """The physical devices of a slice."""
 
     slice: int
     island: str
@@ -201,7 +200,7 @@ class Binding(msgspec.Struct, frozen=True, array_like=True):
 def host_boxes(
     spec: ArraySpec, devices: tuple[DeviceAddress, ...], host: str
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """The different boxes of an array on `host`, each with the mesh positions there that hold it.
+    """Return the distinct boxes of an array on `host`, each with the mesh positions there that hold it.
 
     Uploads and inline arguments carry a host's boxes in this order.
     """

@@ -1,11 +1,10 @@
-"""The whole protocol: every message that crosses between actors, in one package.
+"""The whole protocol: every message between actors.
 
-Each message is a frozen struct that travels as a tagged msgpack array. Its docstring is one sentence:
-who sends it, to whom, what it promises. A message between two actors of one process is the same
-struct and skips the codec. Tags are part of the protocol: append, never reuse, and raise
-`PROTOCOL_VERSION` when the meaning of an old one changes.
+Each message is a frozen struct that travels as a tagged msgpack array. Its docstring names the sender and the
+receiver, and what the message promises. A message marked *local* never leaves the controller process. Tags are
+part of the protocol: append, never reuse, and raise `PROTOCOL_VERSION` when the meaning of an old tag changes.
 
-The modules go by whom the messages concern; what others import, they import from here.
+Other modules import all messages from this package.
 """
 
 from __future__ import annotations
@@ -38,4 +37,4 @@ Message = (
     | ReadArray | Printed
     | Explain | ExplainHost | HostReport | Explanation
 )  # fmt: skip
-"""Everything that may arrive from another process (local notes are not among them)."""
+"""All messages that may arrive from another process."""

@@ -1,4 +1,4 @@
-"""What all messages have in common."""
+"""The base of all messages."""
 
 from __future__ import annotations
 

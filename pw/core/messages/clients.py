@@ -1,4 +1,4 @@
-"""What a client and the controller say to each other: slices, programs, runs, arrays."""
+"""Between a client and the controller: slices, programs, runs, arrays."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pw.core.sharding import ArraySpec, DeviceAddress
 
 
 class Attach(Base, frozen=True, tag=30):
-    """ClientSession to Controller: let me in, with this weight and priority for my work."""
+    """ClientSession to Controller: attach this client, with its weight and priority."""
 
     name: str
     share: float
     priority: int
     resume: int = 0
-    """My number with an earlier controller: I tell you all that it knew of me, and then `Resumed`."""
+    """The client's number with an earlier controller; its journal follows, and then `Resumed`."""
 
 
 class Attached(Base, frozen=True, tag=31):
-    """Controller to ClientSession: your number, your ticket for the hosts, how far ahead you may run."""
+    """Controller to ClientSession: the client's number, its ticket for hosts, and its credits."""
 
     client: int
     ticket: bytes
@@ -32,20 +32,20 @@ class Attached(Base, frozen=True, tag=31):
 
 
 class Identify(Base, frozen=True, tag=32):
-    """ClientSession to ObjectStore, first of all: I am this client, and this ticket proves it."""
+    """ClientSession to ObjectStore, before all else: the client's number, and the ticket that proves it."""
 
     client: int
     ticket: bytes
     output: bool = False
-    """Send me what my programs write."""
+    """Send the output of host functions to this client."""
 
 
 class Evicted(Base, frozen=True, tag=33):
-    """Controller to ClientSession: you are not known here (any more), nothing of yours exists."""
+    """Controller to ClientSession: this controller does not know the client; it owns nothing here."""
 
     reason: str
     may_attach: bool = False
-    """Something came before any `Attach`; one that is on its way will be answered for itself."""
+    """A message came before any `Attach`; the controller answers an `Attach` that is on its way."""
 
 
 class AllocateSlice(Base, frozen=True, tag=34):
@@ -57,13 +57,13 @@ class AllocateSlice(Base, frozen=True, tag=34):
     island: str | None
     topology: tuple[int, ...] | None
     resumed: bool = False
-    """An earlier controller may have bound it: wait for the hosts, which are on their way."""
+    """An earlier controller may have bound the slice: wait until its hosts have registered."""
     formerly: str = ""
-    """The island on which it was."""
+    """The slice's island under the earlier controller."""
 
 
 class SliceBound(Base, frozen=True, weakref=True, tag=35):
-    """ResourceManager to Controller and ClientSession: the slice exists, on these devices."""
+    """ResourceManager to Controller and ClientSession: the slice is bound to these devices."""
 
     slice: int
     island: str
@@ -71,27 +71,27 @@ class SliceBound(Base, frozen=True, weakref=True, tag=35):
     kind: str
     devices: tuple[DeviceAddress, ...]
     epoch: int
-    """Of the island: what is sent to its hosts under this binding is for this epoch only."""
+    """The island's; hosts fence uploads for another epoch."""
 
 
 class SliceRefused(Base, frozen=True, tag=36):
-    """ResourceManager to ClientSession (through Controller): no such slice can be had."""
+    """ResourceManager to ClientSession (through Controller): no island can provide the slice."""
 
     slice: int
     error: ErrorReport
 
 
 class ReleaseSlice(Base, frozen=True, tag=37):
-    """ClientSession to Controller and on to ResourceManager: the slice is no longer used.
+    """ClientSession to Controller and on to ResourceManager: the client releases the slice.
 
-    And back to the ClientSession: nothing more will be said of it.
+    Back to the ClientSession: the last message about the slice.
     """
 
     slice: int
 
 
 class SliceLost(Base, frozen=True, tag=38):
-    """Controller to ClientSession: the slice's island is gone; its arrays fail with this error."""
+    """Controller to ClientSession: the slice's island has left its epoch; the slice has no devices."""
 
     slice: int
     error: ErrorReport
@@ -105,17 +105,17 @@ class Artifact(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
 
 class RegisterProgram(Base, frozen=True, tag=40):
-    """ClientSession to Controller: a program I will run, with the artifacts not sent before."""
+    """ClientSession to Controller: a new program, with the artifacts that the client has not sent yet."""
 
     program: int
     body: Compact[Program]
     artifacts: tuple[Artifact, ...]
     released: bool = False
-    """I will not run it; it made what I still have (see `Resumed`)."""
+    """The client does not run it any more, but has arrays that it made (see `Resumed`)."""
 
 
 class ReleaseProgram(Base, frozen=True, tag=41):
-    """ClientSession to Controller: I will not run this program any more."""
+    """ClientSession to Controller: the client does not run this program any more."""
 
     program: int
 
@@ -130,7 +130,7 @@ class Run(Base, frozen=True, tag=42):
 
 
 class RunFailed(Base, frozen=True, tag=43):
-    """Controller to ClientSession: a run did not start, or its island died; these results never will be."""
+    """Controller to ClientSession: a run failed; its results will never exist."""
 
     run: int
     results: tuple[int, ...]
@@ -138,46 +138,46 @@ class RunFailed(Base, frozen=True, tag=43):
 
 
 class RunsSettled(Base, frozen=True, tag=44):
-    """Controller to ClientSession: so many runs have ended, you may send as many more."""
+    """Controller to ClientSession: so many runs have ended; the client gets their credits back."""
 
     count: int
 
 
 class CreateArray(Base, frozen=True, tag=45):
-    """ClientSession to Controller: I am uploading this array straight to its hosts."""
+    """ClientSession to Controller: a new array, which the client uploads to its hosts."""
 
     array: int
     spec: ArraySpec
     bound: int = 1
-    """How often I have seen its slice bound: 0 if I could not send anything yet."""
+    """How many bindings of its slice the client has seen: 0 if it could not send anything yet."""
     source: FileSource | None = None
-    """I upload nothing: its hosts are to read it from there."""
+    """The hosts read the array from there; the client uploads nothing."""
 
 
 class Delete(Base, frozen=True, tag=46):
-    """ClientSession to Controller: I hold no more references to these arrays."""
+    """ClientSession to Controller: the client has no more references to these arrays."""
 
     arrays: tuple[int, ...]
 
 
 class Checkpoint(Base, frozen=True, tag=51):
-    """ClientSession to Controller, in order with runs: copy these arrays to host memory, here and elsewhere."""
+    """ClientSession to Controller, in order with runs: make replicas of these arrays."""
 
     request: int
     arrays: tuple[int, ...]
 
 
 class Inquire(Base, frozen=True, tag=52):
-    """ClientSession to Controller: a host could not say what became of these arrays; can you?"""
+    """ClientSession to Controller: a host does not have these arrays; answer when the client can ask again."""
 
     request: int
     arrays: tuple[int, ...]
 
 
 class Answered(Base, frozen=True, tag=53):
-    """Controller to ClientSession: what you asked for is done, or why not.
+    """Controller to ClientSession: the request is done, or has failed.
 
-    To an `Inquire`: the arrays are where your slices say now, or you have been told that they are lost.
+    To an `Inquire`: the arrays are on the devices of their slices, or the client knows that they are lost.
     """
 
     request: int
@@ -185,9 +185,9 @@ class Answered(Base, frozen=True, tag=53):
 
 
 class UploadAgain(Base, frozen=True, tag=54):
-    """Controller to ClientSession: this input was lost with its hosts and is needed, send it once more.
+    """Controller to ClientSession: upload this lost input again, as the array `name`.
 
-    It is to be uploaded as `name`, which is another array where nobody holds this one any more.
+    `name` is another array if the client has deleted this one.
     """
 
     array: int
@@ -195,72 +195,72 @@ class UploadAgain(Base, frozen=True, tag=54):
 
 
 class InputGone(Base, frozen=True, tag=55):
-    """ClientSession to Controller: I do not have the value that was to be uploaded as this array."""
+    """ClientSession to Controller: the client does not have the value of this array any more."""
 
     array: int
 
 
 class ForgetInputs(Base, frozen=True, tag=56):
-    """Controller to ClientSession: these inputs will never be asked for again."""
+    """Controller to ClientSession: the controller will not ask for these inputs again."""
 
     arrays: tuple[int, ...]
 
 
 class ForgetRuns(Base, frozen=True, tag=57):
-    """Controller to ClientSession: no controller will ever have to know of these runs again."""
+    """Controller to ClientSession: no later controller needs these runs."""
 
     runs: tuple[int, ...]
 
 
 class KnownArray(msgspec.Struct, frozen=True, array_like=True):
-    """An array that only copies of it can bring back."""
+    """An array that can be restored from replicas only."""
 
     array: int
     spec: ArraySpec
 
 
 class KnownArrays(msgspec.Struct, frozen=True, array_like=True):
-    """Several of them."""
+    """The arrays of a `Resumed`."""
 
     arrays: tuple[KnownArray, ...]
 
     def with_placed(self, spec: OnSpec, placement: OnPlacement) -> KnownArrays:
-        """The same with another object for each of its specs."""
+        """Return a copy with other specs."""
         return KnownArrays(tuple([KnownArray(one.array, spec(one.spec)) for one in self.arrays]))
 
 
 class FailedArray(msgspec.Struct, frozen=True, array_like=True):
-    """An array that never will be."""
+    """An array that will never exist."""
 
     array: int
     error: ErrorReport
 
 
 class Resumed(Base, frozen=True, tag=58):
-    """ClientSession to Controller: this is what I have; before it came my slices, programs, inputs and runs."""
+    """ClientSession to Controller, after slices, programs, inputs and runs: the arrays that the client has."""
 
     held: tuple[int, ...]
     known: Compact[KnownArrays]
-    """Those held that no input and no run before was about."""
+    """The arrays in `held` that no input and no run of the journal makes."""
     failed: tuple[FailedArray, ...]
     copied: tuple[int, ...]
     """Arrays that were checkpointed."""
 
 
 class LinkLost(Base, frozen=True, tag=111):
-    """ClientSession to Controller: I cannot tell what of my last words has reached this host."""
+    """ClientSession to Controller: the link to this host is lost; the last messages may not have arrived."""
 
     host: str
 
 
 class Cancel(Base, frozen=True, tag=132):
-    """ClientSession to Controller: end the runs that are to make these arrays."""
+    """ClientSession to Controller: cancel the runs that make these arrays."""
 
     arrays: tuple[int, ...]
 
 
 class CancelRuns(Base, frozen=True, tag=133):
-    """ClientSession to Controller: end a run of any client (`run` 0: all that this client has in flight)."""
+    """ClientSession to Controller: cancel a run of any client (`run` 0: all runs in flight of that client)."""
 
     request: int
     client: int

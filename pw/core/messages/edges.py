@@ -1,4 +1,4 @@
-"""Edges of programs: between the shard coordinators of two hosts."""
+"""Between the coordinators of two hosts: the edges of programs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pw.core.messages.base import Base
 
 
 class EdgeCredit(Base, frozen=True, tag=90):
-    """Receiving ShardCoordinator to the sending one: put the bytes of this edge here.
+    """Receiving ShardCoordinator to the sending one: push the bytes of this edge to this landing.
 
-    Without a landing: do not send, I have no room for them or will never get the launch that needs them.
+    Without a landing: do not send; the receiver has no room, or will not get the launch that needs them.
     """
 
     run: int
@@ -27,24 +27,24 @@ class EdgeData(Base, frozen=True, tag=91):
 
 
 class EdgeFailed(Base, frozen=True, tag=92):
-    """Sending ShardCoordinator to the receiving one: this edge has no value, its producer failed."""
+    """Sending ShardCoordinator to the receiving one: this edge has no value; its producer failed."""
 
     run: int
     edge: int
     error: ErrorReport
     alone: bool = False
-    """There is a value, only it cannot be sent to this host; others may get theirs."""
+    """The value exists, but cannot be sent to this host; other hosts may receive theirs."""
 
 
 class EdgeProbe(Base, frozen=True, tag=113):
-    """Receiving ShardCoordinator to the sending one: I have waited long for this edge, is it still to come?"""
+    """Receiving ShardCoordinator to the sending one: the edge is late; answer whether it will still come."""
 
     run: int
     edge: int
 
 
 class EdgeGone(Base, frozen=True, tag=114):
-    """Sending ShardCoordinator to the receiving one: I have sent that, and will not send it again."""
+    """Sending ShardCoordinator to the receiving one: the edge was sent, and will not be sent again."""
 
     run: int
     edge: int

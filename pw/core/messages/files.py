@@ -14,12 +14,12 @@ class FileSource(msgspec.Struct, frozen=True, array_like=True):
 
     path: str
     checkpoint: str
-    """Which one: what is at the path may be replaced."""
+    """Its random name: another checkpoint may replace it at the path."""
     name: str
 
 
 class SaveArrays(Base, frozen=True, tag=140):
-    """ClientSession to Controller, in order with runs: have these arrays written to disk, as one checkpoint."""
+    """ClientSession to Controller, in order with runs: have hosts write these arrays to disk."""
 
     request: int
     checkpoint: str
@@ -32,7 +32,7 @@ class SaveArrays(Base, frozen=True, tag=140):
 
 
 class FileWritten(Base, frozen=True, tag=141):
-    """ObjectStore to Controller: my file of this checkpoint is on disk, or why not."""
+    """ObjectStore to Controller: this host's file of the checkpoint is on disk, or has failed."""
 
     checkpoint: str
     path: str
@@ -40,7 +40,7 @@ class FileWritten(Base, frozen=True, tag=141):
 
 
 class CommitFiles(Base, frozen=True, tag=142):
-    """Controller to one ObjectStore: all files of this checkpoint are written, make it the one at its path."""
+    """Controller to one ObjectStore: all files are written; move the checkpoint to its path."""
 
     checkpoint: str
     path: str
@@ -48,34 +48,34 @@ class CommitFiles(Base, frozen=True, tag=142):
     files: tuple[str, ...]
     tree: bytes
     others: tuple[str, ...]
-    """Checkpoints under way to the same path: what else was left there is of none."""
+    """Other checkpoints in flight to the same path; the store removes all other leftovers there."""
 
 
 class FilesCommitted(Base, frozen=True, tag=143):
-    """ObjectStore to Controller: the checkpoint is at its path, or it never will be."""
+    """ObjectStore to Controller: the checkpoint is at its path, or has failed."""
 
     checkpoint: str
     error: ErrorReport | None
 
 
 class AbandonFiles(Base, frozen=True, tag=144):
-    """Controller to one ObjectStore: this checkpoint will not be, remove what there is of it."""
+    """Controller to one ObjectStore: the checkpoint has failed; remove its files."""
 
     checkpoint: str
     path: str
     unless: ErrorReport | None = None
-    """It may be at its path already: answered by `FilesCommitted`, with this if it is not."""
+    """The checkpoint may be at its path already: answer with `FilesCommitted`, with this error if it is not."""
 
 
 class Describe(Base, frozen=True, tag=145):
-    """ClientSession to ObjectStore: what is in the checkpoint at this path?"""
+    """ClientSession to ObjectStore: describe the checkpoint at this path."""
 
     request: int
     path: str
 
 
 class Described(Base, frozen=True, tag=146):
-    """ObjectStore to ClientSession: this checkpoint is, and here is what the client said that wrote it."""
+    """ObjectStore to ClientSession: the name of the checkpoint, and the tree that its writer described."""
 
     request: int
     checkpoint: str
@@ -83,7 +83,7 @@ class Described(Base, frozen=True, tag=146):
 
 
 class ReadArray(Base, frozen=True, tag=147):
-    """Controller to ObjectStore: make your shards of `array` from files; answered by `Uploaded`."""
+    """Controller to ObjectStore: read this host's shards of `array` from files; answered by `Uploaded`."""
 
     array: int
     source: FileSource

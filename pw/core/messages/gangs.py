@@ -1,4 +1,4 @@
-"""The way of a run: from the controller to gang schedulers, and on to the executors of hosts."""
+"""Between the controller, the schedulers and the executors: the life of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pw.core.sharding import ArraySpec, DeviceAddress, Placement
 
 
 class AddClient(Base, frozen=True, tag=60):
-    """Controller to IslandScheduler (local): a client's work may come, with this weight and priority."""
+    """Controller to IslandScheduler (local): a new client, with its weight and priority."""
 
     client: int
     share: float
@@ -23,7 +23,7 @@ class AddClient(Base, frozen=True, tag=60):
 
 
 class Submit(Base, frozen=True, tag=61):
-    """Controller to every IslandScheduler a run touches (local): queue these segments of the run.
+    """Controller to every IslandScheduler of a run (local): queue these segments of the run.
 
     `segments` are this island's; `depends` runs parallel to it and names (island, segment) pairs.
     """
@@ -33,85 +33,85 @@ class Submit(Base, frozen=True, tag=61):
     segments: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
     reporters: tuple[int, ...]
-    """How many hosts of each segment, the first ones, say when it has ended."""
+    """How many hosts of each segment, the first ones, report its end."""
     depends: tuple[tuple[tuple[str, int], ...], ...]
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
     notify: tuple[tuple[str, ...], ...]
     """For each segment the other islands that wait for it."""
     awaits: tuple[int, ...]
-    """Argument arrays whose upload has not ended."""
+    """Arguments whose upload has not ended."""
     islands: tuple[str, ...] = ()
-    """All islands of a run that must be admitted on each of them before it may start on any."""
+    """All islands of a run that needs memory on several; each must admit it before it starts."""
     is_timed: bool = False
     """Tell the controller when the run is launched."""
 
 
 class SegmentLaunched(Base, frozen=True, tag=62):
-    """IslandScheduler to the IslandSchedulers that wait for it (local): a producer has been launched."""
+    """IslandScheduler to the waiting IslandSchedulers (local): a producer has been launched."""
 
     run: int
     segment: int
 
 
 class SegmentDone(Base, frozen=True, tag=63):
-    """IslandScheduler to those that wait for it, and to Controller (local): a segment has ended."""
+    """IslandScheduler to the waiting IslandSchedulers and Controller (local): a segment has ended."""
 
     run: int
     segment: int
     device_time_us: int
     lost: ErrorReport | None = None
-    """It has no value because a host was lost, not because of anything in the program."""
+    """The loss of a host has made it fail, not the program."""
 
 
 class UploadEnded(Base, frozen=True, tag=64):
-    """Controller to IslandScheduler (local): an awaited array is there on all its hosts."""
+    """Controller to IslandScheduler (local): all hosts have this awaited array."""
 
     array: int
 
 
 class Release(Base, frozen=True, tag=65):
-    """Controller to IslandScheduler (local): drop these arrays, after all the client's earlier work."""
+    """Controller to IslandScheduler (local): delete these arrays, after all earlier work of the client."""
 
     client: int
     arrays: tuple[int, ...]
     hosts: tuple[tuple[str, ...], ...]
-    """Holders of each array."""
+    """The hosts of each array."""
     late: bool = False
-    """They were deleted before they had arrived: of the earlier work only what names them can need them."""
+    """The client deleted them before their upload ended: only earlier work that names them can need them."""
 
 
 class RemoveClient(Base, frozen=True, tag=66):
-    """Controller to IslandScheduler (local): drop a client's queue and, on hosts, all it owns."""
+    """Controller to IslandScheduler (local): drop a client's queue, and all that it owns on hosts."""
 
     client: int
 
 
 class CancelRun(Base, frozen=True, tag=67):
-    """Controller to IslandScheduler (local): forget the segments of this run that are still queued."""
+    """Controller to IslandScheduler (local): drop the queued segments of this run."""
 
     run: int
     reason: str = ""
-    """Why the run must end, also what is launched: if it does not by itself, the epoch ends."""
+    """Why launched segments must end too: if they have not after `grace_s`, the epoch ends."""
     grace_s: float = 0.0
-    """How long it may take to end by itself."""
+    """How long launched segments may take to end."""
 
 
 class InstallProgram(Base, frozen=True, tag=68):
-    """Controller to IslandScheduler (local): let your hosts compile this, in this order on each."""
+    """Controller to IslandScheduler (local): have the island's hosts compile this program."""
 
     program: int
     body: Program
     plans: tuple[HostPlan, ...]
     artifacts: tuple[Artifact, ...]
     memory: IslandMemory | None = None
-    """What a run takes on this island; None where nobody counts."""
+    """The memory of a run on this island; None where memory is not limited."""
     install: int = 0
-    """Programs are installed again when they are lowered again, and each time has a number."""
+    """The number of this installation: a program that is lowered again is installed again."""
 
 
 class ProgramInstalled(Base, frozen=True, tag=69):
-    """IslandScheduler to Controller (local): all hosts of the island have compiled it, or one could not."""
+    """IslandScheduler to Controller (local): all hosts have compiled the program, or one has failed."""
 
     island: str
     program: int
@@ -120,14 +120,14 @@ class ProgramInstalled(Base, frozen=True, tag=69):
 
 
 class UninstallProgram(Base, frozen=True, tag=70):
-    """Controller to IslandScheduler (local): hosts may forget this program after its earlier work."""
+    """Controller to IslandScheduler (local): hosts forget this program after its earlier work."""
 
     program: int
     hosts: tuple[str, ...]
 
 
 class Install(Base, frozen=True, tag=71):
-    """IslandScheduler to HostExecutor: compile your part of this program."""
+    """IslandScheduler to HostExecutor: compile this host's part of the program."""
 
     epoch: int
     program: int
@@ -138,7 +138,7 @@ class Install(Base, frozen=True, tag=71):
 
 
 class Installed(Base, frozen=True, tag=72):
-    """HostExecutor to IslandScheduler: compiled, or why not."""
+    """HostExecutor to IslandScheduler: this host has compiled the program, or has failed."""
 
     epoch: int
     program: int
@@ -149,18 +149,18 @@ class Installed(Base, frozen=True, tag=72):
 
 
 class Arguments(msgspec.Struct, frozen=True, array_like=True):
-    """What a run reads and makes; comes with the run's first launch on a host."""
+    """The arguments and results of a run; they travel with its first launch on a host."""
 
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
 
 
 CANCELLED = -1
-"""Segment number of a launch that ends a run on a host: what has not been launched never will be."""
+"""Segment number of a launch that ends a run on a host: no more segments follow."""
 
 
 class Launch(Base, frozen=True, tag=73):
-    """IslandScheduler to every HostExecutor of a gang: your next piece of work, number `sequence`."""
+    """IslandScheduler to every HostExecutor of a gang: this host's launch number `sequence`."""
 
     epoch: int
     sequence: int
@@ -168,14 +168,14 @@ class Launch(Base, frozen=True, tag=73):
     program: int
     segment: int
     last: bool
-    """No segment of this run follows on this host."""
+    """The last segment of this run on this host."""
     arguments: Arguments | None
     report: bool
-    """This host leads the gang: tell the scheduler when the segment has ended."""
+    """This host reports the end of the segment."""
 
 
 class Discard(Base, frozen=True, tag=74):
-    """IslandScheduler to HostExecutor, in launch order: drop these arrays, programs, clients."""
+    """IslandScheduler to HostExecutor, in launch order: drop these arrays, programs and clients."""
 
     epoch: int
     sequence: int
@@ -185,23 +185,23 @@ class Discard(Base, frozen=True, tag=74):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """One launch that has ended on a host, and the device time it took."""
+    """A launch that has ended on a host, and its device time."""
 
     sequence: int
     device_time_us: int
     lost: ErrorReport | None = None
-    """It has no value because a host was lost, not because of anything in the program."""
+    """The loss of a host has made it fail, not the program."""
 
 
 class Progress(Base, frozen=True, tag=75):
-    """HostExecutor to IslandScheduler, once a loop turn: these launches have ended."""
+    """HostExecutor to IslandScheduler, at most once a loop turn: these launches have ended."""
 
     epoch: int
     finished: tuple[Finished, ...]
 
 
 class LaunchGap(Base, frozen=True, tag=76):
-    """HostExecutor to IslandScheduler: a launch number is missing, I have stopped."""
+    """HostExecutor to IslandScheduler: a launch number is missing; this host has stopped."""
 
     epoch: int
     expected: int
@@ -209,10 +209,10 @@ class LaunchGap(Base, frozen=True, tag=76):
 
 
 class GangBroken(Base, frozen=True, tag=77):
-    """HostExecutor to IslandScheduler: I cannot go on with a gang whose other hosts may go on.
+    """HostExecutor to IslandScheduler: this host cannot go on with a gang, and the other hosts may.
 
-    An input is missing here that they may have; or, with an `error`, I have failed at something that they
-    may not fail at, and would fail again.
+    An input is missing here that they may have; or, with an `error`, this host has failed in a way that they
+    may not, and would fail again.
     """
 
     epoch: int
@@ -220,68 +220,68 @@ class GangBroken(Base, frozen=True, tag=77):
     run: int = 0
     error: ErrorReport | None = None
     results: tuple[int, ...] = ()
-    """What the run was to make."""
+    """The run's results."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """Boxes of an array that one host holds, to be kept in the host memory of `targets`."""
+    """Boxes of an array on one host, of which the hosts in `targets` get replicas."""
 
     array: int
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     positions: tuple[int, ...]
-    """Mesh positions whose shards are copied."""
+    """The mesh positions of the shards."""
     targets: tuple[str, ...]
     place: int | None = None
-    """While it travels (`pw.core.copying`): the place that has the spec's placement and the devices."""
+    """In a message (`pw.core.copying`): the index of the place with the placement and the devices."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where arrays lie: virtual devices, and the device behind each."""
+    """A placement, and the physical device at each of its positions."""
 
     placement: Placement
     devices: tuple[DeviceAddress, ...]
 
 
 class CopyFile(msgspec.Struct, frozen=True, array_like=True):
-    """One host's file of a checkpoint on disk, and the boxes that are to be in it."""
+    """One host's file of a checkpoint on disk, and the boxes in it."""
 
     checkpoint: str
-    """Which one: as many random letters and digits as make it the only one of that name."""
+    """Its random name, which no other checkpoint has."""
     path: str
     overwrite: bool
     file: str
     names: tuple[str, ...]
-    """Of the copied arrays, as the checkpoint has them."""
+    """The names of the copied arrays in the checkpoint."""
     copies: tuple[Copy, ...]
 
 
 class CopyArrays(Base, frozen=True, tag=78):
-    """Controller to IslandScheduler (local): have these copied after the client's earlier work."""
+    """Controller to IslandScheduler (local): have hosts copy these arrays after the client's earlier work."""
 
     client: int
     copies: tuple[tuple[str, Copy], ...]
-    """What each host is to copy."""
+    """For each host the boxes that it copies."""
     files: tuple[tuple[str, CopyFile], ...] = ()
-    """What each host is to write to disk."""
+    """For each host the file that it writes."""
 
 
 class Replicate(Base, frozen=True, tag=79):
-    """IslandScheduler to HostExecutor, in launch order: copy these to host memory, write these to disk."""
+    """IslandScheduler to HostExecutor, in launch order: make these replicas, write these files."""
 
     epoch: int
     sequence: int
     copies: tuple[Copy, ...]
     files: tuple[CopyFile, ...] = ()
     places: tuple[Place, ...] = ()
-    """Of the arrays in both."""
+    """The places of the arrays in both."""
 
 
 class RunRefused(Base, frozen=True, tag=80):
-    """IslandScheduler to Controller (local): this run cannot be; fail it, and cancel it everywhere.
+    """IslandScheduler to Controller (local): fail this run, and cancel it on all islands.
 
-    There is no room for it: the client's queue on the island stands still until its `CancelRun` comes back.
-    Or one host of a gang has failed, so that the gang's hosts have different things in `results`.
+    The run does not fit into memory: the client's queue on the island waits for the `CancelRun`. Or one host of
+    a gang has failed, so its hosts do not agree on the values of `results`.
     """
 
     run: int
@@ -292,7 +292,7 @@ class RunRefused(Base, frozen=True, tag=80):
 class ArrayPlaced(Base, frozen=True, tag=81):
     """Controller to IslandScheduler (local): this array takes memory from now on, until its release.
 
-    For what no run makes: uploads and restored arrays. An older array of this number is gone.
+    It is an upload or a restored array. It replaces an older array of this number.
     """
 
     array: int
@@ -302,19 +302,19 @@ class ArrayPlaced(Base, frozen=True, tag=81):
 
 
 class RunAtHead(Base, frozen=True, tag=82):
-    """IslandScheduler to the first of a run's IslandSchedulers (local): it is next of its client here."""
+    """IslandScheduler to the first of a run's IslandSchedulers (local): the run is its client's next here."""
 
     run: int
 
 
 class ReserveRun(Base, frozen=True, tag=83):
-    """IslandScheduler to the next of a run's IslandSchedulers (local): I have room for it, your turn."""
+    """IslandScheduler to the next of a run's IslandSchedulers (local): this island has reserved memory."""
 
     run: int
 
 
 class RunAdmitted(Base, frozen=True, tag=84):
-    """The last of a run's IslandSchedulers to all others (local): every island has memory for it."""
+    """The last of a run's IslandSchedulers to all others (local): every island has reserved memory."""
 
     run: int
 
@@ -322,7 +322,7 @@ class RunAdmitted(Base, frozen=True, tag=84):
 class Held(Base, frozen=True, tag=134):
     """HostExecutor to IslandScheduler: these launches (run, segment) wait for inputs, and others pass them.
 
-    And those that have been passed, and wait no longer: they are behind the others now.
+    `handed_over` are launches that were passed and have been enqueued, behind the others.
     """
 
     epoch: int
@@ -331,15 +331,15 @@ class Held(Base, frozen=True, tag=134):
 
 
 class CallEnded(Base, frozen=True, tag=130):
-    """HostExecutor to IslandScheduler, who passes it on to the gang: a Python function has returned here.
+    """HostExecutor to IslandScheduler and on to the gang: a host function has returned on this host.
 
-    It may raise on one host only, so its hosts agree on what became of it before anybody sees a result.
+    It may raise on one host only, so all hosts of the gang hear of it before a client sees a result.
     """
 
     epoch: int
     run: int
     slot: int
-    """Of the call's first result."""
+    """The slot of the call's first result."""
     host: str
     gang: tuple[str, ...]
     error: ErrorReport | None

@@ -13,28 +13,28 @@ class RegisterHost(Base, frozen=True, tag=10):
 
     island: str
     island_hosts: int
-    """0: this host, a spare, does not know."""
+    """0 for a spare, which does not know."""
     local_devices: int
     platform: str
     endpoint: str
     process: int
-    """Operating system process id, for people who look for it."""
+    """The process id, for people."""
     spare: bool = False
-    """Takes a free place in `island` (in any island when that is empty), and waits if there is none."""
+    """Take a free place in `island` (in any if that is empty), or wait for one."""
     epoch: int = 0
-    """The epoch of `island` that I am in, with `members`: I have lost the controller meanwhile."""
+    """The epoch that this host is in, with `members`; it has lost the controller."""
     members: tuple[str, ...] = ()
     """All hosts of that epoch, in the order of their ranks."""
 
 
 class HostRejected(Base, frozen=True, tag=11):
-    """ResourceManager to HostExecutor: you cannot join, stop."""
+    """ResourceManager to HostExecutor: this host cannot join, and stops."""
 
     error: ErrorReport
 
 
 class FormIsland(Base, frozen=True, tag=12):
-    """ResourceManager to every HostExecutor of an island: join this epoch's group at your rank."""
+    """ResourceManager to every HostExecutor of an island: join the group of this epoch at this rank."""
 
     island: str
     epoch: int
@@ -46,7 +46,7 @@ class FormIsland(Base, frozen=True, tag=12):
 
 
 class IslandJoined(Base, frozen=True, tag=13):
-    """HostExecutor to ResourceManager: I am in the group, with these devices."""
+    """HostExecutor to ResourceManager: this host has joined the group, with these devices."""
 
     island: str
     epoch: int
@@ -57,7 +57,7 @@ class IslandJoined(Base, frozen=True, tag=13):
 
 
 class IslandJoinFailed(Base, frozen=True, tag=14):
-    """HostExecutor to ResourceManager: I could not join."""
+    """HostExecutor to ResourceManager: this host could not join."""
 
     island: str
     epoch: int
@@ -65,7 +65,7 @@ class IslandJoinFailed(Base, frozen=True, tag=14):
 
 
 class LeaveIsland(Base, frozen=True, tag=15):
-    """ResourceManager to HostExecutor: the epoch is over; come back as a new incarnation."""
+    """ResourceManager to HostExecutor: the epoch has ended; restart as a new incarnation."""
 
     island: str
     epoch: int
@@ -78,11 +78,11 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     node: str
     endpoint: str
     member: bool = True
-    """In an island that is ready; the others are here, and may have copies to give."""
+    """Its island is ready; other hosts may still have replicas."""
 
 
 class Directory(Base, frozen=True, tag=16):
-    """ResourceManager to all hosts and clients: these hosts exist now, and where."""
+    """ResourceManager to all hosts and clients: the hosts that exist now, and their endpoints."""
 
     peers: tuple[Peer, ...]
 
@@ -98,17 +98,17 @@ class IslandFormed(Base, frozen=True, tag=17):
 
 
 class IslandLost(Base, frozen=True, tag=18):
-    """ResourceManager to Controller (local): an island left its epoch, with all that was on it."""
+    """ResourceManager to Controller (local): an island has left its epoch; its values are lost."""
 
     island: str
     epoch: int
     error: ErrorReport
     host: str = ""
-    """Who was lost, if that is the reason."""
+    """The lost host, if that is the reason."""
 
 
 class CoordinationStarted(Base, frozen=True, tag=19):
-    """The coordination services to ResourceManager (local): an epoch's service is up, or is not."""
+    """Coordination services to ResourceManager (local): the service of this epoch is up, or has failed."""
 
     island: str
     epoch: int
@@ -117,7 +117,7 @@ class CoordinationStarted(Base, frozen=True, tag=19):
 
 
 class StartCoordination(Base, frozen=True, tag=20):
-    """ResourceManager to the coordination services (local): a fresh service for this epoch's group."""
+    """ResourceManager to coordination services (local): start a new service for this epoch."""
 
     island: str
     epoch: int
@@ -125,14 +125,14 @@ class StartCoordination(Base, frozen=True, tag=20):
 
 
 class StopCoordination(Base, frozen=True, tag=21):
-    """ResourceManager to the coordination services (local): this epoch's group is over."""
+    """ResourceManager to coordination services (local): end the service of this epoch."""
 
     island: str
     epoch: int
 
 
 class EndEpoch(Base, frozen=True, tag=22):
-    """IslandScheduler to ResourceManager (local): the gang's order is broken, form the island anew."""
+    """IslandScheduler to ResourceManager (local): the launch order is broken; end this epoch."""
 
     island: str
     epoch: int
@@ -145,22 +145,22 @@ class DrainHost(Base, frozen=True, tag=24):
     request: int
     node: str
     client: str = ""
-    """Node of the client, whom the resource manager answers; the controller fills it in."""
+    """The client's node, which gets the answer; the controller fills it in."""
 
 
 class Draining(Base, frozen=True, tag=27):
-    """ResourceManager to Controller (local): these hosts are here only to be emptied."""
+    """ResourceManager to Controller (local): these hosts are draining."""
 
     nodes: tuple[str, ...]
 
 
 class HostEmptied(Base, frozen=True, tag=26):
-    """Controller to ResourceManager (local): nothing on this host is needed any more."""
+    """Controller to ResourceManager (local): this drained host holds nothing that is needed."""
 
     node: str
 
 
 class Leave(Base, frozen=True, tag=25):
-    """ResourceManager to HostExecutor: you are drained and hold nothing any more, end for good."""
+    """ResourceManager to HostExecutor: this host is drained; it ends for good."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""Of the transport: how a link begins and ends, and what local actors hear of it."""
+"""Of the transport: the begin and the end of a link, and the news of it for local actors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROTOCOL_VERSION = 3
 
 
 class Hello(Base, frozen=True, tag=1):
-    """Each end of a link to the other, first of all: who I am and what I speak."""
+    """Each end of a link to the other, before all else: its name, its incarnation and its versions."""
 
     protocol: int
     pw_version: str
@@ -17,42 +17,42 @@ class Hello(Base, frozen=True, tag=1):
     node: str
     incarnation: int
     silence_s: float = 0.0
-    """After so long a silence you may take me for dead; 0: after as long as you like."""
+    """After so long a silence this end counts as lost; 0: the other end decides."""
 
 
 class Refused(Base, frozen=True, tag=2):
-    """One end of a link to the other instead of a hello: why we cannot talk (an error's kind and words)."""
+    """One end of a link to the other instead of a hello: it refuses the link."""
 
     error: ErrorReport
 
 
 class Heartbeat(Base, frozen=True, tag=3):
-    """Each end of an idle link to the other: I am alive."""
+    """Each end of an idle link to the other: this process is alive."""
 
 
 class Goodbye(Base, frozen=True, tag=4):
-    """One end of a link to the other: I leave on purpose, do not wait for me."""
+    """One end of a link to the other: this process leaves on purpose."""
 
 
 class PeerLost(Base, frozen=True, tag=5):
-    """The transport to every local actor: nothing more will come from `node` in this incarnation."""
+    """Transport to every local actor: nothing more will come from this incarnation of `node`."""
 
     node: str
     reason: str
 
     @property
     def may_return(self) -> bool:
-        """Whether it is the process that has ended, and not the machine that is cut off or hangs."""
+        """Whether the process has ended, not only its machine been cut off or hung."""
         return self.reason in ("closed", "connection lost", "replaced by a newer incarnation")
 
     @property
     def words(self) -> str:
-        """The reason, as errors give it to users."""
+        """The reason in the words of errors."""
         return in_words(self.reason)
 
 
 def in_words(reason: str) -> str:
-    """Why a link was lost, as errors say it to users; logs have the reason itself."""
+    """Return why a link was lost in the words of errors; logs have the reason itself."""
     if reason.startswith("silent for "):
         return f"it has given no sign of life {reason.removeprefix('silent ')}"
     if reason.startswith("frames lost"):
@@ -69,7 +69,7 @@ _WORDS = {
 
 
 class PeerRefused(Base, frozen=True, tag=6):
-    """The transport to every local actor: `node` does not want to talk to us, or we not to it."""
+    """Transport to every local actor: `node` refuses the link, or this process does."""
 
     node: str
     error: ErrorReport

@@ -1,4 +1,4 @@
-"""Why it does not go on: what the controller asks schedulers and hosts, and what they say."""
+"""What holds up a client: the questions of the controller to schedulers and hosts, and their reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pw.core.messages.status import IslandStatus
 
 
 class WorkReport(msgspec.Struct, frozen=True, array_like=True):
-    """One segment of a run, as its island's scheduler sees it."""
+    """One segment of a run, as the scheduler of its island sees it."""
 
     run: int
     segment: int
@@ -17,16 +17,16 @@ class WorkReport(msgspec.Struct, frozen=True, array_like=True):
     computations: tuple[str, ...]
     hosts: tuple[str, ...]
     shards: tuple[tuple[int, ...], ...]
-    """For each host, the mesh positions that it has of the last computation; empty if there is none."""
+    """The mesh positions of each host in the last computation; empty without a computation."""
     launched_s: float
-    """How long ago it was launched; negative while it is queued."""
+    """How long ago the scheduler launched it; negative while it is queued."""
     waits_for: tuple[str, ...] = ()
     uploads: tuple[int, ...] = ()
-    """Arrays that it waits for because they are not on their hosts yet."""
+    """Arrays whose upload it waits for."""
 
 
 class InstallReport(msgspec.Struct, frozen=True, array_like=True):
-    """A program that hosts of an island have not compiled yet."""
+    """A program that some hosts of an island have not compiled yet."""
 
     program: int
     name: str
@@ -36,7 +36,7 @@ class InstallReport(msgspec.Struct, frozen=True, array_like=True):
 class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     """One launch on one host.
 
-    `state` is `missing` (it has not come), `queued` behind another one, `waiting` for values that it reads,
+    `state` is `missing` (it has not arrived), `queued` behind another one, `waiting` for values that it reads,
     `handed over` to the execute thread, `entered` by it, `enqueued` on the devices, or `finished`.
     """
 
@@ -46,17 +46,17 @@ class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     computations: tuple[str, ...]
     state: str
     waits_for: tuple[tuple[int, int], ...] = ()
-    """Runs and edges whose values it needs next and does not have."""
+    """Runs and edges of the missing values that it needs next."""
     unsettled: tuple[str, ...] = ()
-    """Computations of which it is not known yet whether they have failed, and whose values it needs next."""
+    """Host functions whose gang has not agreed on their outcome yet, and whose values it needs next."""
 
 
 class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
     """One end of one route of an edge that has not ended.
 
     `state` of the receiving end is `awaited` (the bytes come in a message), `credit sent` or `assembled`;
-    of the sending end `no value` (it is not made yet), `no credit` (nobody has said where to put it),
-    `sending`, or `credit early` (nobody here has been asked to send it).
+    of the sending end `no value` (it does not exist yet), `no credit` (the receiver has sent no landing),
+    `sending`, or `credit early` (the launch has not arrived here).
     """
 
     run: int
@@ -65,15 +65,15 @@ class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
     incoming: bool
     state: str
     shards: tuple[int, ...] = ()
-    """Mesh positions of the shards, in the mesh of the sender, that the bytes are of."""
+    """The shards' mesh positions, in the mesh of the sender."""
     size_bytes: int = 0
     received_bytes: int = 0
     open_s: float = 0.0
-    """For how long it has been open."""
+    """How long ago it began."""
 
 
 class ThreadReport(msgspec.Struct, frozen=True, array_like=True):
-    """A thread that is at work on something, what it is, and where in the code."""
+    """A busy thread, its work, and where in the code it is."""
 
     thread: str
     doing: str
@@ -89,39 +89,39 @@ class ClientReport(msgspec.Struct, frozen=True, array_like=True):
     name: str
     runs_in_flight: int
     held: int
-    """Messages of its stream that have not been looked at."""
+    """Messages of the client that the controller has not handled yet."""
     waits_for: tuple[str, ...]
 
 
 class Stalled(Base, frozen=True, tag=120):
-    """IslandScheduler to Controller (local): nothing has gone on here for a while, log the reason."""
+    """IslandScheduler to Controller (local): this island makes no progress; log the reason."""
 
     island: str
 
 
 class Explain(Base, frozen=True, tag=121):
-    """ClientSession to Controller: why does it not go on? I wait for these hosts."""
+    """ClientSession to Controller: explain what holds up this client, which waits for these hosts."""
 
     request: int
     hosts: tuple[str, ...] = ()
 
 
 class ExplainIsland(Base, frozen=True, tag=122):
-    """Controller to IslandScheduler (local): what is launched, and what does the rest wait for?"""
+    """Controller to IslandScheduler (local): report the oldest launches, and what is next."""
 
     request: int
     run: int
-    """What is launched of this one is to be told in any case."""
+    """Report the launches of this run in any case."""
 
 
 class IslandReport(Base, frozen=True, tag=123):
-    """IslandScheduler to Controller (local): what was launched longest ago, and what is next."""
+    """IslandScheduler to Controller (local): the oldest launches, and what is next."""
 
     request: int
     island: str
     hosts: tuple[str, ...]
     quiet_s: float
-    """How long ago anything was launched or ended."""
+    """How long ago the last launch began or ended."""
     launched: int
     queued: int
     oldest: tuple[WorkReport, ...]
@@ -130,21 +130,21 @@ class IslandReport(Base, frozen=True, tag=123):
 
 
 class ExplainHost(Base, frozen=True, tag=124):
-    """Controller to HostExecutor: how far are these launches (run, segment), and what do you do?"""
+    """Controller to HostExecutor: report how far these launches (run, segment) are, and what the host does."""
 
     request: int
     work: tuple[tuple[int, int], ...]
 
 
 class HostReport(Base, frozen=True, tag=125):
-    """HostExecutor to Controller: where I am, and what I wait for."""
+    """HostExecutor to Controller: how far this host is, and what it waits for."""
 
     request: int
     host: str
     state: str
-    """Empty when it is in its island and can work."""
+    """Empty if the host is in its island and can work."""
     quiet_s: float
-    """How long ago anything was launched here or ended."""
+    """How long ago the last launch arrived here or ended."""
     queued: int
     launches: tuple[LaunchReport, ...]
     edges: tuple[EdgeReport, ...]
@@ -156,11 +156,11 @@ class HostSilence(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     silent_s: float
-    """How long ago anything was heard of it; negative if that is not known."""
+    """How long ago its last message came; negative if that is not known."""
 
 
 class Explanation(Base, frozen=True, tag=126):
-    """Controller to ClientSession: the story in words, and all that was found out for it."""
+    """Controller to ClientSession: what holds up the client, in words and as reports."""
 
     request: int
     text: str

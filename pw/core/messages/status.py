@@ -1,4 +1,4 @@
-"""The cluster as it stands, and counters, for whoever asks."""
+"""The state of the cluster, and counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class IslandStatus(msgspec.Struct, frozen=True, array_like=True):
     queued: int
     launched: int
     missing: tuple[str, ...] = ()
-    """Hosts that have a place in it and are not here."""
+    """Hosts with a place in it that are not connected."""
 
 
 class WaitingHost(msgspec.Struct, frozen=True, array_like=True):
@@ -45,9 +45,9 @@ class WaitingHost(msgspec.Struct, frozen=True, array_like=True):
 
     node: str
     state: str
-    """`spare`: it takes the place of one that is lost; `draining`: it ends when others have what it holds."""
+    """`spare`: it takes the place of a lost host; `draining`: it ends when other hosts have its values."""
     island: str
-    """Where it may take a place; empty for any island."""
+    """The island in which it may take a place; empty for any."""
     process: int
     devices: int
     endpoint: str
@@ -70,7 +70,7 @@ class RunStatus(msgspec.Struct, frozen=True, array_like=True):
     """One run in flight in a status report."""
 
     run: int
-    """The number that its client gave it, also when it is being run again."""
+    """The number from its client, also of a replay."""
     program: str
     islands: tuple[str, ...]
     segments_left: int
@@ -78,7 +78,7 @@ class RunStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Status(Base, frozen=True, tag=48):
-    """Controller to ClientSession: the cluster as it stands."""
+    """Controller to ClientSession: the state of the cluster."""
 
     request: int
     pw_version: str
@@ -87,13 +87,13 @@ class Status(Base, frozen=True, tag=48):
     islands: tuple[IslandStatus, ...]
     clients: tuple[ClientStatus, ...]
     runs: tuple[RunStatus, ...] = ()
-    """The oldest ones of each client."""
+    """The oldest runs of each client."""
     waiting: tuple[WaitingHost, ...] = ()
     """Hosts without a place in an island."""
 
 
 class GetStats(Base, frozen=True, tag=49):
-    """ClientSession to Controller or ObjectStore: your counters, please."""
+    """ClientSession to Controller or ObjectStore: report the counters of the process."""
 
     request: int
 

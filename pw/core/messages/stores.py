@@ -1,4 +1,4 @@
-"""The object stores of hosts: uploads and fetches of clients, and copies in host memory."""
+"""The stores of hosts: uploads and fetches of clients, and replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress
 
 
 class Upload(Base, frozen=True, tag=93):
-    """ClientSession to ObjectStore: take your shards of this array (inline, or tell me where)."""
+    """ClientSession to ObjectStore: take this host's shards of an array, or answer with a landing."""
 
     array: int
     spec: ArraySpec
@@ -19,31 +19,31 @@ class Upload(Base, frozen=True, tag=93):
     data: bytes | None
     island: str
     epoch: int
-    """Where `devices` are: in another epoch your shards may be another host's, and I send to that one."""
+    """The epoch of `devices`: in another epoch the shards may belong to another host."""
     attempt: int = 0
-    """Of all that this client sends no two have the same."""
+    """Unique for each upload of the client."""
 
 
 class UploadLanding(Base, frozen=True, tag=94):
-    """ObjectStore to ClientSession: put the bytes of this array's shards here."""
+    """ObjectStore to ClientSession: push the bytes of this array's shards to this landing."""
 
     array: int
     landing: Landing
     attempt: int
-    """That of the upload."""
+    """The upload's."""
 
 
 class Uploaded(Base, frozen=True, tag=95):
-    """ObjectStore to Controller: my shards of this array are in device memory."""
+    """ObjectStore to Controller: this host's shards of the array are in device memory, or have failed."""
 
     array: int
     error: ErrorReport | None
     again: bool = False
-    """They were there before, and will be dropped in their turn."""
+    """The host had them before, and drops the new ones."""
 
 
 class Fetch(Base, frozen=True, tag=96):
-    """ClientSession to ObjectStore: send me these shards (mesh positions) when they are ready."""
+    """ClientSession to ObjectStore: send these shards (mesh positions) when they are ready."""
 
     request: int
     array: int
@@ -61,14 +61,14 @@ class Fetched(Base, frozen=True, tag=97):
 
 
 class Wait(Base, frozen=True, tag=98):
-    """ClientSession to ObjectStore: tell me when your shards of these arrays are ready."""
+    """ClientSession to ObjectStore: answer when this host's shards of these arrays are ready."""
 
     request: int
     arrays: tuple[int, ...]
 
 
 class Ready(Base, frozen=True, tag=99):
-    """ObjectStore to ClientSession: your shards on this host are ready."""
+    """ObjectStore to ClientSession: the shards on this host are ready."""
 
     request: int
 
@@ -85,26 +85,26 @@ class UploadAborted(Base, frozen=True, tag=102):
 
     array: int
     transfer: int
-    """Of the landing: another one's bytes may be on their way."""
+    """The landing's transfer: bytes for another landing may be on their way."""
     error: ErrorReport
 
 
 class CancelRequest(Base, frozen=True, tag=101):
-    """ClientSession to ObjectStore: I no longer wait for this fetch or wait."""
+    """ClientSession to ObjectStore: the client does not need the answer to this fetch or wait."""
 
     request: int
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """Something written by a client's program."""
+    """A line that a host function has written."""
 
     is_error: bool
-    """To standard error, or logged; otherwise to standard output."""
+    """Written to standard error, or logged; else to standard output."""
     text: str
 
 
 class Printed(Base, frozen=True, tag=149):
-    """ObjectStore to ClientSession: your programs have written this here; what is lost is not sent again."""
+    """ObjectStore to ClientSession: the output of host functions; lost lines are not sent again."""
 
     lines: tuple[Line, ...]
 
@@ -115,48 +115,48 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     array: int
     boxes: tuple[Box, ...]
     error: ErrorReport | None = None
-    """What kept those away that were asked for, where there are none."""
+    """Why there are no boxes."""
 
 
 class Holdings(Base, frozen=True, tag=103):
-    """ObjectStore to Controller: I have these boxes in host memory, until you say otherwise.
+    """ObjectStore to Controller: this host has these replicas, until the controller drops them.
 
-    From a new incarnation it comes before anything else, with what the last one handed over.
+    A new incarnation sends it first, with the replicas of the last one.
     """
 
     holdings: tuple[Holding, ...]
 
 
 class HoldsNoMore(Base, frozen=True, tag=148):
-    """ObjectStore to Controller: I have told all that this incarnation began with."""
+    """ObjectStore to Controller: all replicas that this incarnation began with have been reported."""
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """A box of an array, and a host that has it in host memory."""
+    """A box of an array, and a host with a replica of it."""
 
     box: Box
     host: str
 
 
 class Restore(Base, frozen=True, tag=104):
-    """Controller to ObjectStore: make your shards of `array` from copies; answered by `Uploaded`."""
+    """Controller to ObjectStore: restore the shards of `array` from replicas; answered by `Uploaded`."""
 
     array: int
     copied: int
-    """The array that the copies are of."""
+    """The array of the replicas."""
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     sources: tuple[Source, ...]
 
 
 class DropUploads(Base, frozen=True, tag=115):
-    """Controller to ObjectStore: whoever uploaded these does not hold them any more."""
+    """Controller to ObjectStore: the client has deleted these uploads."""
 
     arrays: tuple[int, ...]
 
 
 class FetchReplica(Base, frozen=True, tag=105):
-    """ObjectStore to ObjectStore: send me these boxes (packed, at the landing if there is one)."""
+    """ObjectStore to ObjectStore: send these boxes, packed, to the landing if there is one."""
 
     request: int
     array: int
@@ -173,14 +173,14 @@ class ReplicaData(Base, frozen=True, tag=106):
 
 
 class ReplicaRefused(Base, frozen=True, tag=107):
-    """ObjectStore to ObjectStore: I do not have these boxes, or cannot send them."""
+    """ObjectStore to ObjectStore: this host does not have these boxes, or cannot send them."""
 
     request: int
     error: ErrorReport
 
 
 class OfferReplica(Base, frozen=True, tag=108):
-    """ObjectStore or Controller to ObjectStore: fetch these boxes of this array from `host`, keep them."""
+    """ObjectStore or Controller to ObjectStore: fetch these boxes from `host`, and keep them as replicas."""
 
     array: int
     dtype: str
@@ -189,12 +189,12 @@ class OfferReplica(Base, frozen=True, tag=108):
 
 
 class DropReplicas(Base, frozen=True, tag=109):
-    """Controller to ObjectStore: forget the copies of these arrays in host memory."""
+    """Controller to ObjectStore: drop the replicas of these arrays."""
 
     arrays: tuple[int, ...]
 
 
 class ArraysLost(Base, frozen=True, tag=110):
-    """ObjectStore to Controller: somebody asks for these, and here they failed because a host was lost."""
+    """ObjectStore to Controller: a client asks for these arrays, which a lost host has made fail here."""
 
     arrays: tuple[int, ...]
