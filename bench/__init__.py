@@ -1,4 +1,4 @@
 """Benchmarks of the runtime beside its baselines: ``python -m bench`` or ``make bench``.
 
-Each benchmark is a module with ``run(quick) -> Result``. They measure through the public API, as a user would.
+Each benchmark is a module with ``run(quick) -> Result``. It measures through the public API.
 """

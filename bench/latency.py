@@ -1,19 +1,18 @@
-"""How long a user waits for the smallest thing there is: from a call to its result, of a computation that adds
-one. The paper has no such table; it is what the blocking calls of its Figure 5 are made of.
+"""From a client's call to its result, of a computation that adds one.
 
-A call travels client → controller → host → client: three hops on a cluster, and two where the controller
-lives in the client's process. The yardstick is a bare zmq round trip between two processes on this machine,
-measured in the same rounds, for each hop: a message there, and whatever must be woken before the next can
-leave. What the messages alone could do, half a round trip for each hop, is told beside it.
+The paper has no such table; the blocking calls of its Figure 5 consist of such calls. A call
+travels client → controller → host → client: three hops on a cluster, and two where the controller
+runs in the client's process. The unit of comparison is a round trip over bare zmq between two
+processes of this machine, measured in the same rounds, for each hop. A note compares with half a
+round trip for each hop, the time of the messages alone.
 
-Actor systems do the same in one hop: their caller names the process that computes, and no scheduler is asked.
-xoscar's and Ray's calls, and Ray's compiled graphs, which skip what Ray does for a call, take turns with ours.
+Actor systems need one hop: their caller names the process that computes, and no scheduler is asked.
+Calls of xoscar and Ray, and of Ray's compiled graphs, take turns with those of pw.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from bench import measure, report
 from bench.baselines import ray_actors, steps, xoscar_actors
 from bench.baselines.echo import Echo
 from bench.baselines.peer import Peer
+from bench.placement import new_mesh, put
 
 HOPS = {"cluster": 3, "embedded": 2}
 ZMQ, JAX = "zmq round trip", "JAX in this process"
@@ -35,14 +35,17 @@ ONE_BY_ONE = {
     "Ray": (ray_actors.start, "local, op by op, blocking"),
     "Ray graph": (ray_actors.start, "graph: local, op by op, blocking"),
 }
-"""How each actor system is started, and its case of calls that wait for their results one after the other."""
+"""How each actor system starts, and its case of calls that wait for their results."""
 CALLS = "calls one by one"
 READING_S = 0.25
 """About how long a reading of such calls takes."""
 
+Placed = tuple[Callable[[Any], Any], Any]
+"""A function that adds one, and its argument, on a cluster."""
+
 
 def run(quick: bool) -> report.Result:
-    """Measure embedded and on a local cluster of one host, beside others; embedded, zmq and JAX if quick."""
+    """Measure embedded and on a cluster of one host, beside others; quick: without the cluster."""
     calls, rounds = (20, 1) if quick else (300, 15)
     result = report.Result("latency", "microseconds from a client's call to its result")
     slow: dict[str, list[float]] = {}
@@ -53,66 +56,61 @@ def run(quick: bool) -> report.Result:
 
         def reading() -> float:
             readings = [measure.seconds(call) * 1e6 for _ in range(calls)]
-            slow[name].append(percentile(readings, 99))
+            slow[name].append(measure.percentile(readings, 99))
             return statistics.median(readings)
 
         return reading
 
     with contextlib.ExitStack() as stack:
         echo = stack.enter_context(Echo())
-        placed = {"embedded": _placed()}  # before there is another cluster to be connected to
+        placed = {"embedded": _placed()}  # before this process connects to another cluster
         stack.callback(pw.disconnect)
         if not quick:
             stack.enter_context(pw.LocalCluster())
             placed["cluster"] = _placed()
         local = jax.jit(steps.local)
         on_device = jax.device_put(np.float32(1))
-        cases = {
-            ZMQ: case(ZMQ, echo.round_trip),
-            JAX: case(JAX, lambda: local(on_device).block_until_ready()),
-            **{
-                name: case(name, call)
-                for where, (function, x) in placed.items()
-                for name, call in _calls(where, function, x).items()
-            },
+        timed: dict[str, Callable[[], object]] = {
+            ZMQ: echo.round_trip,
+            JAX: lambda: local(on_device).block_until_ready(),
         }
-        waited = {} if quick else _one_by_one(placed, stack, result.notes)
+        for where, (function, x) in placed.items():
+            timed |= _calls(where, function, x)
+        cases = {name: case(name, call) for name, call in timed.items()}
+        blocking = {} if quick else _one_by_one(placed, stack, result.notes)
         warm_up = 0 if quick else 1
-        both = measure.alternate(cases | waited, rounds=rounds, warm_up=warm_up, notes=result.notes)
+        both = measure.alternate(
+            cases | blocking, rounds=rounds, warm_up=warm_up, notes=result.notes
+        )
     samples = {name: both[name] for name in cases}
-    result.rows = report.rows(samples, unit="µs, median", baseline=ZMQ)
+    result.compare(samples, unit="µs, median", baseline=ZMQ)
     for where in placed:
         threaded = samples[f"pw, {where}, {EXECUTE_THREAD}"].over(samples[f"pw, {where}"])
         words = f"{where}: {threaded.median:.3g} times as long where the host's loop does not compute itself"
         result.notes.append(words)
     tails = {name: measure.Sample(tuple(values[-rounds:])) for name, values in slow.items()}
-    result.rows += report.rows(tails, unit="µs, p99", baseline=ZMQ)
+    result.compare(tails, unit="µs, p99", baseline=ZMQ)
     for where in placed:
         hops = HOPS[where]
         ratio = samples[f"pw, {where}"].over(samples[ZMQ]).median / hops
-        text = f"{where}: median over {hops} hops, a zmq round trip each"
-        result.bars.append(report.Bar(text, ratio, 3.0, at_least=False))
-        words = (
-            f"{where}: {2 * ratio:.2g} times what {hops} hops take at half a zmq round trip each"
+        result.at_most(3.0, ratio, f"{where}: median over {hops} hops, a zmq round trip each")
+        result.notes.append(
+            f"{where}: {2 * ratio:.2g} times {hops} hops of half a zmq round trip each"
         )
-        result.notes.append(words)
-    per_second = {name: both[name] for name in waited if name in both}
-    if per_second:
-        ours = f"{CALLS}, pw, cluster"
-        result.rows += report.rows(per_second, unit="1/s", baseline=ours)
-        for name in ONE_BY_ONE:
-            if (theirs := f"{CALLS}, {name}") in per_second:
-                ratio = per_second[ours].over(per_second[theirs]).median
-                result.bars.append(report.Bar(f"cluster: {CALLS}, to those of {name}", ratio, 1.0))
+    per_second = {name: both[name] for name in blocking if name in both}
+    ours = f"{CALLS}, pw, cluster"
+    result.compare(per_second, unit="1/s", baseline=ours)
+    for name in ONE_BY_ONE:
+        if (theirs := f"{CALLS}, {name}") in per_second:
+            ratio = per_second[ours].over(per_second[theirs]).median
+            result.at_least(1.0, ratio, f"cluster: {CALLS}, to those of {name}")
     return result
 
 
 def _one_by_one(
-    placed: Mapping[str, tuple[Callable[[Any], Any], Any]],
-    stack: contextlib.ExitStack,
-    notes: list[str],
+    placed: Mapping[str, Placed], stack: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, Callable[[], float]]:
-    """Calls a second of a client that waits for each, of pw and of those actor systems that are installed."""
+    """Blocking calls a second: cases of pw, and of the actor systems that are installed."""
     peers: dict[Any, Peer] = {}
     timed: dict[str, Callable[[int], float]] = {}
     for name, (start, case) in ONE_BY_ONE.items():
@@ -123,30 +121,16 @@ def _one_by_one(
         except measure.GaveUp as error:
             notes.append(f"{name} was left out: {error}")
     for where, (function, x) in placed.items():
-
-        def calls(count: int, function: Any = function, value: Any = x) -> None:
-            for _ in range(count):
-                value = function(value)
-                value.block_until_ready()
-
-        timed[f"pw, {where}"] = measure.timed(calls)
+        timed[f"pw, {where}"] = measure.timed(steps.calls(function, x, wait=True))
     return {
         f"{CALLS}, {name}": measure.sized(each, reading_s=READING_S) for name, each in timed.items()
     }
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """The smallest of `values` that at least `percent` of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
-
-
-def _placed() -> tuple[Callable[[Any], Any], Any]:
-    """A function that does next to nothing and an argument for it, on the cluster that is current."""
-    devices = pw.make_virtual_device_set().add_slice(devices=1).devices
-    mesh = pw.Mesh(devices, ("devices",))
-    function = pw.jit(steps.local, mesh=mesh)
-    x = pw.put(np.float32(1), sharding=pw.NamedSharding.replicated(mesh))
-    return function, x
+def _placed() -> Placed:
+    """The function and its argument on the current cluster."""
+    mesh = new_mesh()
+    return pw.jit(steps.local, mesh=mesh), put(np.float32(1), mesh)
 
 
 def _calls(where: str, function: Callable[[Any], Any], x: Any) -> dict[str, Callable[[], object]]:

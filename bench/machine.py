@@ -1,4 +1,4 @@
-"""On what a reading was taken. It is part of every result: a figure without its machine says nothing."""
+"""The machine of a reading, which is part of every result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "pyzmq", "ray", "xoscar")
 
 
 def describe() -> dict[str, object]:
-    """Processor, cores, memory, kernel, versions and the commit, as they go into the JSON of a result."""
+    """Processor, cores, memory, kernel, versions and the commit, for the JSON of a result."""
     return {
         "cpu": _cpu_model(),
         "cores": cores(),
@@ -25,14 +25,14 @@ def describe() -> dict[str, object]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def load() -> tuple[float, float, float]:
-    """The machine's load over the last 1, 5 and 15 minutes, to see other programs at work."""
+    """The machine's load over the last 1, 5 and 15 minutes, which shows other programs."""
     one, five, fifteen = os.getloadavg()
     return round(one, 2), round(five, 2), round(fifteen, 2)
 
@@ -58,7 +58,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """The commit, with a plus sign when the tree was not clean; "unknown" outside of a clone."""
+    """The commit, with a plus sign if files were changed; "unknown" outside of a clone."""
     here = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:

@@ -1,9 +1,9 @@
-"""How a reading is taken: all contenders in turn, in every round.
+"""How a benchmark takes readings: every contender once in every round.
 
-A shared machine drifts by more than what separates the contenders, so a single reading says little, and two
-taken a minute apart cannot be compared. What can be trusted is the ratio of two readings of one round. Hence
-rounds, an order that rotates (so that no contender always runs behind the same neighbour), medians, and
-quartiles to say how far to trust them.
+On a shared machine, readings change from minute to minute by more than the contenders differ. Two
+readings of one round can be compared, so a benchmark reports ratios within a round. The order of
+the contenders rotates, so that none always runs after the same neighbour. Medians summarise the
+rounds, and quartiles say how far to trust them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import gc
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class GaveUp(Exception):
-    """A contender cannot be measured (it is not installed, crashed, or hangs); its text becomes a note."""
+    """A contender is not installed, crashed or hangs; the text becomes a note of the result."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The readings of one contender, one per round, in the order of the rounds."""
+    """The readings of one contender, one a round, in the order of the rounds."""
 
     values: tuple[float, ...]
 
@@ -31,11 +33,11 @@ class Sample:
             raise ValueError("a sample needs at least one reading")
         for value in self.values:
             if not math.isfinite(value):
-                raise ValueError(f"a reading of {value} cannot be right: {self.values}")
+                raise ValueError(f"a reading must be finite: {self.values}")
 
     @property
     def median(self) -> float:
-        """What is reported."""
+        """The median of the readings."""
         return statistics.median(self.values)
 
     @property
@@ -48,21 +50,23 @@ class Sample:
         """The upper quartile."""
         return self._quartile(2)
 
-    @property
-    def spread(self) -> float:
-        """The distance between the quartiles as a fraction of the median: how noisy it was."""
-        return (self.high - self.low) / abs(self.median) if self.median else 0.0
-
     def over(self, baseline: Sample) -> Sample:
-        """This sample divided by a baseline's of the same rounds, round by round.
+        """This sample divided by a baseline, round by round.
 
-        Raises ValueError if the rounds are not the same, or a reading of the baseline is zero.
+        Raises ValueError if the numbers of rounds differ, or if a reading of the baseline is zero.
         """
-        if len(self.values) != len(baseline.values):
-            raise ValueError("the two samples were not taken in the same rounds")
         if 0 in baseline.values:
             raise ValueError("the baseline has a reading of zero")
-        return Sample(tuple(a / b for a, b in zip(self.values, baseline.values, strict=True)))
+        return Sample(tuple(mine / other for mine, other in self._pairs(baseline)))
+
+    def minus(self, baseline: Sample) -> Sample:
+        """This sample less a baseline, round by round; raises like `over`."""
+        return Sample(tuple(mine - other for mine, other in self._pairs(baseline)))
+
+    def _pairs(self, other: Sample) -> list[tuple[float, float]]:
+        if len(self.values) != len(other.values):
+            raise ValueError("the two samples were not taken in the same rounds")
+        return list(zip(self.values, other.values, strict=True))
 
     def _quartile(self, which: int) -> float:
         if len(self.values) == 1:
@@ -77,11 +81,11 @@ def alternate(
     warm_up: int = 1,
     notes: list[str] | None = None,
 ) -> dict[str, Sample]:
-    """Run every case once a round, in an order that rotates, and return its readings.
+    """Run every case once a round, in an order that rotates, and return the readings.
 
-    A case returns its own reading (a rate, or seconds), which need not be the time its call takes. The readings
-    of the first `warm_up` rounds are dropped. The garbage collector runs between cases, not during them.
-    With `notes`, a case that gives up is left out, and why is added to them; without, it raises GaveUp.
+    A case returns its own reading: a rate, or seconds. The readings of the first `warm_up` rounds
+    are dropped. The garbage collector runs between cases, not during them. With `notes`, a case
+    that raises GaveUp is left out, and the reason is added to the notes.
     """
     names = list(cases)
     readings: dict[str, list[float]] = {name: [] for name in names}
@@ -103,13 +107,6 @@ def alternate(
     return {name: Sample(tuple(values)) for name, values in readings.items()}
 
 
-def rate(count: int, work: Callable[[], object]) -> float:
-    """How many of the `count` things that `work` does are done per second."""
-    started = time.perf_counter()
-    work()
-    return count / (time.perf_counter() - started)
-
-
 def seconds(work: Callable[[], object]) -> float:
     """How long `work` takes."""
     started = time.perf_counter()
@@ -118,7 +115,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def timed(work: Callable[[int], object]) -> Callable[[int], float]:
-    """How long `work(count)` takes, after a tenth of it that does not count: it has been idle before."""
+    """A function that returns how long `work(count)` takes, after a warm-up of a tenth of it."""
 
     def measured(count: int) -> float:
         work(max(1, count // 10))
@@ -130,14 +127,12 @@ def timed(work: Callable[[int], object]) -> Callable[[int], float]:
 def sized(
     timed: Callable[[int], float], *, reading_s: float, multiple_of: int = 1
 ) -> Callable[[], float]:
-    """A case for `alternate` that gives a rate, with a count that makes a reading take about `reading_s`.
-
-    The count is found in the first round.
+    """A case for `alternate` that returns a rate, and finds its count in the first round.
 
     Args:
-        timed: does something so many times and returns how long that took, in seconds.
-        reading_s: how long a reading should take. Contenders differ by orders of magnitude.
-        multiple_of: how many are done at once.
+        timed: does something `count` times and returns how long that took, in seconds.
+        reading_s: how long a reading should take; contenders differ by orders of magnitude.
+        multiple_of: the count is a multiple of it.
     """
     known: list[int] = []
 
@@ -153,6 +148,24 @@ def sized(
         return known[0] / timed(known[0])
 
     return case
+
+
+def in_flight(
+    count: int, most: int, begin: Callable[[], Any], end: Callable[[Any], object]
+) -> None:
+    """Call `begin` `count` times and `end` with each result, with at most `most` in flight."""
+    begun: deque[Any] = deque()
+    for _ in range(count):
+        if len(begun) >= most:
+            end(begun.popleft())
+        begun.append(begin())
+    while begun:
+        end(begun.popleft())
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """The smallest of `values` that at least `percent` of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def _without_collections(case: Callable[[], float]) -> float:

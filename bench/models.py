@@ -1,13 +1,13 @@
-"""Two small language models in plain jax.numpy: what the training benchmarks train.
+"""The two small language models of the training benchmarks, in plain jax.numpy.
 
 The **decoder LM** is a causal Transformer with learned positions. It can be cut into any number of
-pipeline stages: a stage's parameters say what it does (one that has `tokens` embeds, one that has
-`logits` ends with them), so the whole model is the only stage of one. The **encoder-decoder** is in the
-style of T5 (Raffel et al., 2020): RMS norms without biases, attention scores that are not scaled but get
-a bias for each bucket of relative positions, shared by the layers of a stack, and cross attention.
+pipeline stages. The parameters of a stage decide its work: a stage with `tokens` embeds them, a stage
+with `logits` computes them. The whole model is one stage. The **encoder-decoder** is in the style of
+T5 (Raffel et al., 2020): RMS norms without biases, cross attention, and attention scores that are
+not scaled but get a bias for each bucket of relative positions, shared by the layers of a stack.
 
-Parameters are drawn with jax.random from a seed and the layer's number, so that every way to cut a
-model, and every process, begins with the same ones.
+jax.random draws the parameters from a seed and the layer's number, so every cut of a model, and
+every process, begins with the same parameters.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Params = dict[str, Any]
 
 BUCKETS = 32
 FARTHEST = 128
-"""Relative positions beyond this share one bucket."""
+"""Longer distances share one bucket."""
 _EMBEDDING, _ENDING, _ENCODER, _DECODER = range(10_000, 10_004)
-"""Numbers of what is no layer, for `_Draw`."""
+"""Numbers for `_Draw` of parameters outside of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model; `layers` is that of each stack.
+    """Sizes of a model; `layers` is the number in each stack.
 
-    With `recompute`, the inside of a block is computed again on the way back instead of being kept.
-    Matrices are multiplied in `dtype`; parameters and what is summed stay in float32.
+    With `recompute`, the backward pass computes the inside of a block again instead of keeping it.
+    Matrices are multiplied in `dtype`; parameters and sums are in float32.
     """
 
     width: int
@@ -55,13 +55,13 @@ class _Draw:
         self._drawn = 0
 
     def weight(self, *shape: int, residual: bool = False, std: float = 0.02) -> Any:
-        """Normal numbers; smaller in front of the residual stream."""
+        """Normal numbers; smaller in weights that write to the residual stream."""
         self._drawn += 1
         scale = self._residual_scale if residual else 1.0
         return jax.random.normal(jax.random.fold_in(self._key, self._drawn), shape) * std * scale
 
     def attention(self, width: int) -> Params:
-        """Query, and key with value (they come from elsewhere in cross attention)."""
+        """Query, and key with value, which in cross attention have another input."""
         return {
             "norm": jnp.ones(width),
             "query": self.weight(width, width),
@@ -70,7 +70,7 @@ class _Draw:
         }
 
     def feed_forward(self, width: int) -> Params:
-        """Two matrices, four times as wide between them."""
+        """Two matrices; the hidden layer is four times as wide."""
         return {
             "norm": jnp.ones(width),
             "up": self.weight(width, 4 * width),
@@ -94,7 +94,7 @@ def _matmul(shape: Shape, x: Any, weight: Any) -> Any:
 
 
 def _attention(shape: Shape, params: Params, x: Any, memory: Any, bias: Any, scale: float) -> Any:
-    """Attention from normed `x` to `memory`, which is None for self attention; adds `bias` to scores."""
+    """Attention from normed `x` to `memory` (None: to itself); adds `bias` to the scores."""
     x = rms_norm(x, params["norm"])
     memory = x if memory is None else memory
 
@@ -120,7 +120,7 @@ def _causal(queries: int, keys: int) -> Any:
 
 
 def lm_init(shape: Shape, seed: Any, stage: int = 0, stages: int = 1) -> Params:
-    """The parameters of one stage of a decoder LM that is cut into `stages`."""
+    """The parameters of one stage of a decoder LM that is cut into `stages` stages."""
     assert shape.layers % stages == 0
     each = shape.layers // stages
     params: Params = {"blocks": []}
@@ -143,7 +143,7 @@ def lm_init(shape: Shape, seed: Any, stage: int = 0, stages: int = 1) -> Params:
 
 
 def lm_stage(shape: Shape, params: Params, x: Any) -> Any:
-    """One stage: from tokens int32 `[rows, context]` or activations, to activations or logits."""
+    """One stage: tokens int32 `[rows, context]` or activations to activations or logits."""
 
     def block(params: Params, x: Any) -> Any:
         scale = (shape.width // shape.heads) ** -0.5
@@ -163,7 +163,7 @@ def lm_stage(shape: Shape, params: Params, x: Any) -> Any:
 
 
 def lm_loss(shape: Shape, params: Params, batch: Any) -> Any:
-    """The mean loss over a batch int32 `[rows, context + 1]` of the decoder LM in one piece."""
+    """The mean loss over a batch int32 `[rows, context + 1]` of the uncut decoder LM."""
     return cross_entropy(lm_stage(shape, params, batch[:, :-1]), batch[:, 1:])
 
 
@@ -193,8 +193,8 @@ def t5_init(shape: Shape, seed: Any) -> Params:
 def position_buckets(queries: int, keys: int, both_ways: bool) -> Any:
     """The bucket of each relative position, int32 `[queries, keys]` (T5, section 2.1).
 
-    Half of the buckets are for single near positions, the others grow logarithmically. An encoder
-    (`both_ways`) has as many for what comes later as for what came before.
+    Half of the buckets are for one near position each, the others grow logarithmically. An encoder
+    (`both_ways`) has as many for later positions as for earlier positions.
     """
     ahead = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
     buckets = BUCKETS // 2 if both_ways else BUCKETS
@@ -207,7 +207,7 @@ def position_buckets(queries: int, keys: int, both_ways: bool) -> Any:
 
 
 def t5_loss(shape: Shape, params: Params, batch: Any) -> Any:
-    """The mean loss over a batch int32 `[rows, 2 * context]`: sources, and after them their targets."""
+    """The mean loss over a batch int32 `[rows, 2 * context]`: sources, then their targets."""
     source, target = batch[:, : shape.context], batch[:, shape.context :]
 
     def block(params: Params, x: Any, memory: Any, bias: Any) -> Any:

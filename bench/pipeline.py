@@ -1,16 +1,16 @@
-"""What it is worth to dispatch ahead of the data: the paper's Figure 7.
+"""The gain of dispatching ahead of the data: the paper's Figure 7.
 
-A pipeline is a chain of stages, each a small computation on the host of another island. *Parallel* dispatch is
-one call of a `pw.program`: all hosts hear of their part at once. *Sequential* dispatch is a client that calls
-each stage when the one before has ended, as a runtime must that learns what a stage needs from its predecessor.
-Both with one pipeline after the other (1 in flight), and with several at a time.
+A pipeline is a chain of stages, each a small computation on the host of another island. *Parallel*
+dispatch is one call of a `pw.program`: all hosts get their part at once. *Sequential* dispatch is a
+client that calls each stage when the one before has ended, as it must in a runtime that learns from
+a stage the needs of the next. Both run one pipeline after the other (1 in flight), and several at a
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,22 +19,30 @@ import numpy as np
 import pw
 from bench import measure, report
 from bench.baselines import ray_pipeline
+from bench.baselines.steps import local
+from bench.placement import chain, new_mesh
 
 FLIGHT = (1, 4, 64)
 CLUSTERS = ((2, 4), (8, 16))
-"""The numbers of stages that are measured on one cluster, which has as many hosts as the last."""
+"""Numbers of stages that are measured on one cluster; it has as many islands as the largest."""
 Case = Callable[[int], object]
+Found = dict[tuple[str, int, int], measure.Sample]
+"""Readings, by dispatch, stages and pipelines in flight."""
 
 
 def run(quick: bool) -> report.Result:
     """Measure 2 to 16 stages; Ray's compiled graphs with 2 and 4."""
     result = report.Result("pipeline", "pipelines of small stages per second (paper: Figure 7)")
-    found: dict[tuple[str, int, int], measure.Sample] = {}
+    found: Found = {}
     for counts in ((2,),) if quick else CLUSTERS:
         with contextlib.ExitStack() as stack:
             found |= _measure(counts, quick, stack, result.notes)
-    result.rows = [_row(found, *key) for key in sorted(found, key=lambda key: key[1:])]
-    result.bars = _bars(found)
+    for how, stages, flying in sorted(found, key=lambda key: key[1:]):
+        reference = found.get(("sequential", stages, flying)) if how != "sequential" else None
+        params = {"stages": stages, "in flight": flying}
+        sample = found[how, stages, flying]
+        result.add(how, params, sample, "1/s", "sequential", reference)
+    _add_bars(result, found)
     for in_flight in FLIGHT:
         series: report.Series = {}
         for (how, stages, flying), sample in sorted(found.items()):
@@ -49,38 +57,27 @@ def run(quick: bool) -> report.Result:
 
 
 def stages_on_islands(stages: int) -> list[Any]:
-    """As many functions, each on an island of its own, in the order of the islands' names."""
-    placed = []
-    for stage in range(stages):
-        devices = pw.make_virtual_device_set().add_slice(devices=1, island=f"island-{stage}")
-        placed.append(pw.jit(lambda x: x + 1, devices=devices.devices))
-    return placed
+    """A function on each island, in the order of the islands' names."""
+    meshes = (new_mesh(island=f"island-{stage}") for stage in range(stages))
+    return [pw.jit(local, devices=list(mesh.devices)) for mesh in meshes]
 
 
 def parallel(stages: Sequence[Any], in_flight: int) -> Case:
-    """One program for all stages, so many calls of it in flight; a count is of pipelines."""
+    """One program for all stages, with `in_flight` calls in flight; a count is of pipelines."""
 
-    @pw.program
-    def pipeline(x: Any) -> Any:
-        for stage in stages:
-            x = stage(x)
-        return x
+    pipeline = chain(stages)
 
     def work(count: int) -> None:
-        flying: deque[Any] = deque()
-        for _ in range(count):
-            if len(flying) >= in_flight:
-                flying.popleft().block_until_ready()
-            flying.append(pipeline(_zero()))
-        while flying:
-            flying.popleft().block_until_ready()
+        measure.in_flight(
+            count, in_flight, lambda: pipeline(_zero()), lambda x: x.block_until_ready()
+        )
 
     assert np.asarray(pipeline(_zero()))[0] == len(stages)
     return work
 
 
 def sequential(stages: Sequence[Any], in_flight: int) -> Case:
-    """A call for each stage when the one before has ended, so many pipelines side by side."""
+    """A call for each stage when the one before has ended, `in_flight` pipelines side by side."""
 
     def one() -> None:
         x: Any = _zero()
@@ -110,8 +107,8 @@ def sequential(stages: Sequence[Any], in_flight: int) -> Case:
 
 def _measure(
     counts: Sequence[int], quick: bool, stack: contextlib.ExitStack, notes: list[str]
-) -> dict[tuple[str, int, int], measure.Sample]:
-    """The readings on one cluster, by how, stages and in flight."""
+) -> Found:
+    """The readings on one cluster."""
     timed: dict[tuple[str, int, int], Callable[[int], float]] = {}
     if not quick and set(counts) & set(ray_pipeline.STAGES):
         try:
@@ -139,30 +136,13 @@ def _measure(
     return {keys[name]: sample for name, sample in samples.items()}
 
 
-def _row(
-    found: dict[tuple[str, int, int], measure.Sample], how: str, stages: int, in_flight: int
-) -> report.Row:
-    sample = found[how, stages, in_flight]
-    other = found.get(("sequential", stages, in_flight))
-    apart = how != "sequential" and other is not None
-    return report.Row(
-        name=how,
-        params={"stages": stages, "in flight": in_flight},
-        sample=sample,
-        unit="1/s",
-        baseline="sequential" if apart else None,
-        ratio=sample.over(other) if apart and other is not None else None,
-    )
-
-
-def _bars(found: dict[tuple[str, int, int], measure.Sample]) -> list[report.Bar]:
-    bars = []
-    # Compare with its fastest way: on a small machine more in flight does not always help.
+def _add_bars(result: report.Result, found: Found) -> None:
+    # Compare with Ray's fastest way: on a small machine more in flight does not always help.
     ray = [key for key in found if key[:2] == ("Ray graph", 4)]
     if ray:
         ratio, best = min((found["parallel", 4, 4].over(found[key]).median, key) for key in ray)
         text = f"4 stages, 4 in flight, to Ray's compiled graphs with {best[2]} in flight"
-        bars.append(report.Bar(text, ratio, 1.0))
+        result.at_least(1.0, ratio, text)
     for in_flight in FLIGHT:
         gain = {
             stages: sample.over(found["sequential", stages, in_flight]).median
@@ -173,8 +153,7 @@ def _bars(found: dict[tuple[str, int, int], measure.Sample]) -> list[report.Bar]
             continue
         few, many = min(gain), max(gain)
         text = f"{in_flight} in flight: gain over sequential with {many} stages, to that with {few}"
-        bars.append(report.Bar(text, gain[many] / gain[few], 1.0))
-    return bars
+        result.at_least(1.0, gain[many] / gain[few], text)
 
 
 def _zero() -> Any:

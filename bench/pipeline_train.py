@@ -1,25 +1,24 @@
-"""One decoder LM trained in four ways on as many devices (the paper's Table 2, Fig. 10 and Fig. 12).
+"""One decoder LM trained in four ways on the same devices (the paper's Table 2, Fig. 10, Fig. 12).
 
 - *SPMD*: one island of four hosts, data parallel, one `pw.jit` function.
-- *2 stages* and *4 stages*: as many islands, each with its part of the layers (data parallel over its
-  hosts), and micro-batches as in GPipe: all forwards before all backwards, four times as many as stages. A
-  step is one `pw.program`.
+- *2 stages* and *4 stages*: one island a stage, each with its part of the layers, data parallel over
+  its hosts, and micro-batches as in GPipe: all forwards before all backwards, four times as many as
+  stages. A step is one `pw.program`.
 - *two islands*: the whole model on each of two islands of two hosts, which exchange gradients: one
-  `pw.program` that says nothing about how they travel.
+  `pw.program`, without a word about transfers.
 
-All compute the same: the same parameters to begin with, the same batches, blocks recomputed on the way
-back, AdamW. So the losses agree but for the order in which floats are summed, which is checked.
+All compute the same: the same first parameters, the same batches, blocks recomputed in the backward
+pass, AdamW. So the losses agree except for the order of sums; the benchmark checks it.
 
-On a machine with fewer cores than devices a pipeline's bubble costs nothing, since the others take the
-core; what shows is what the runtime and small micro-batches cost.
+On a machine with fewer cores than devices, a pipeline's bubble costs nothing, since the other
+devices use the core. The readings show the cost of the runtime and of small micro-batches.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,9 +31,11 @@ from jax.sharding import PartitionSpec as P
 import pw
 from bench.measure import alternate
 from bench.models import Params, Shape, cross_entropy, lm_init, lm_loss, lm_stage
-from bench.processor import busy_s
-from bench.report import Bar, Result, rows
-from bench.training import SEED, Trainer, apply, farthest, tokens
+from bench.placement import new_mesh
+from bench.processor import client_and_cluster_s
+from bench.report import Result
+from bench.train import on_pw
+from bench.training import SEED, Optimizer, Task, Trainer, apply, farthest
 
 BOUND = 0.95
 TOLERANCE = 1e-3
@@ -48,30 +49,13 @@ State = Any
 """Parameters and the optimizer's state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is trained, and on batches of how many rows."""
-
-    shape: Shape
-    rows: int
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a batch."""
-        return self.rows * self.shape.context
-
-    def batch(self, step: int) -> Any:
-        """The batch of a step, int32 `[rows, context + 1]`."""
-        return tokens(step, self.rows, self.shape.context + 1, self.shape.vocabulary)
-
-
-FULL = Work(Shape(128, 4, 4, 128, recompute=True), rows=32)
-QUICK = Work(Shape(32, 2, 4, 16, recompute=True), rows=32)
-OPTIMIZER = optax.adamw(1e-3, b2=0.95, weight_decay=0.01)
+OPTIMIZER: Optimizer = optax.adamw(1e-3, b2=0.95, weight_decay=0.01)
+FULL = Task("full", "lm", Shape(128, 4, 4, 128, recompute=True), 32, lambda: OPTIMIZER)
+QUICK = Task("quick", "lm", Shape(32, 2, 4, 16, recompute=True), 32, lambda: OPTIMIZER)
 
 
 def run(quick: bool) -> Result:
-    """Train in all these ways, in turns; in a hurry, on half of the devices and without four stages."""
+    """Train in all ways, in turns; quick: on half of the devices and without four stages."""
     work = QUICK if quick else FULL
     devices = DEVICES // 2 if quick else DEVICES
     result = Result("pipeline-train", WHAT)
@@ -82,15 +66,11 @@ def run(quick: bool) -> Result:
             hosts = devices // count
             cluster = pw.LocalCluster(islands=count, hosts_per_island=hosts)
             pids[count] = clusters.enter_context(cluster).pids
-            device_set = pw.make_virtual_device_set()
-            slices = [
-                device_set.add_slice(devices=hosts, island=f"island-{at}") for at in range(count)
-            ]
-            return [pw.Mesh(slice.devices, ("data",)) for slice in slices]
+            return [new_mesh(hosts, f"island-{at}") for at in range(count)]
 
         (one,), two = islands(1), islands(2)
         trainers = {
-            "SPMD": (spmd(work, one), 1),
+            "SPMD": (on_pw(work, one), 1),
             "2 stages": (pipeline(work, two), 2),
             "two islands": (two_islands(work, two), 2),
         }
@@ -102,25 +82,26 @@ def run(quick: bool) -> Result:
 
         def reading(name: str) -> float:
             trainer, islands = trainers[name]
-            daemons_s, own_s = busy_s(pids[islands]), time.process_time()
+            before_s = client_and_cluster_s(pids[islands])
             took_s = trainer.run(steps)
-            own_s = time.process_time() - own_s
-            spent_s[name].append(own_s + busy_s(pids[islands]) - daemons_s)
+            spent_s[name].append(client_and_cluster_s(pids[islands]) - before_s)
             return steps * work.tokens_per_step / took_s
 
         samples = alternate(
             {name: partial(reading, name) for name in trainers}, rounds=1 if quick else 5
         )
-    for row in rows(samples, unit="tokens/s", baseline="SPMD"):
-        busy_ms = statistics.median(spent_s[row.name]) / steps * 1e3
-        result.rows.append(replace(row, params={"processor ms a step": f"{busy_ms:.0f}"}))
+    for name, sample in samples.items():
+        busy_ms = statistics.median(spent_s[name]) / steps * 1e3
+        params = {"processor ms a step": f"{busy_ms:.0f}"}
+        reference = samples["SPMD"] if name != "SPMD" else None
+        result.add(name, params, sample, "tokens/s", "SPMD", reference)
     ratio = samples["two islands"].over(samples["SPMD"]).median
     text = "two islands / one island of twice the size: tokens/s"
-    result.bars.append(Bar(text, ratio, BOUND))
+    result.at_least(BOUND, ratio, text)
     losses = trainers["SPMD"][0].losses
     apart = max(farthest(trainer.losses, losses) for trainer, _ in trainers.values())
-    text = f"greatest relative difference of a loss from SPMD's, {len(losses)} steps"
-    result.bars.append(Bar(text, apart, TOLERANCE, at_least=False))
+    text = f"largest relative difference of a loss from SPMD's, {len(losses)} steps"
+    result.at_most(TOLERANCE, apart, text)
     result.notes += [
         f"{devices} hosts of one device each, all on the cores of one machine; "
         f"{work.tokens_per_step} tokens a step, {steps} steps a reading",
@@ -130,39 +111,19 @@ def run(quick: bool) -> Result:
 
 
 def _step_s(trainer: Trainer) -> float:
-    """How long a step takes once everything is compiled."""
+    """How long a step takes after it is compiled."""
     trainer.run(1)
     return trainer.run(2) / 2
 
 
-def initial_state(params: Params) -> State:
-    """The state that begins with `params`."""
-    return params, OPTIMIZER.init(params)
-
-
 def update(state: State, gradients: Params, count: int) -> State:
-    """The state after an update with the mean of `count` gradients, of which the sum is given."""
+    """The state after an update with the mean of `count` gradients; `gradients` is their sum."""
     mean = jax.tree.map(lambda total: total / count, gradients)
     return apply(OPTIMIZER, state, mean)
 
 
-def spmd(work: Work, mesh: pw.Mesh) -> Trainer:
-    """Data parallel over one island."""
-
-    def step(state: State, batch: Any) -> tuple[State, Any]:
-        loss, gradients = jax.value_and_grad(partial(lm_loss, work.shape))(state[0], batch)
-        return update(state, gradients, 1), loss
-
-    state = pw.jit(lambda seed: initial_state(lm_init(work.shape, seed)), mesh=mesh)(SEED)
-    return Trainer(
-        pw.jit(step, mesh=mesh, in_shardings=(_WHOLE, _ROWS), donate_argnums=(0,)),
-        state,
-        work.batch,
-    )
-
-
-def two_islands(work: Work, meshes: list[pw.Mesh]) -> Trainer:
-    """Each island has the model and half of the batch; each adds the other's gradients to its own."""
+def two_islands(work: Task, meshes: list[pw.Mesh]) -> Trainer:
+    """Each island has the model and half of the batch; each adds the gradients of both."""
 
     def gradients(params: Params, batch: Any) -> tuple[Params, Any]:
         loss, found = jax.value_and_grad(partial(lm_loss, work.shape))(params, batch)
@@ -186,19 +147,16 @@ def two_islands(work: Work, meshes: list[pw.Mesh]) -> Trainer:
         ]
         return after, mean(first_loss, second_loss)
 
-    init = [
-        pw.jit(lambda seed: initial_state(lm_init(work.shape, seed)), mesh=mesh)(SEED)
-        for mesh in meshes
-    ]
+    init = [pw.jit(work.initial_state, mesh=mesh)(SEED) for mesh in meshes]
     return Trainer(step, init, lambda number: np.split(work.batch(number), 2))
 
 
-def pipeline(work: Work, meshes: list[pw.Mesh]) -> Trainer:
-    """The layers cut into as many stages as there are meshes."""
+def pipeline(work: Task, meshes: list[pw.Mesh]) -> Trainer:
+    """The layers cut into one stage a mesh."""
     stages, shape = len(meshes), work.shape
     micro_batches = MICRO_BATCHES_PER_STAGE * stages
-    # A stage's backward computes its forward again as a whole: its blocks need not do so once more.
-    kept = Shape(shape.width, shape.heads, shape.layers, shape.context, shape.vocabulary)
+    # A stage's backward computes its whole forward again, so its blocks need not do it too.
+    kept = replace(shape, recompute=False)
 
     def forward(params: Params, x: Any) -> Any:
         return lm_stage(kept, params, x)
@@ -259,7 +217,7 @@ def pipeline(work: Work, meshes: list[pw.Mesh]) -> Trainer:
         inputs, targets = (cut(part) for cut, part in zip(splits, batch, strict=True))
         params = [state[0] for state in states]
         totals: list[Any] = [zero(own) for zero, own in zip(empty, params, strict=True)]
-        seen: list[list[Any]] = []  # for each micro-batch what each stage was given
+        seen: list[list[Any]] = []  # for each micro-batch the inputs of each stage
         gradients = []
         for x, target in zip(inputs, targets, strict=True):
             given = [x]
@@ -283,10 +241,11 @@ def pipeline(work: Work, meshes: list[pw.Mesh]) -> Trainer:
         whole = work.batch(number).reshape(micro_batches, -1, shape.context + 1)
         return whole[..., :-1], whole[..., 1:]
 
+    def initial(seed: Any, stage: int) -> State:
+        params = lm_init(shape, seed, stage, stages)
+        return params, OPTIMIZER.init(params)
+
     states = [
-        pw.jit(
-            lambda seed, stage=stage: initial_state(lm_init(shape, seed, stage, stages)), mesh=mesh
-        )(SEED)
-        for stage, mesh in enumerate(meshes)
+        pw.jit(partial(initial, stage=stage), mesh=mesh)(SEED) for stage, mesh in enumerate(meshes)
     ]
     return Trainer(step, states, batch)

@@ -19,9 +19,7 @@ COLOURS = plt.get_cmap("tab20")
 
 
 def draw(name: str, figures: Sequence[Figure], directory: Path) -> list[Path]:
-    """Draw all figures of one result beside each other, and return the paths of the files."""
-    if not figures:
-        return []
+    """Draw all figures of one result beside each other; returns the paths of the files."""
     directory.mkdir(parents=True, exist_ok=True)
     canvas, axes = plt.subplots(
         1, len(figures), figsize=(5.2 * len(figures), 5.2), squeeze=False, layout="constrained"
@@ -29,7 +27,7 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> list[Path]:
     for axis, figure in zip(axes[0], figures, strict=True):
         for position, (label, points) in enumerate(figure.series.items()):
             marker = MARKERS[position % len(MARKERS)]
-            colour = COLOURS((2 * position + position // 10) % 20)  # the strong ones first
+            colour = COLOURS((2 * position + position // 10) % 20)  # the strong colours first
             xs, ys = [x for x, _ in sorted(points)], [y for _, y in sorted(points)]
             axis.plot(xs, ys, marker=marker, color=colour, label=label)
         axis.set_title(figure.title, fontsize=10)

@@ -1,30 +1,44 @@
-"""How much processor time processes have used: what others on the machine can hardly falsify."""
+"""The processes of this machine and their processor time, which other load hardly changes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 
+def processes() -> dict[int, list[str]]:
+    """For each process the fields of its `stat` after the name: state, parent, group, session, ...
+
+    Empty where there is no /proc.
+    """
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            # The name, in parentheses, may contain spaces.
+            found[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
+    return found
+
+
 def busy_s(roots: Iterable[int]) -> float:
-    """Processor time, in seconds, that these processes and their living descendants have used so far.
+    """Processor time, in seconds, of these processes and their living descendants so far.
 
     It grows in steps of ten milliseconds, and is 0 where there is no /proc.
     """
-    used: dict[int, int] = {}
+    found = processes()
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            # The name, in parentheses, may have spaces in it; the state is the first field after it.
-            fields = stat.read_text().rpartition(")")[2].split()
-            pid = int(stat.parent.name)
-            used[pid] = int(fields[11]) + int(fields[12])
-            children.setdefault(int(fields[1]), []).append(pid)
-    ticks, waiting = 0, list(roots)
-    while waiting:
-        pid = waiting.pop()
-        ticks += used.get(pid, 0)
-        waiting += children.get(pid, [])
+    for pid, fields in found.items():
+        children.setdefault(int(fields[1]), []).append(pid)
+    ticks, left = 0, [pid for pid in roots if pid in found]
+    while left:
+        pid = left.pop()
+        ticks += int(found[pid][11]) + int(found[pid][12])
+        left += children.get(pid, [])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def client_and_cluster_s(pids: Iterable[int]) -> float:
+    """Processor time, in seconds, of this process and of a cluster's processes so far."""
+    return time.process_time() + busy_s(pids)

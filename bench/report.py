@@ -1,11 +1,12 @@
-"""What a benchmark hands back, and how it is told: a table, the bars it is held to, JSON and figures.
+"""The result of a benchmark: a table, bars, notes and figures, printed and written as JSON.
 
-A bar that does not hold is said, and nothing more: a benchmark tells, it does not fail.
+A bar that does not hold is reported and changes no exit code.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,18 +15,16 @@ from rich.table import Table
 
 from bench.measure import Sample
 
+Params = Mapping[str, object]
 Series = dict[str, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was measured, with which parameters, and how it stands to its baseline.
-
-    `ratio` is taken per round, to the baseline's reading of the same round.
-    """
+    """One line of the table: a sample, its parameters, and its ratio to a baseline, round by round."""
 
     name: str
-    params: dict[str, object]
+    params: Params
     sample: Sample
     unit: str
     baseline: str | None = None
@@ -34,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something the runtime is held to: `value` is at least, or else at most, `bound`."""
+    """A requirement on the runtime: `value` is at least, or else at most, `bound`."""
 
     text: str
     value: float
@@ -61,7 +60,7 @@ class Figure:
 
 @dataclass
 class Result:
-    """All that one benchmark has to say. `what` says what is measured, and where in the paper that is."""
+    """The result of one benchmark; `what` names the quantity, and its place in the paper."""
 
     name: str
     what: str
@@ -70,27 +69,41 @@ class Result:
     notes: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
+    def add(
+        self,
+        name: str,
+        params: Params,
+        sample: Sample,
+        unit: str,
+        baseline: str | None = None,
+        reference: Sample | None = None,
+    ) -> None:
+        """Add a row; with the `reference` sample of the `baseline`, also the ratio to it."""
+        if reference is None:
+            self.rows.append(Row(name, params, sample, unit))
+        else:
+            self.rows.append(Row(name, params, sample, unit, baseline, sample.over(reference)))
 
-def rows(
-    samples: dict[str, Sample],
-    *,
-    unit: str,
-    params: dict[str, object] | None = None,
-    baseline: str | None = None,
-) -> list[Row]:
-    """One row for each case of `measure.alternate`, with its ratio to the case named `baseline`."""
-    reference = samples.get(baseline) if baseline is not None else None
-    return [
-        Row(
-            name=name,
-            params=params or {},
-            sample=sample,
-            unit=unit,
-            baseline=baseline if reference is not None and name != baseline else None,
-            ratio=sample.over(reference) if reference is not None and name != baseline else None,
-        )
-        for name, sample in samples.items()
-    ]
+    def compare(
+        self,
+        samples: Mapping[str, Sample],
+        *,
+        unit: str,
+        baseline: str | None = None,
+        params: Params | None = None,
+    ) -> None:
+        """Add a row for each case of `measure.alternate`, with its ratio to the case `baseline`."""
+        for name, sample in samples.items():
+            reference = samples.get(baseline) if baseline and name != baseline else None
+            self.add(name, params or {}, sample, unit, baseline, reference)
+
+    def at_least(self, bound: float, value: float, text: str) -> None:
+        """Add a bar: `value` is at least `bound`."""
+        self.bars.append(Bar(text, value, bound))
+
+    def at_most(self, bound: float, value: float, text: str) -> None:
+        """Add a bar: `value` is at most `bound`."""
+        self.bars.append(Bar(text, value, bound, at_least=False))
 
 
 def show(result: Result, console: Console) -> None:
@@ -116,20 +129,20 @@ def show(result: Result, console: Console) -> None:
         )
     console.print(table)
     for bar in result.bars:
-        console.print(tell(bar), style="green" if bar.holds else "yellow", highlight=False)
+        console.print(line(bar), style="green" if bar.holds else "yellow", highlight=False)
     for note in result.notes:
         console.print(f"  note: {note}", highlight=False, markup=False)
 
 
-def tell(bar: Bar) -> str:
-    """One line about a bar."""
+def line(bar: Bar) -> str:
+    """One line that reports a bar."""
     verdict = "holds         " if bar.holds else "does not hold "
     sign = "≥" if bar.at_least else "≤"
     return f"  {verdict} {number(bar.value)} {sign} {number(bar.bound)}: {bar.text}"
 
 
 def number(value: float) -> str:
-    """Three significant digits, and never an exponent for what a reader can read without one."""
+    """A number in three significant digits, with an exponent only if it is very large or small."""
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         return f"{value:.3g}"
     if abs(value) >= 100:
@@ -138,14 +151,25 @@ def number(value: float) -> str:
 
 
 def write(result: Result, machine: dict[str, object], directory: Path) -> Path:
-    """Write NAME.json, with the machine it was measured on, into `directory`, and return its path."""
+    """Write the result and its machine to NAME.json in `directory`; returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{result.name}.json"
     content = {
         "name": result.name,
         "what": result.what,
         "machine": machine,
-        "rows": [_row(row) for row in result.rows],
+        "rows": [
+            {
+                "name": row.name,
+                "params": row.params,
+                "unit": row.unit,
+                **_quartiles(row.sample),
+                "values": row.sample.values,
+                "baseline": row.baseline,
+                "ratio": row.ratio and _quartiles(row.ratio),
+            }
+            for row in result.rows
+        ],
         "bars": [asdict(bar) | {"holds": bar.holds} for bar in result.bars],
         "notes": result.notes,
         "figures": [asdict(figure) for figure in result.figures],
@@ -154,16 +178,5 @@ def write(result: Result, machine: dict[str, object], directory: Path) -> Path:
     return path
 
 
-def _row(row: Row) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "params": row.params,
-        "unit": row.unit,
-        "median": row.sample.median,
-        "low": row.sample.low,
-        "high": row.sample.high,
-        "values": row.sample.values,
-        "baseline": row.baseline,
-        "ratio": row.ratio
-        and {"median": row.ratio.median, "low": row.ratio.low, "high": row.ratio.high},
-    }
+def _quartiles(sample: Sample) -> dict[str, float]:
+    return {"median": sample.median, "low": sample.low, "high": sample.high}

@@ -1,13 +1,13 @@
-"""What a launch costs the controller, from 16 to 512 hosts (the sizes of the paper's figures 5 and 6).
+"""The controller's cost of a launch, from 16 to 512 hosts (the sizes of the paper's figures 5 and 6).
 
-The controller daemon is the real one, over its real sockets; its hosts are modelled (see `bench.modelled`). A
-launch is one call of a function over all devices of one island, `x = f(x)`: the controller gets a `Run` and a
-`Delete`, and every host a `Launch` and a `Discard`. *Pipelined*, up to 512 calls are in flight and what goes to
-one host leaves in few frames; *one at a time*, every call waits for the one before, and each launch is a frame
-for every host: the most that a launch can cost.
+The controller daemon is the real one, on its real sockets; its hosts are modelled (see
+`bench.modelled`). A launch is one call of a function over all devices of one island, `x = f(x)`: the
+controller gets a `Run` and a `Delete`, and every host a `Launch` and a `Discard`. *Pipelined*: up to
+512 calls are in flight, and messages to one host leave in few frames. *One at a time*: every call
+waits for the one before, and each launch is one frame for every host, the most that it can cost.
 
-What is told is processor time of the daemon's event loop, where controller and schedulers are, not time on a
-clock: a launch can take no less, and other people on the machine do not lengthen it much.
+The readings are processor time of the daemon's event loop, which runs controller and schedulers, and
+not time on a clock: other load on the machine hardly changes them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from functools import partial
 
 from bench.measure import Sample, alternate
 from bench.modelled import ModelledCluster, Usage
-from bench.report import Bar, Figure, Result, Row, Series
+from bench.report import Figure, Params, Result, Series
 
 SLOPE_US = 15.0
 FLAT = 1.15
 MEMORY_BYTES = 300e6
 HELD_ARRAYS = 20_000
-"""More than the controller remembers the making of, so that this memory is full."""
+"""More than the runs in the controller's lineage, so that the lineage is full."""
 MODES = {"pipelined": 512, "one at a time": 1}
 
 Size = tuple[int, int, int]
-"""Hosts, devices of each, and arrays that the function takes and returns."""
-
+"""Hosts, devices of each host, and arrays that the function takes and returns."""
 MANY_ARRAYS = 64
-"""As a training step may have, with its parameters and the optimiser's state."""
+"""About the arrays of a training step: parameters and the optimizer's state."""
 
 
 def run(quick: bool) -> Result:
-    """Measure all sizes in alternation, then fill the controller of the largest."""
+    """Measure all sizes in alternation, then let one client hold many arrays on the largest."""
     hosts = (4, 8) if quick else (16, 32, 64, 128, 256, 512)
     middle = 8 if quick else 128
     sizes = [(count, 4, 1) for count in hosts] + [(middle, count, 1) for count in (1, 8)]
@@ -47,14 +46,14 @@ def run(quick: bool) -> Result:
         by_size = {size: stack.enter_context(ModelledCluster(*size)) for size in sizes}
         last: dict[tuple[Size, str], tuple[int, Usage]] = {}
         samples = _launches(by_size, last, rounds=1 if quick else 3)
-        _tell_launches(result, samples, last)
-        _tell_installs(result, by_size)
-        _tell_memory(result, by_size[hosts[-1], 4, 1], HELD_ARRAYS // (100 if quick else 1))
-    _judge(result, samples, hosts, middle)
+        _add_launches(result, samples, last)
+        _add_installs(result, by_size)
+        _add_memory(result, by_size[hosts[-1], 4, 1], HELD_ARRAYS // (100 if quick else 1))
+    _add_bars(result, samples, hosts, middle)
     result.notes += [
-        "hosts, devices and client are modelled by one process, in which nothing but sockets and the codec is "
-        "real; the controller is the daemon itself",
-        "'loop' is the thread of controller, schedulers and transport; libzmq's own threads are told apart",
+        "one process models hosts, devices and client, with real sockets and the real codec; "
+        "the controller is the daemon itself",
+        "'loop' is the thread of controller, schedulers and transport; other threads are separate",
     ]
     return result
 
@@ -64,13 +63,13 @@ def _launches(
     last: dict[tuple[Size, str], tuple[int, Usage]],
     rounds: int,
 ) -> dict[tuple[Size, str], Sample]:
-    """Microseconds of the loop for a launch, by size and mode; in `last`, all that the last round used."""
+    """Microseconds of the loop for a launch, by size and mode; `last` gets the last usage."""
 
     def case(size: Size, mode: str) -> float:
         cluster = clusters[size]
-        few = max(32, 5_000 // size[0])
-        is_long = MODES[mode] > 1 and size[2] == 1 and rounds > 1
-        count = max(600, 6 * few) if is_long else few
+        count = few = 32 if rounds == 1 else max(32, 5_000 // size[0])
+        if MODES[mode] > 1 and size[2] == 1 and rounds > 1:
+            count = max(600, 6 * few)
         before = cluster.usage()
         cluster.launch(count, window=MODES[mode])
         used = cluster.usage().since(before)
@@ -84,14 +83,14 @@ def _launches(
     return {keys[name]: sample for name, sample in alternate(cases, rounds=rounds).items()}
 
 
-def _tell_launches(
+def _add_launches(
     result: Result,
     samples: dict[tuple[Size, str], Sample],
     last: dict[tuple[Size, str], tuple[int, Usage]],
 ) -> None:
     for ((hosts, devices, arrays), mode), sample in samples.items():
         count, used = last[(hosts, devices, arrays), mode]
-        params: dict[str, object] = {
+        params: Params = {
             "hosts": hosts,
             "devices": devices,
             "arrays": arrays,
@@ -101,7 +100,7 @@ def _tell_launches(
             "frames": f"{used.frames_sent / count:.1f}",
             "bytes": round(used.bytes_sent / count),
         }
-        result.rows.append(Row(f"loop, {mode}", params, sample, "µs/launch"))
+        result.add(f"loop, {mode}", params, sample, "µs/launch")
     series: Series = {
         mode: [
             (hosts, s.median)
@@ -115,28 +114,25 @@ def _tell_launches(
     )
 
 
-def _tell_installs(result: Result, clusters: dict[Size, ModelledCluster]) -> None:
+def _add_installs(result: Result, clusters: dict[Size, ModelledCluster]) -> None:
     for (hosts, devices, arrays), cluster in clusters.items():
         sample = Sample((cluster.install_s * 1e3,))
-        params: dict[str, object] = {"hosts": hosts, "devices": devices, "arrays": arrays}
-        result.rows.append(Row("loop, slice and two programs", params, sample, "ms once"))
+        params = {"hosts": hosts, "devices": devices, "arrays": arrays}
+        result.add("loop, slice and two programs", params, sample, "ms once")
 
 
-def _tell_memory(result: Result, cluster: ModelledCluster, arrays: int) -> None:
-    before = cluster.resident_bytes()
+def _add_memory(result: Result, cluster: ModelledCluster, arrays: int) -> None:
+    params = {"hosts": cluster.hosts, "devices": cluster.devices}
+    before = Sample((cluster.resident_bytes() / 1e6,))
     cluster.hold(arrays)
-    after = cluster.resident_bytes()
-    params: dict[str, object] = {"hosts": cluster.hosts, "devices": cluster.devices}
-    result.rows.append(Row("memory after the launches", params, Sample((before / 1e6,)), "MB"))
-    result.rows.append(
-        Row(f"memory with {arrays} arrays held", params, Sample((after / 1e6,)), "MB")
-    )
-    result.bars.append(
-        Bar("MB of the controller, 512 hosts", max(before, after) / 1e6, MEMORY_BYTES / 1e6, False)
-    )
+    after = Sample((cluster.resident_bytes() / 1e6,))
+    result.add("memory after the launches", params, before, "MB")
+    result.add(f"memory with {arrays} arrays held", params, after, "MB")
+    most = max(before.median, after.median)
+    result.at_most(MEMORY_BYTES / 1e6, most, "MB of the controller, 512 hosts")
 
 
-def _judge(
+def _add_bars(
     result: Result,
     samples: dict[tuple[Size, str], Sample],
     hosts: tuple[int, ...],
@@ -146,18 +142,11 @@ def _judge(
     for mode in MODES:
         low, high = samples[(least, 4, 1), mode], samples[(most, 4, 1), mode]
         growth = high.over(low).median / (most / least)
-        result.bars.append(
-            Bar(
-                f"growth from {least} to {most} hosts over that of hosts, {mode}",
-                growth,
-                1.0,
-                False,
-            )
-        )
-        rises = [(b - a) / (most - least) for a, b in zip(low.values, high.values, strict=True)]
-        slope = Sample(tuple(rises)).median
-        result.bars.append(Bar(f"µs a launch and host, {mode}", slope, SLOPE_US, False))
+        text = f"growth from {least} to {most} hosts over that of hosts, {mode}"
+        result.at_most(1.0, growth, text)
+        slope = high.minus(low).median / (most - least)
+        result.at_most(SLOPE_US, slope, f"µs a launch and host, {mode}")
         for arrays in (1, MANY_ARRAYS):
             ratio = samples[(middle, 8, arrays), mode].over(samples[(middle, 1, arrays), mode])
             text = f"8 devices a host over 1, {arrays} array{'s' * (arrays > 1)}, {mode}"
-            result.bars.append(Bar(text, ratio.median, FLAT, False))
+            result.at_most(FLAT, ratio.median, text)

@@ -1,14 +1,14 @@
-"""The other process of `bench.transfer`: it sends what it is asked for, over the bulk plane or a bare socket.
+"""The sender of `bench.transfer`: it sends bytes over the bulk plane or a bare socket.
 
-    python -m bench.sending_process FD
+    python -m bench.sending_process FD BYTES
 
-FD is a unix socket; each request on it is a length and a msgpack array whose first element says what to do:
+FD is a unix socket. Each request on it is a length and a msgpack array that begins with a verb:
 
-    ["push", channel, size_bytes, landing]    push into a landing; nothing is answered, the bytes are the answer
+    ["push", channel, size_bytes, landing]    push into a landing; the bytes are the answer
     ["tcp", host, port]                       connect a bare tcp socket
     ["send", size_bytes]                      send so many bytes over it
 
-It sleeps in its event loop in between, and ends when the socket does.
+It sleeps in its event loop between requests, and ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LENGTH = struct.Struct("<I")
 
 
 def request(*parts: object) -> bytes:
-    """A request as it travels."""
+    """A request in the form in which it is sent."""
     body = msgspec.msgpack.encode(parts)
     return LENGTH.pack(len(body)) + body
 
 
 async def serve(control: socket.socket, largest_bytes: int) -> None:
-    """Do what comes over `control` until it is closed."""
+    """Serve requests from `control` until it is closed."""
     loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=control)
     planes = {channel: BulkPlane(loop, channel=channel) for channel in CHANNELS}

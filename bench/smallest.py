@@ -1,13 +1,13 @@
-"""The smallest computation that keeps the devices as busy as multi-controller JAX would (the paper's figure 6).
+"""The smallest computation that keeps devices as busy as multi-controller JAX (paper: figure 6).
 
-A single controller pays for every launch; a computation that takes longer than that hides it. On one to four
-real hosts, the computation (a loop of a given length on every device, then a scalar all-reduce) is made longer
-until pw, one client call each and many in flight, gets done 95 % of what JAX does with one process a host. Its
-size is what JAX needs for it.
+A single controller needs some time for every launch; a longer computation hides it. On one to four
+real hosts, the computation is a loop on every device and then a scalar all-reduce. It grows until
+pw reaches 95 % of the calls a second of JAX with one process a host; pw makes one client call for
+each and has many in flight. The size of a computation is the time that JAX needs for it.
 
-For 16 to 512 hosts the devices are modelled, and nothing else is left out on the controller's side: the real
-daemon launches over its real sockets, to hosts that say when a device that takes so long would have ended (see
-`bench.modelled`). Longer and longer computations are tried until the modelled devices work 95 % of the time.
+For 16 to 512 hosts only the devices are modelled: the real controller daemon launches over its real
+sockets, and the hosts report the end of a launch when a device would have ended it (see
+`bench.modelled`). The computation grows until the modelled devices are busy for 95 % of the time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import math
 from contextlib import ExitStack
 from functools import partial
 
-from bench.baselines import jax_busy
+from bench.baselines import jax_group
 from bench.baselines.peer import Peer
-from bench.clients import per_second
 from bench.measure import Sample, alternate
 from bench.modelled import ModelledCluster
-from bench.report import Bar, Figure, Result, Row, Series
+from bench.report import Figure, Result, Series
 from pw import LocalCluster
 
 ENOUGH = 0.95
@@ -36,7 +35,7 @@ GROWTH = 1.5
 LONGEST_US = 100_000.0
 
 Point = tuple[float, float]
-"""Size of the computation in microseconds, and what is got done of what could be."""
+"""Size of the computation in microseconds, and the part of the possible throughput."""
 
 
 def run(quick: bool) -> Result:
@@ -49,7 +48,7 @@ def run(quick: bool) -> Result:
         curves[f"{hosts} real"] = points
         if (size_us := reached(points)) is not None:
             smallest.append((hosts, size_us / 1e3))
-            _tell(result, "real hosts", hosts, size_us)
+            _add_smallest(result, "real hosts", hosts, size_us)
         else:
             result.notes.append(f"not reached on {hosts} real hosts within {points[-1][0]:.0f} µs")
     real, smallest = smallest, []
@@ -60,10 +59,10 @@ def run(quick: bool) -> Result:
             size_us = LONGEST_US
             result.notes.append(f"not reached at {hosts} modelled hosts")
         smallest.append((hosts, size_us / 1e3))
-        _tell(result, "modelled hosts", hosts, size_us)
+        _add_smallest(result, "modelled hosts", hosts, size_us)
         if hosts in BARS_MS:
             text = f"ms, {hosts} modelled hosts (paper: {2.3 if hosts == 16 else 35} ms)"
-            result.bars.append(Bar(text, size_us / 1e3, BARS_MS[hosts], at_least=False))
+            result.at_most(BARS_MS[hosts], size_us / 1e3, text)
     result.figures += [
         Figure("throughput against size", "µs a computation", "part of JAX's", curves, log_x=True),
         Figure(
@@ -76,15 +75,15 @@ def run(quick: bool) -> Result:
         ),
     ]
     result.notes += [
-        f"'reached' is {ENOUGH:.0%} of the throughput; between two sizes that were tried it is interpolated",
-        "modelled: one client, 4 devices a host; hosts and client are one process beside the daemon; what a "
-        "real client or executor does for a call is not in it, as it happens elsewhere at the same time",
+        f"'reached' is {ENOUGH:.0%} of the throughput, interpolated between two measured sizes",
+        "modelled: one client, 4 devices a host; hosts and client are one process beside the daemon; "
+        "the work of a real client and of real executors, which is elsewhere, is left out",
     ]
     return result
 
 
 def reached(points: list[Point]) -> float | None:
-    """The size from which on the throughput stays at ENOUGH, interpolated; None if it never does."""
+    """The size from which the throughput stays at ENOUGH, interpolated; None if there is none."""
     last_below = max((i for i, (_, part) in enumerate(points) if part < ENOUGH), default=-1)
     if last_below == len(points) - 1:
         return None
@@ -95,37 +94,36 @@ def reached(points: list[Point]) -> float | None:
     return math.exp(math.log(size_a) * (1 - weight) + math.log(size_b) * weight)
 
 
-def _tell(result: Result, name: str, hosts: int, size_us: float) -> None:
-    params: dict[str, object] = {"hosts": hosts}
-    result.rows.append(Row(f"smallest, {name}", params, Sample((size_us / 1e3,)), "ms"))
+def _add_smallest(result: Result, name: str, hosts: int, size_us: float) -> None:
+    result.add(f"smallest, {name}", {"hosts": hosts}, Sample((size_us / 1e3,)), "ms")
 
 
 def _real(result: Result, hosts: int, steps: tuple[int, ...], rounds: int) -> list[Point]:
-    """Throughput beside JAX's on real hosts, by what JAX needs for a computation."""
+    """Throughput beside JAX's on real hosts, by the time that JAX needs for a computation."""
     points = []
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(hosts_per_island=hosts, connect=False))
         arguments = ["gang", cluster.address, str(hosts), *map(str, steps)]
         ours = stack.enter_context(Peer("pw", "bench.clients", [arguments]))
-        theirs = stack.enter_context(jax_busy.start(hosts, steps))
+        theirs = stack.enter_context(jax_group.start(hosts, steps))
         for number in map(str, steps):
             once_s = theirs.seconds(number, 20) / 20
             count = max(20, min(4000, round(READING_S / once_s)))
             cases = {
-                "pw": partial(per_second, ours, number, count),
-                "JAX": partial(per_second, theirs, number, count),
+                "pw": partial(ours.rate, number, count),
+                "JAX": partial(theirs.rate, number, count),
             }
             samples = alternate(cases, rounds=rounds)
             size_us, ratio = 1e6 / samples["JAX"].median, samples["pw"].over(samples["JAX"])
-            params: dict[str, object] = {"hosts": hosts, "µs": f"{size_us:.0f}"}
+            params = {"hosts": hosts, "µs": f"{size_us:.0f}"}
             name = "calls of a computation of this size"
-            result.rows.append(Row(name, params, samples["pw"], "1/s", "JAX", ratio))
+            result.add(name, params, samples["pw"], "1/s", "JAX", samples["JAX"])
             points.append((size_us, ratio.median))
     return sorted(points)
 
 
 def _modelled(hosts: int, count: int) -> list[Point]:
-    """How busy modelled devices are kept, by how long a computation takes them."""
+    """The part of the time in which modelled devices are busy, by the size of the computation."""
     points = []
     with ModelledCluster(hosts, DEVICES) as cluster:
         cluster.launch(count)

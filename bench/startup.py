@@ -1,19 +1,18 @@
-"""How long it takes from an empty process to a first result. The paper does not say; a user notices every day.
+"""The time from an empty process to its first result; the paper has no such table.
 
-Every reading is a fresh Python process that tells how long it took from its first line to the first value, so
-what `import jax` costs is in all of them and is measured as well. Nothing is cached between them but the file
-system's pages and Python's byte code.
+Every reading is a new Python process, which prints the time from its first line to its first value.
+The time of `import jax` is part of all readings and is measured as well. Only the file system's
+pages and Python's byte code are cached between processes.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 
 from bench import measure, report
-from bench.baselines.peer import CPU_SETTINGS, ROOT
+from bench.baselines.peer import ROOT, environment
 from bench.measure import GaveUp
 
 LIMIT_S = 120.0
@@ -50,26 +49,21 @@ def run(quick: bool) -> report.Result:
         warm_up=0 if quick else 1,
         notes=result.notes,
     )
-    result.rows = report.rows(samples, unit="s", baseline=IMPORT)
+    result.compare(samples, unit="s", baseline=IMPORT)
     imports, embedded, four = (samples.get(name) for name in (IMPORT, EMBEDDED, FOUR))
     if imports is not None and embedded is not None:
-        pairs = zip(embedded.values, imports.values, strict=True)
-        beyond = measure.Sample(tuple(first - bare for first, bare in pairs))
-        text = "embedded, seconds beyond `import jax`"
-        result.bars.append(report.Bar(text, beyond.median, 2.0, at_least=False))
+        beyond = embedded.minus(imports).median
+        result.at_most(2.0, beyond, "embedded, seconds beyond `import jax`")
     if four is not None:
         text = "a cluster of four worker processes to the first result, seconds"
-        result.bars.append(report.Bar(text, four.median, 6.0, at_least=False))
-    result.notes.append(
-        "a host is two processes: a supervisor, and the runtime that it watches over"
-    )
+        result.at_most(6.0, four.median, text)
+    result.notes.append("a host is two processes: a supervisor, and the runtime that it restarts")
     return result
 
 
 def _reading(script: str) -> Callable[[], float]:
-    """Seconds that the lines of the script take in a process of its own; its end is not part of them."""
-    environment = {k: v for k, v in os.environ.items() if k not in CPU_SETTINGS}
-    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PW_EMBEDDED_DEVICES": "1"}
+    """A case: the seconds that the lines of the script take in a new process, without its end."""
+    settings = environment() | {"JAX_PLATFORMS": "cpu", "PW_EMBEDDED_DEVICES": "1"}
     clocked = (
         "import time\nstarted = time.perf_counter()\n"
         f"{script}\nprint('took', time.perf_counter() - started)"
@@ -79,13 +73,13 @@ def _reading(script: str) -> Callable[[], float]:
         command = [sys.executable, "-c", clocked]
         try:
             done = subprocess.run(
-                command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+                command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired as error:
             raise GaveUp(f"it took more than {LIMIT_S:.0f} s") from error
-        told = [line for line in done.stdout.splitlines() if line.startswith("took ")]
-        if done.returncode or not told:
+        lines = [line for line in done.stdout.splitlines() if line.startswith("took ")]
+        if done.returncode or not lines:
             raise GaveUp(f"the script ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-        return float(told[-1].split()[1])
+        return float(lines[-1].split()[1])
 
     return reading

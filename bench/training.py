@@ -1,8 +1,8 @@
-"""A training run as both sides of a comparison see it: its step, its batches, its loop.
+"""A training run for both sides of a comparison: its step, its batches, its loop.
 
-Nothing here knows where a step runs. A `Task` is picked by name, so that a process of plain JAX can be
-told which one is meant; `Trainer` drives any step function that takes and gives futures, be it `jax.jit`'s or
-`pw.jit`'s, as a user would: a few steps in flight, the loss of the oldest is read.
+A `Task` does not know where its step runs; a process of plain JAX gets its name. `Trainer` runs any
+step function that returns futures, of `jax.jit` or `pw.jit`, as a user would: it keeps a few steps in
+flight and reads the loss of the oldest.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SEED = 1
 
 
 class Optimizer(Protocol):
-    """What optax calls a gradient transformation."""
+    """A gradient transformation of optax."""
 
     def init(self, params: Any) -> Any:
-        """The state to begin with."""
+        """The first state."""
 
     def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """What to add to the parameters, and the next state."""
+        """The updates of the parameters, and the next state."""
 
 
 class Adam:
-    """Adam (Kingma and Ba, 2015), for machines where optax is not installed."""
+    """Adam (Kingma and Ba, 2015), for machines without optax."""
 
-    def __init__(self, learning_rate: float, b1: float = 0.9, b2: float = 0.95) -> None:
+    def __init__(self, learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.95) -> None:
         self._rate, self._b1, self._b2 = learning_rate, b1, b2
 
     def init(self, params: Any) -> Any:
@@ -56,7 +56,7 @@ class Adam:
 
 
 def adamw() -> Optimizer:
-    """What language models are trained with."""
+    """The optimizer of the decoder LMs."""
     import optax
 
     optimizer: Optimizer = optax.chain(
@@ -66,20 +66,15 @@ def adamw() -> Optimizer:
 
 
 def adafactor() -> Optimizer:
-    """What T5 was trained with."""
+    """The optimizer of T5."""
     import optax
 
     optimizer: Optimizer = optax.adafactor(1e-2)
     return optimizer
 
 
-def own_adam() -> Optimizer:
-    """Adam without optax."""
-    return Adam(1e-3)
-
-
 def tokens(step: int, rows: int, length: int, vocabulary: int) -> Any:
-    """The batch of a step: walks over the vocabulary whose next token can be learned to some degree."""
+    """The batch of a step: random walks over the vocabulary, so that the next token can be learned."""
     draw = np.random.default_rng((SEED, step))
     walk = np.cumsum(draw.integers(1, 4, (rows, length)), axis=1)
     return ((walk + draw.integers(0, vocabulary, (rows, 1))) % vocabulary).astype(np.int32)
@@ -87,7 +82,7 @@ def tokens(step: int, rows: int, length: int, vocabulary: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, the rows of a batch, an optimizer."""
+    """A model, the rows of a batch, and an optimizer."""
 
     name: str
     model: str
@@ -97,7 +92,7 @@ class Task:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that the paper counts: those of a batch; of pairs, sources and targets."""
+        """Tokens of a batch, counted as in the paper: of pairs, sources and targets."""
         return self.rows * self.shape.context * (2 if self.model == "t5" else 1)
 
     def batch(self, step: int) -> Any:
@@ -106,32 +101,32 @@ class Task:
         return tokens(step, self.rows, length, self.shape.vocabulary)
 
     def initial_state(self, seed: Any) -> Any:
-        """Parameters and the optimizer's state; to be compiled."""
+        """The first parameters and optimizer state; the caller compiles this function."""
         init = t5_init if self.model == "t5" else lm_init
         params = init(self.shape, seed)
         return params, self.optimizer().init(params)
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """One training step: the next state, and the loss before it; to be compiled."""
+        """One training step: the next state and the loss; the caller compiles this function."""
         loss_of = partial(t5_loss if self.model == "t5" else lm_loss, self.shape)
         loss, gradients = jax.value_and_grad(loss_of)(state[0], batch)
         return apply(self.optimizer(), state, gradients), loss
 
 
 def apply(optimizer: Optimizer, state: Any, gradients: Any) -> Any:
-    """The state (parameters, and the optimizer's own) after one update."""
+    """The state (parameters and optimizer state) after one update."""
     params, optimizer_state = state
     updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
     return jax.tree.map(jnp.add, params, updates), optimizer_state
 
 
 class Trainer:
-    """Steps from where the last ones ended.
+    """Runs training steps, each from the state after the last one.
 
     Args:
-        step: takes the state and a batch; gives the next state and the loss, as futures.
-        state: the one to begin with.
-        batch: the batch of a step's number.
+        step: takes the state and a batch; returns the next state and the loss, as futures.
+        state: the first state.
+        batch: returns the batch of a step's number.
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def run(self, steps: int) -> float:
-        """Train for some steps and return how long it took, in seconds, until the last loss was read."""
+        """Train for some steps and read their losses; returns the time in seconds."""
         begun_s = time.perf_counter()
         for _ in range(steps):
             self.begin()
@@ -154,7 +149,7 @@ class Trainer:
         return time.perf_counter() - begun_s
 
     def begin(self) -> None:
-        """Call the step once more; with enough of them in flight, read the loss of the oldest."""
+        """Call the next step; if enough steps are in flight, read the loss of the oldest."""
         self._state, loss = self._step(self._state, self._batch(self._begun))
         self._begun += 1
         self._in_flight.append(loss)
@@ -171,7 +166,7 @@ class Trainer:
 
 
 def farthest(ours: list[float], theirs: list[float]) -> float:
-    """The greatest relative difference between the losses of steps that both have run."""
+    """The largest relative difference between the losses of steps that both sides have run."""
     common = min(len(ours), len(theirs))
     left, right = np.asarray(ours[:common]), np.asarray(theirs[:common])
     return float(np.max(np.abs(left - right) / np.abs(right))) if common else float("nan")
@@ -194,12 +189,12 @@ TASKS = {
         _t5("t5-tiny", 4, Shape(32, 2, 1, 16)),
         _t5("t5-small", 16, Shape(128, 4, 1, 64)),
         _t5("t5-medium", 16, Shape(256, 8, 2, 64)),
-        _lm("gpu-tiny", 4, Shape(32, 2, 2, 16), own_adam),
+        _lm("gpu-tiny", 4, Shape(32, 2, 2, 16), Adam),
         _lm(
             "gpu-base",
             16,
             Shape(768, 12, 12, 512, vocabulary=32_000, recompute=True, dtype="bfloat16"),
-            own_adam,
+            Adam,
         ),
     )
 }

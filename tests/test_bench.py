@@ -1,4 +1,4 @@
-"""The frame of the benchmarks: what it makes of readings, and that one of them runs."""
+"""Readings, results and contenders of the benchmarks, and a quick run of one benchmark."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from bench.measure import GaveUp, Sample
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_sample_is_told_by_its_quartiles() -> None:
+def test_a_sample_has_a_median_and_quartiles() -> None:
     sample = Sample((4.0, 1.0, 3.0, 2.0, 5.0))
     assert (sample.low, sample.median, sample.high) == (2.0, 3.0, 4.0)
-    assert sample.spread == pytest.approx(2 / 3)
     assert Sample((7.0,)).low == Sample((7.0,)).high == 7.0
 
 
 @pytest.mark.parametrize("values", [(), (1.0, float("nan")), (float("inf"),)])
-def test_what_is_no_reading_is_refused(values: tuple[float, ...]) -> None:
+def test_a_sample_refuses_readings_that_are_not_finite(values: tuple[float, ...]) -> None:
     with pytest.raises(ValueError):
         Sample(values)
 
 
-def test_ratios_are_taken_round_by_round() -> None:
+def test_ratios_and_differences_are_taken_round_by_round() -> None:
     assert Sample((2.0, 30.0)).over(Sample((1.0, 10.0))).values == (2.0, 3.0)
+    assert Sample((2.0, 30.0)).minus(Sample((1.0, 10.0))).values == (1.0, 20.0)
     with pytest.raises(ValueError, match="same rounds"):
         Sample((1.0,)).over(Sample((1.0, 2.0)))
     with pytest.raises(ValueError, match="zero"):
@@ -57,20 +57,20 @@ def test_cases_take_turns_in_an_order_that_rotates() -> None:
     assert samples["a"].values == (6.0, 8.0)
 
 
-def test_a_case_that_gives_up_is_left_out_and_said() -> None:
-    def gone() -> float:
+def test_a_case_that_gives_up_is_left_out_with_a_note() -> None:
+    def crashed() -> float:
         raise GaveUp("it crashed")
 
     notes: list[str] = []
-    samples = measure.alternate({"a": lambda: 1.0, "b": gone}, rounds=3, notes=notes)
+    samples = measure.alternate({"a": lambda: 1.0, "b": crashed}, rounds=3, notes=notes)
     assert samples == {"a": Sample((1.0, 1.0, 1.0))}
     assert notes == ["b was left out: it crashed"]
     with pytest.raises(GaveUp):
-        measure.alternate({"b": gone}, rounds=1)
+        measure.alternate({"b": crashed}, rounds=1)
 
 
 @pytest.mark.parametrize(("multiple_of", "count"), [(1, 1000), (128, 1024)])
-def test_a_reading_is_made_as_long_as_asked(multiple_of: int, count: int) -> None:
+def test_a_count_is_found_for_readings_of_the_wanted_length(multiple_of: int, count: int) -> None:
     asked: list[int] = []
 
     def timed(number: int) -> float:
@@ -82,23 +82,20 @@ def test_a_reading_is_made_as_long_as_asked(multiple_of: int, count: int) -> Non
     assert asked[-1] == count
 
 
-def test_a_result_is_told_and_written(tmp_path: Path) -> None:
+def test_a_result_is_printed_and_written(tmp_path: Path) -> None:
     samples = {"pw": Sample((3.0, 6.0)), "JAX": Sample((1.0, 3.0))}
-    result = report.Result(
-        "fake",
-        "nothing (paper: nowhere)",
-        report.rows(samples, unit="1/s", params={"hosts": 2}, baseline="JAX"),
-        [report.Bar("a high one", 2.5, 3.0), report.Bar("a low one", 2.5, 3.0, at_least=False)],
-        ["[this] is no markup"],
-        [report.Figure("t", "x", "y", {"pw": [(1, 2.0)]})],
-    )
+    result = report.Result("fake", "nothing (paper: nowhere)", notes=["[this] is no markup"])
+    result.compare(samples, unit="1/s", params={"hosts": 2}, baseline="JAX")
+    result.at_least(3.0, 2.5, "a high one")
+    result.at_most(3.0, 2.5, "a low one")
+    result.figures.append(report.Figure("t", "x", "y", {"pw": [(1, 2.0)]}))
     console = Console(width=120, record=True, file=io.StringIO())
     report.show(result, console)
-    told = console.export_text()
-    assert "2.25 – 2.75" in told
-    assert "does not hold  2.5 ≥ 3: a high one" in told
-    assert "holds          2.5 ≤ 3: a low one" in told
-    assert "[this] is no markup" in told
+    printed = console.export_text()
+    assert "2.25 – 2.75" in printed
+    assert "does not hold  2.5 ≥ 3: a high one" in printed
+    assert "holds          2.5 ≤ 3: a low one" in printed
+    assert "[this] is no markup" in printed
 
     written = json.loads(report.write(result, {"cores": 2}, tmp_path).read_text())
     assert written["machine"] == {"cores": 2}
@@ -108,11 +105,11 @@ def test_a_result_is_told_and_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "printed"),
     [(0.0, "0"), (0.1234, "0.123"), (12.34, "12.3"), (12345.6, "12,346"), (2e7, "2e+07")],
 )
-def test_numbers_are_told_with_three_digits(value: float, told: str) -> None:
-    assert report.number(value) == told
+def test_numbers_are_printed_with_three_digits(value: float, printed: str) -> None:
+    assert report.number(value) == printed
 
 
 PEER = """
@@ -133,6 +130,19 @@ PEER = """
 
     serve(prepare)
 """
+
+
+def test_calls_in_flight_are_bounded_and_end_in_order() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def begin() -> int:
+        begun.append(len(begun))
+        assert len(begun) - len(ended) <= 3
+        return begun[-1]
+
+    measure.in_flight(10, 3, begin, ended.append)
+    assert ended == begun == list(range(10))
 
 
 @pytest.mark.processes
@@ -157,19 +167,19 @@ def test_a_contender_answers_from_a_process_of_its_own(
 
 
 @pytest.mark.processes
-def test_one_of_them_runs(tmp_path: Path) -> None:
+def test_a_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "latency", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "pw, embedded" in done.stdout
     written = json.loads((tmp_path / "latency.json").read_text())
     assert written["rows"]
-    assert not written["bars"]  # a quick run judges nothing
+    assert not written["bars"]  # a quick run has no bars
 
 
 @pytest.mark.processes
-def test_the_one_for_gpus_runs_as_a_script_and_says_when_there_is_none(tmp_path: Path) -> None:
-    """Its folder has a module `concurrent`, which must not stand in for Python's own."""
+def test_the_gpu_benchmark_runs_as_a_script_and_reports_a_missing_gpu(tmp_path: Path) -> None:
+    """The folder of the script has a module `concurrent`, which must not hide Python's own."""
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--out", str(tmp_path)]
     cpu_only = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=cpu_only)

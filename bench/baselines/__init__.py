@@ -1,2 +1,1 @@
-"""What the runtime is compared with. Each system runs in processes of its own, which wait without using the
-processor until they are told to measure."""
+"""The systems that pw is compared with, each in processes that are idle until they have to measure."""

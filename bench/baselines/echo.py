@@ -1,4 +1,4 @@
-"""A bare zmq socket that sends back what it gets: the floor under every round trip between two processes."""
+"""A bare zmq socket that echoes: the least that a round trip between two processes takes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import zmq
 
 from bench.baselines.peer import ROOT
 
-PAYLOAD = bytes(100)  # about as much as a launch
+PAYLOAD = bytes(100)  # about the size of a launch
 
 
 class Echo:
-    """A process that echoes, and this process's socket to it: blocking, over tcp on the loopback."""
+    """A process that echoes, and a blocking socket to it over tcp on the loopback."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -28,7 +28,7 @@ class Echo:
         self.round_trip()
 
     def round_trip(self) -> None:
-        """There and back."""
+        """Send one message and receive it again."""
         self._socket.send(PAYLOAD)
         self._socket.recv()
 
@@ -42,7 +42,7 @@ class Echo:
 
 
 def main() -> None:
-    """Echo what comes from the address given, until standard input ends."""
+    """Echo the messages from the address in the arguments until standard input ends."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     socket = zmq.Context().socket(zmq.DEALER)
     socket.connect(sys.argv[1])

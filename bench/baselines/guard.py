@@ -1,5 +1,8 @@
-"""Ends the processes of a contender when the benchmark that started them is gone, however it went: one that is
-frozen cannot see that for itself. The benchmark holds the other end of this process's standard input."""
+"""Kills the processes of a contender when the benchmark that started them has ended.
+
+A contender that is stopped (SIGSTOP) cannot notice that end. The benchmark holds the other end of
+this process's standard input.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,17 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
+
+from bench.processor import processes
 
 
 def members(leaders: set[int]) -> list[int]:
     """All processes of the sessions with these leaders."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # Behind the name: state, parent, process group, session.
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) in leaders:
-                found.append(int(entry.name))
-    return found
+    return [pid for pid, fields in processes().items() if int(fields[3]) in leaders]
 
 
 def main() -> None:
-    """Wait for the end of standard input, then kill the sessions whose leaders are given."""
+    """Wait for the end of standard input, then kill the sessions of the leaders in the arguments."""
     sys.stdin.read()
     for pid in members({int(leader) for leader in sys.argv[1:]}):
         with contextlib.suppress(ProcessLookupError):

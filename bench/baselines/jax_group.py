@@ -1,14 +1,13 @@
-"""Multi-controller JAX: so many processes in one `jax.distributed` group, each running the same Python.
+"""Multi-controller JAX: processes in one `jax.distributed` group that run the same Python.
 
-They are set up by the function that sets up pw's workers, so that devices, thread pools and collectives are
-the same.
+The function that sets up pw's workers sets them up too, so devices, thread pools and collectives
+are the same.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,27 +16,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.baselines import steps
-from bench.baselines.peer import Peer, serve
+from bench.baselines.peer import Peer, free_address, serve
 from pw.devices.jax import group
 
 
-def start(hosts: int, devices_per_host: int = 1) -> Peer:
-    """A group of `hosts` processes, ready to measure.
+def start(hosts: int, busy: Sequence[int] = ()) -> Peer:
+    """A group of `hosts` processes of one device: the cases of `bench.dispatch`, or calls of `busy`.
 
-    Raises GaveUp if it could not be formed.
+    Raises GaveUp if it cannot be formed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    return Peer(
-        "JAX",
-        "bench.baselines.jax_group",
-        [[address, str(hosts), str(rank), str(devices_per_host)] for rank in range(hosts)],
-    )
+    group = [free_address(), str(hosts)]
+    members = [[*group, str(rank), *map(str, busy)] for rank in range(hosts)]
+    return Peer("JAX", "bench.baselines.jax_group", members)
 
 
-def enter(address: str, hosts: int, rank: int, devices_per_host: int = 1) -> jax.sharding.Mesh:
-    """Make this process a member of the group; returns the mesh over all its devices, axis `steps.AXIS`."""
-    group.prepare("cpu", devices_per_host)
+def enter(address: str, hosts: int, rank: int) -> jax.sharding.Mesh:
+    """Make this process a member of the group; returns the mesh, axis `steps.AXIS`."""
+    group.prepare("cpu", 1)
     if hosts > 1:
         jax.distributed.initialize(address, hosts, rank)
     return jax.sharding.Mesh(np.array(jax.devices()), (steps.AXIS,))
@@ -52,54 +47,75 @@ def compiled(step: Callable[[Any], Any], mesh: jax.sharding.Mesh) -> Callable[[A
 
 
 def zeros(mesh: jax.sharding.Mesh) -> jax.Array:
-    """One zero a device."""
+    """One zero on each device."""
     sharding = NamedSharding(mesh, P(steps.AXIS))
     return jax.make_array_from_callback(
         (mesh.size,), sharding, lambda index: np.zeros(mesh.size, np.float32)[index]
     )
 
 
+class Member:
+    """One process of the group as an actor: an element of the array, and steps that change it."""
+
+    def __init__(self, address: str, hosts: int, rank: int) -> None:
+        mesh = enter(address, hosts, rank)
+        self._all_reduce = compiled(steps.all_reduce, mesh)
+        self._local = compiled(steps.local, mesh)
+        self._value: Any = zeros(mesh)
+
+    def all_reduce(self, wait: bool) -> bool:
+        """One step; returns when it is done, or with `wait=False` as soon as it is enqueued."""
+        self._value = self._all_reduce(self._value)
+        return self.done(wait)
+
+    def local(self, wait: bool) -> bool:
+        """One step without the collective."""
+        self._value = self._local(self._value)
+        return self.done(wait)
+
+    def done(self, wait: bool = True) -> bool:
+        """Return when all steps are done."""
+        if wait:
+            self._value.block_until_ready()
+        return wait
+
+
 def cases(mesh: jax.sharding.Mesh) -> Mapping[str, Callable[[int], object]]:
     """The cases of `bench.dispatch`; a count is of computations."""
 
-    def blocking(step: Callable[[Any], Any], computations: int = 1) -> Callable[[int], object]:
-        state = [zeros(mesh)]
-
-        def case(count: int) -> None:
-            x = state.pop()
-            for _ in range(-(-count // computations)):
-                x = step(x)
-                x.block_until_ready()
-            state.append(x)
-
-        return case
-
-    def pipelined(step: Callable[[Any], Any], computations: int = 1) -> Callable[[int], object]:
-        state = [zeros(mesh)]
-
-        def case(count: int) -> None:
-            x = state.pop()
-            for _ in range(-(-count // computations)):
-                x = step(x)
-            state.append(x.block_until_ready())
-
-        return case
+    def case(step: Any, computations: int = 1, *, wait: bool = False) -> Callable[[int], object]:
+        return steps.calls(step, zeros(mesh), computations, wait=wait)
 
     all_reduce = compiled(steps.all_reduce, mesh)
     local = compiled(steps.local, mesh)
     return {
-        "op by op, blocking": blocking(all_reduce),
-        "op by op": pipelined(all_reduce),
-        "fused": pipelined(compiled(steps.all_reduce_fused, mesh), steps.FUSED),
-        "local, op by op, blocking": blocking(local),
-        "local, op by op": pipelined(local),
+        "op by op, blocking": case(all_reduce, wait=True),
+        "op by op": case(all_reduce),
+        "fused": case(compiled(steps.all_reduce_fused, mesh), steps.FUSED),
+        "local, op by op, blocking": case(local, wait=True),
+        "local, op by op": case(local),
+    }
+
+
+def busy_cases(
+    mesh: jax.sharding.Mesh, busy: Sequence[str]
+) -> Mapping[str, Callable[[int], object]]:
+    """A case for each number of steps that a computation takes; see `bench.smallest`."""
+    return {
+        number: steps.calls(compiled(steps.busy_together(int(number)), mesh), zeros(mesh))
+        for number in busy
     }
 
 
 def main() -> None:
-    """One process of the group: ADDRESS HOSTS RANK DEVICES."""
-    address, hosts, rank, devices = sys.argv[1:]
-    serve(lambda: cases(enter(address, int(hosts), int(rank), int(devices))))
+    """One process of the group: ADDRESS HOSTS RANK [STEPS...]."""
+    address, hosts, rank, *busy = sys.argv[1:]
+
+    def prepare() -> Mapping[str, Callable[[int], object]]:
+        mesh = enter(address, int(hosts), int(rank))
+        return busy_cases(mesh, busy) if busy else cases(mesh)
+
+    serve(prepare)
 
 
 if __name__ == "__main__":

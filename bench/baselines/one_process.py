@@ -1,7 +1,7 @@
-"""Plain JAX in one process over its own devices: what `bench.train` and `bench.gpu` stand beside.
+"""Plain JAX in one process over its own devices: the baseline of `bench.train` and `bench.gpu`.
 
-The process is set up by the function that sets up pw's workers, so that devices and thread pools are the
-same; it traces without 64-bit types, as pw's client does. The steps and batches of a training are those of
+The function that sets up pw's workers sets it up too, so devices and thread pools are the same. It
+traces without 64-bit types, as pw's client does. It trains with the steps and batches of
 `bench.training`, compiled by `jax.jit` with the same shardings and donation.
 """
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,62 +26,40 @@ from pw.devices.jax import group
 
 DISPATCH = "dispatch"
 READY_S = 300.0
-"""A training step takes a while to compile, on a GPU with all that it tries out."""
+"""Compiling a training step takes long, on a GPU with its autotuning above all."""
 
 
-class PlainJax:
+class PlainJax(Peer):
     """One process, or several that measure together and each do the same.
 
     Args:
         work: the name of a task of `bench.training`, or `DISPATCH`.
-        devices: how many devices each process uses.
+        devices: the number of devices of each process.
         platform: `cpu` or `cuda`.
-        processes: how many.
+        processes: the number of processes.
 
     Raises:
         GaveUp: it did not become ready.
     """
 
     def __init__(self, work: str, devices: int, platform: str = "cpu", processes: int = 1) -> None:
-        self._directory = tempfile.TemporaryDirectory()
-        self._losses = [Path(self._directory.name) / str(rank) for rank in range(processes)]
-        try:
-            self._peer = Peer(
-                "JAX",
-                "bench.baselines.one_process",
-                [[work, str(devices), platform, str(path)] for path in self._losses],
-                ready_s=READY_S,
-            )
-        except BaseException:
-            self._directory.cleanup()
-            raise
-
-    def seconds(self, case: str, count: int) -> float:
-        """How long `count` of a case take: steps of the task, or dispatches of one kind."""
-        return self._peer.seconds(case, count)
-
-    def busy_s(self) -> float:
-        """Processor time used so far."""
-        return self._peer.busy_s()
+        self._folder = tempfile.TemporaryDirectory()
+        self._losses = [Path(self._folder.name) / str(rank) for rank in range(processes)]
+        arguments = [[work, str(devices), platform, str(path)] for path in self._losses]
+        super().__init__("JAX", "bench.baselines.one_process", arguments, ready_s=READY_S)
 
     def losses(self) -> list[list[float]]:
-        """For each process the losses of all its steps up to now."""
+        """For each process the losses of all its steps so far."""
         return [json.loads(path.read_text()) for path in self._losses]
 
     def close(self) -> None:
-        """End it. Idempotent."""
-        self._peer.close()
-        self._directory.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        """End its processes. Idempotent."""
+        super().close()
+        self._folder.cleanup()
 
 
 def mesh_of(devices: int, platform: str) -> Mesh:
-    """Set up JAX as in a worker; a mesh over the first devices of this process, axis "data"."""
+    """Set up JAX as in a worker; returns a mesh over the devices of this process, axis "data"."""
     group.prepare(platform, devices)
     jax.config.update("jax_enable_x64", False)
     return Mesh(np.array(jax.devices()[:devices]), ("data",))
@@ -103,7 +81,7 @@ def training(work: str, mesh: Mesh, losses: Path) -> Mapping[str, Callable[[int]
 
 
 def dispatch(mesh: Mesh) -> Mapping[str, Callable[[int], object]]:
-    """Scalar additions, each on the result of the one before; a count is of additions."""
+    """Scalar additions, each to the result of the last one; a count is of additions."""
     whole = NamedSharding(mesh, P())
     add = jax.jit(lambda x: x + 1, in_shardings=whole, out_shardings=whole)
     zero = jax.device_put(jnp.float32(0), whole)

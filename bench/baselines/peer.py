@@ -1,8 +1,9 @@
 """Both ends of a contender that runs in processes of its own.
 
-The benchmark starts it, waits until it is ready, and then asks it, round by round, to do one of its cases so
-many times; it answers how long that took. In between it blocks in a read and leaves the processor to the
-others. It ends when the pipe that it reads from does, so it does not outlive the benchmark.
+The benchmark starts the processes, waits until they are ready, and then sends one request a round:
+do this case so many times. Each process answers how long that took. Between requests it blocks in
+a read and uses no processor. It ends when its standard input ends, so it does not outlive the
+benchmark.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,9 +27,9 @@ from bench.processor import busy_s
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ANSWER_S = 60.0
-# For modules: also where this process was told to look, as on a machine where nothing is installed.
+# On a machine where nothing is installed, PYTHONPATH names the folders of pw's dependencies.
 SEARCHED = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-# What pw keeps from its own daemons too; they choose these settings themselves.
+# The daemons of pw do not inherit these settings either.
 CPU_SETTINGS = (
     "XLA_FLAGS",
     "JAX_NUM_CPU_DEVICES",
@@ -38,15 +40,27 @@ CPU_SETTINGS = (
 )
 
 
+def environment() -> dict[str, str]:
+    """The environment of a new process, without settings that choose JAX's devices or a cluster."""
+    kept = {name: value for name, value in os.environ.items() if name not in CPU_SETTINGS}
+    return kept | {"PYTHONPATH": SEARCHED}
+
+
+def free_address() -> str:
+    """An address on this machine with a port that no process uses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
 class Peer:
     """A contender: one process of `python -m MODULE`, or several that measure together.
 
     Args:
-        name: what it is called in results.
+        name: its name in results.
         module: a module whose main program ends in `serve`.
         arguments: for each process its arguments.
-        ready_s: how long it may take to become ready, in seconds.
-        freeze: stop its processes (SIGSTOP) whenever it is not asked for anything, because it cannot be idle.
+        ready_s: the time in which it must become ready, in seconds.
+        freeze: stop its processes (SIGSTOP) between requests, because they are never idle.
 
     Raises:
         GaveUp: it is not installed, or did not become ready.
@@ -64,15 +78,13 @@ class Peer:
         self.name = name
         self._freeze = freeze
         self._gone = False
-        environment = {k: v for k, v in os.environ.items() if k not in CPU_SETTINGS}
-        environment["PYTHONPATH"] = SEARCHED
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", module, *own],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                env=environment,
+                env=environment(),
                 cwd=ROOT,
             )
             for own in arguments
@@ -92,16 +104,16 @@ class Peer:
         self._signal(signal.SIGSTOP)
 
     def seconds(self, case: str, count: int) -> float:
-        """How long the slowest of its processes takes to do `case` `count` times.
+        """How long the slowest process takes to do `case` `count` times.
 
-        Raises GaveUp if it fails or does not answer.
+        Raises GaveUp if a process fails or does not answer.
         """
         if self._gone:
             raise GaveUp(f"{self.name} is gone")
         self._signal(signal.SIGCONT)
         line = json.dumps({"case": case, "count": count}).encode() + b"\n"
         for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # then it will not answer either
+            with contextlib.suppress(BrokenPipeError):  # it does not answer either
                 _pipe(process.stdin).write(line)
                 _pipe(process.stdin).flush()
         slowest = max(float(answer) for answer in self._answers(ANSWER_S, "seconds"))
@@ -109,19 +121,19 @@ class Peer:
         return slowest
 
     def rate(self, case: str, count: int) -> float:
-        """How often a second it does `case`, doing it `count` times."""
+        """How often a second it does `case`, measured over `count` times."""
         return count / self.seconds(case, count)
 
     def busy_s(self) -> float:
-        """Processor time that its processes have used so far."""
+        """Processor time of its processes so far."""
         return busy_s(process.pid for process in self._processes)
 
     def timed(self, case: str) -> Callable[[int], float]:
-        """`seconds` of one case, as `measure.sized` takes it."""
+        """`seconds` of one case, for `measure.sized`."""
         return lambda count: self.seconds(case, count)
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End its processes. Idempotent."""
         self._gone = True
         self._signal(signal.SIGCONT)
         for process in self._processes:
@@ -133,7 +145,7 @@ class Peer:
             process.kill()
             process.wait()
             _pipe(process.stdout).close()
-        self._guard.communicate()  # it ends what they have left behind
+        self._guard.communicate()  # it kills the processes that are left
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +160,7 @@ class Peer:
                     os.kill(pid, number)
 
     def _answers(self, timeout_s: float, key: str) -> list[Any]:
-        """What every process has to say. Without an answer from each, none can be asked again."""
+        """Read one line from every process; if one does not answer, end all."""
         deadline_s = time.monotonic() + timeout_s
         answers = []
         for process in self._processes:
@@ -170,15 +182,16 @@ class Peer:
 
 
 def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
-    """The other end: prepare the cases, then serve requests until they end.
+    """Prepare the cases, then serve requests until standard input ends.
 
-    A case does its work `count` times and returns when all of it is done; it is run once before it is timed.
+    A case does its work `count` times and returns when all of it is done. It runs once before its
+    first request.
     """
-    # Whatever else prints to standard output must not end up among the answers.
+    # Other prints to standard output must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(**answer: object) -> None:
+    def reply(**answer: object) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
@@ -186,19 +199,19 @@ def serve(prepare: Callable[[], Mapping[str, Callable[[int], object]]]) -> None:
         for case in cases.values():
             case(3)
     except Exception as error:  # noqa: BLE001 - it becomes the contender's only line
-        say(error=f"{type(error).__name__}: {error}".splitlines()[0])
+        reply(error=f"{type(error).__name__}: {error}".splitlines()[0])
         return
-    say(ready=list(cases))
+    reply(ready=list(cases))
     for line in sys.stdin:
         asked = json.loads(line)
         case = cases[asked["case"]]
         try:
-            case(max(1, asked["count"] // 10))  # it has been idle, or frozen
+            case(max(1, asked["count"] // 10))  # a warm-up: the process was idle or stopped
             started = time.perf_counter()
             case(asked["count"])
-            say(seconds=time.perf_counter() - started)
+            reply(seconds=time.perf_counter() - started)
         except Exception as error:  # noqa: BLE001 - it becomes the contender's only line
-            say(error=f"{type(error).__name__}: {error}".splitlines()[0])
+            reply(error=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

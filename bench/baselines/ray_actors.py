@@ -1,4 +1,4 @@
-"""Ray: one actor a host, driven call by call, and through a compiled graph.
+"""Ray: one actor a host, called one by one or through a compiled graph.
 
 The actors that run the all-reduce are members of one `jax.distributed` group, set up like pw's workers.
 """
@@ -9,16 +9,16 @@ import contextlib
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.baselines.peer import Peer, serve
+from bench.baselines.peer import Peer, free_address, serve
+from bench.measure import in_flight
 
-IN_FLIGHT = 64  # calls; more make Ray no faster
+IN_FLIGHT = 64  # calls; Ray is not faster with more
 GRAPH_IN_FLIGHT = 8  # the buffers of a compiled graph's channels
 
 
@@ -27,41 +27,13 @@ def start(hosts: int) -> Peer:
 
     Raises GaveUp if Ray is not installed or does not start.
     """
-    # Ray's daemons are never idle: they would take a tenth of this or that core from the others.
+    # Ray's daemons are never idle: they would take up to a quarter of a core from the others.
     return Peer("Ray", "bench.baselines.ray_actors", [[str(hosts)]], ready_s=120, freeze=True)
-
-
-class Host:
-    """What runs in an actor: an element of the array on a device, and steps that change it."""
-
-    def __init__(self, address: str, hosts: int, rank: int) -> None:
-        from bench.baselines import jax_group, steps
-
-        mesh = jax_group.enter(address, hosts, rank)
-        self._all_reduce = jax_group.compiled(steps.all_reduce, mesh)
-        self._local = jax_group.compiled(steps.local, mesh)
-        self._value: Any = jax_group.zeros(mesh)
-
-    def all_reduce(self, wait: bool) -> bool:
-        """One step; returns when it is done, or with `wait=False` as soon as it is enqueued."""
-        self._value = self._all_reduce(self._value)
-        return self.done(wait)
-
-    def local(self, wait: bool) -> bool:
-        """One step without the collective."""
-        self._value = self._local(self._value)
-        return self.done(wait)
-
-    def done(self, wait: bool = True) -> bool:
-        """Return when all steps have been done."""
-        if wait:
-            self._value.block_until_ready()
-        return wait
 
 
 @contextlib.contextmanager
 def running() -> Iterator[Any]:
-    """A Ray of our own, which leaves nothing behind."""
+    """Start Ray, and remove its files at the end."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     import ray
@@ -75,7 +47,7 @@ def running() -> Iterator[Any]:
         logging_level=logging.ERROR,
         object_store_memory=512 << 20,
         _temp_dir=folder,
-        # A frozen daemon does not answer; Ray must not take it for dead.
+        # A stopped daemon does not answer; Ray must not count it as lost.
         _system_config={"health_check_timeout_ms": 600_000},
     )
     try:
@@ -89,11 +61,12 @@ def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
     """The cases of `bench.dispatch`; a count is of computations."""
     from ray.dag import InputNode, MultiOutputNode
 
-    remote = ray.remote(num_cpus=0)(Host)
+    from bench.baselines.jax_group import Member
+
+    remote = ray.remote(num_cpus=0)(Member)
 
     def actors() -> list[Any]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
+        address = free_address()
         made = [remote.remote(address, hosts, rank) for rank in range(hosts)]
         ray.get([actor.done.remote() for actor in made])
         return made
@@ -129,13 +102,7 @@ def cases(ray: Any, hosts: int) -> Mapping[str, Callable[[int], object]]:
             ray.get(graph.execute(True))
 
     def graph_pipelined(count: int) -> None:
-        flying: deque[Any] = deque()
-        for _ in range(count):
-            if len(flying) >= GRAPH_IN_FLIGHT:
-                ray.get(flying.popleft())
-            flying.append(graph.execute(False))
-        while flying:
-            ray.get(flying.popleft())
+        in_flight(count, GRAPH_IN_FLIGHT, lambda: graph.execute(False), ray.get)
 
     return {
         "op by op, blocking": blocking("all_reduce"),

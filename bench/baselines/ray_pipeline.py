@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,22 +9,23 @@ import numpy as np
 
 from bench.baselines.peer import Peer, serve
 from bench.baselines.ray_actors import running
+from bench.measure import in_flight
 
 STAGES = (2, 4)
 IN_FLIGHT = (1, 4)
 
 
 def start() -> Peer:
-    """Ray with both pipelines, ready to measure; cases are named by `case_name`.
+    """Ray with both pipelines, ready to measure; `case_name` names the cases.
 
     Raises GaveUp if Ray is not installed or does not start.
     """
     return Peer("Ray graph", "bench.baselines.ray_pipeline", ready_s=120, freeze=True)
 
 
-def case_name(stages: int, in_flight: int) -> str:
-    """The name of the case with so many stages and values in flight; a count is of values."""
-    return f"{stages} stages, {in_flight} in flight"
+def case_name(stages: int, most: int) -> str:
+    """The name of a case; its count is of values that go through the pipeline."""
+    return f"{stages} stages, {most} in flight"
 
 
 class Stage:
@@ -40,12 +40,12 @@ class Stage:
         self._step = jax.jit(lambda x: x + 1)
 
     def step(self, x: Any) -> Any:
-        """The stage's computation; the value goes on from host memory, as Ray moves no jax arrays."""
+        """The stage's computation; returns host memory, since Ray moves no jax arrays."""
         return np.asarray(self._step(x))
 
 
 def cases(ray: Any) -> Mapping[str, Callable[[int], object]]:
-    """For each number of stages and of values in flight a case."""
+    """A case for each number of stages and of values in flight."""
     from ray.dag import InputNode
 
     remote = ray.remote(num_cpus=0)(Stage)
@@ -60,23 +60,14 @@ def cases(ray: Any) -> Mapping[str, Callable[[int], object]]:
         assert ray.get(graph.execute(zero))[0] == stages
         return graph
 
-    def case(graph: Any, in_flight: int) -> Callable[[int], object]:
-        def work(count: int) -> None:
-            flying: deque[Any] = deque()
-            for _ in range(count):
-                if len(flying) >= in_flight:
-                    ray.get(flying.popleft())
-                flying.append(graph.execute(zero))
-            while flying:
-                ray.get(flying.popleft())
-
-        return work
+    def case(graph: Any, most: int) -> Callable[[int], object]:
+        return lambda count: in_flight(count, most, lambda: graph.execute(zero), ray.get)
 
     graphs = {stages: pipeline(stages) for stages in STAGES}
     return {
-        case_name(stages, in_flight): case(graph, in_flight)
+        case_name(stages, most): case(graph, most)
         for stages, graph in graphs.items()
-        for in_flight in IN_FLIGHT
+        for most in IN_FLIGHT
     }
 
 

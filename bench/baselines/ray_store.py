@@ -1,6 +1,6 @@
-"""Ray's object store: an array that another actor reads, from request to there.
+"""Ray's object store: an actor reads the array of another actor.
 
-Either one actor has made it, so that it has to be copied into the store first, or it lies there already.
+Either an actor returns the array, and Ray copies it into the store, or it is already in the store.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from bench.baselines.ray_actors import running
 
 
 class Host:
-    """An actor that has an array, and takes those of others."""
+    """An actor that has an array, and reads arrays of others."""
 
     def __init__(self, size_bytes: int) -> None:
         self._array = np.ones(size_bytes, np.uint8)
 
     def make(self) -> Any:
-        """The array, which goes into the store."""
+        """Return the array; Ray copies it into the store."""
         return self._array
 
     def take(self, array: Any) -> int:
-        """Have an array of the store, which is mapped and not copied."""
+        """Read an array of the store; Ray maps it and does not copy it."""
         return int(array[-1])
 
 

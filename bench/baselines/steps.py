@@ -1,7 +1,8 @@
-"""The computation that all contenders run: the paper's scalar all-reduce followed by a scalar addition.
+"""The computation of all contenders: the paper's scalar all-reduce and a scalar addition.
 
-Each device holds one element; a step replaces it by the mean of all, plus one. So the value tells how many
-steps were done, in all processes. The local step leaves the mean out and shows what dispatch alone costs.
+Each device holds one element. A step replaces it by the mean of all elements, plus one, so the
+value counts the steps of all processes. The local step leaves out the mean and shows what dispatch
+alone costs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ AXIS = "hosts"
 
 
 def together(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step of one device's element, as a function of the whole array; takes its mesh from where it runs."""
+    """A step of one device's element, as a function of the whole array on the current mesh."""
     return lambda x: jax.shard_map(step, in_specs=P(AXIS), out_specs=P(AXIS))(x)
 
 
@@ -27,10 +28,10 @@ def all_reduce(x: Any) -> Any:
 
 
 def all_reduce_fused(x: Any) -> Any:
-    """`FUSED` of them in one computation."""
+    """`FUSED` all-reduces in one computation."""
 
     def body(_: Any, value: Any) -> Any:
-        # pmean makes its result equal everywhere; the loop wants what it was given back.
+        # pmean returns a value that is equal on all devices; the loop needs the type of its input.
         return jax.lax.pcast(all_reduce(value), AXIS, to="varying")
 
     return jax.lax.fori_loop(0, FUSED, body, x)
@@ -39,3 +40,36 @@ def all_reduce_fused(x: Any) -> Any:
 def local(x: Any) -> Any:
     """Plus one."""
     return x + 1
+
+
+def busy(steps: int) -> Callable[[Any], Any]:
+    """A function of an array that keeps a core busy for `steps` steps of about 20 ns."""
+
+    def work(x: Any) -> Any:
+        return jax.lax.fori_loop(0, steps, lambda _, value: value * 0.999999 + 1e-6, x)
+
+    return work
+
+
+def busy_together(steps: int) -> Callable[[Any], Any]:
+    """`busy` on each device's element, followed by the all-reduce."""
+    return lambda x: all_reduce(busy(steps)(x))
+
+
+def calls(
+    function: Callable[[Any], Any], start: Any, computations: int = 1, *, wait: bool = False
+) -> Callable[[int], object]:
+    """A case that calls `x = f(x)`; a count is of computations, of which one call runs several.
+
+    It waits for every result, or for the last one only: each wait is a round trip.
+    """
+
+    def case(count: int) -> None:
+        x = start
+        for _ in range(-(-count // computations)):
+            x = function(x)
+            if wait:
+                x.block_until_ready()
+        x.block_until_ready()
+
+    return case

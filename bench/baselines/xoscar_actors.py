@@ -1,4 +1,4 @@
-"""xoscar: one actor a host, each in a process of its own, driven call by call.
+"""xoscar: one actor a host, each in a process of its own, called one by one.
 
 The actors are members of one `jax.distributed` group, set up like pw's workers.
 """
@@ -6,7 +6,6 @@ The actors are members of one `jax.distributed` group, set up like pw's workers.
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ try:
 except ImportError:
     xoscar = None
 
-from bench.baselines.peer import Peer, serve
+from bench.baselines.peer import Peer, free_address, serve
 
 IN_FLIGHT = 64  # calls
 
@@ -30,36 +29,21 @@ def start(hosts: int) -> Peer:
 
 
 class Host(xoscar.Actor if xoscar is not None else object):  # type: ignore[misc]
-    """An element of the array on a device, and steps that change it."""
+    """A member of the group, as an actor of xoscar."""
 
     def __init__(self, address: str, hosts: int, rank: int) -> None:
         super().__init__()
         self._where = (address, hosts, rank)
-        self._value: Any = None
 
     async def enter(self) -> None:
-        """Join the group; the call returns when all have come."""
-        from bench.baselines import jax_group, steps
+        """Join the group; the call returns when all members have joined."""
+        from bench.baselines.jax_group import Member
 
-        mesh = await asyncio.to_thread(jax_group.enter, *self._where)
-        self._all_reduce = jax_group.compiled(steps.all_reduce, mesh)
-        self._local = jax_group.compiled(steps.local, mesh)
-        self._value = jax_group.zeros(mesh)
+        self._member = await asyncio.to_thread(Member, *self._where)
 
-    def all_reduce(self, wait: bool) -> None:
-        """One step; returns when it is done, or with `wait=False` as soon as it is enqueued."""
-        self._value = self._all_reduce(self._value)
-        self.done(wait)
-
-    def local(self, wait: bool) -> None:
-        """One step without the collective."""
-        self._value = self._local(self._value)
-        self.done(wait)
-
-    def done(self, wait: bool) -> None:
-        """Return when all steps have been done."""
-        if wait:
-            self._value.block_until_ready()
+    def step(self, method: str, wait: bool) -> None:
+        """Call a method of the member."""
+        getattr(self._member, method)(wait)
 
 
 def main() -> None:
@@ -72,8 +56,7 @@ def main() -> None:
 async def _cases(
     hosts: int, loop: asyncio.AbstractEventLoop
 ) -> Mapping[str, Callable[[int], object]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = free_address()
     pool = await xoscar.create_actor_pool("127.0.0.1", n_process=hosts)
     await pool.start()
     actors = [
@@ -90,7 +73,7 @@ async def _cases(
     await asyncio.gather(*(actor.enter() for actor in actors))
 
     async def each(method: str, wait: bool) -> None:
-        await asyncio.gather(*(getattr(actor, method)(wait) for actor in actors))
+        await asyncio.gather(*(actor.step(method, wait) for actor in actors))
 
     async def blocking(method: str, count: int) -> None:
         for _ in range(count):
