@@ -1,7 +1,7 @@
-"""What a first hour with `pw` meets: failures, neighbours, data that stays where it is, and what is said.
+"""The first hour with `pw`: failures, other clients, the placement of arrays, messages.
 
-Run it: `python -m examples.first_hour`, in about half a minute. Each line tells what happened, and the script
-fails if something else did. docs/guide.md shows the output.
+Run it: `python -m examples.first_hour`, in about half a minute. Each line reports an observation,
+and the script fails if the observation is wrong. docs/guide.md shows the output.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 import pw
 
 SHARES = (1, 4)
-TENANTS_S = 4.0
+CLIENTS_S = 4.0
 RECOVERED_S = 10.0
-"""Generous, for slow machines; it takes about one second."""
+"""A limit for slow machines; a recovery takes about one second."""
 
 
 def say(text: str) -> None:
@@ -42,7 +42,7 @@ def hang(x: jax.Array) -> jax.Array:
 
 
 def tcp_ports(pid: int) -> int:
-    """How many tcp ports a process listens on."""
+    """The number of tcp ports on which a process listens."""
     names = (os.readlink(name) for name in Path(f"/proc/{pid}/fd").iterdir() if name.exists())
     sockets = {name[8:-1] for name in names if name.startswith("socket:[")}
     lines = [
@@ -54,7 +54,7 @@ def tcp_ports(pid: int) -> int:
 
 
 def failures(mesh: pw.Mesh) -> None:
-    """The cluster beside a script is watched over like every other."""
+    """A hung call and a killed host, on the cluster that this script starts."""
     print("1. The cluster that a script starts beside itself")
     kept = pw.put(np.arange(4.0), sharding=pw.NamedSharding(mesh, P("data")))
     double = pw.jit(lambda x: x * 2, mesh=mesh)
@@ -78,15 +78,15 @@ def failures(mesh: pw.Mesh) -> None:
     say(f"its host was killed; the next call had the right values {took_s:.1f} s later")
 
 
-def tenant(share: float) -> None:
-    """One client that waits for each result; prints how many it got."""
+def client(share: float) -> None:
+    """A client that waits for each result; prints the number of its calls."""
     pw.connect(share=share)
     step = pw.jit(spin)
     x = step(1.0)
     x.block_until_ready()
     print("ready", flush=True)
     sys.stdin.readline()
-    calls, end_s = 0, time.monotonic() + TENANTS_S
+    calls, end_s = 0, time.monotonic() + CLIENTS_S
     while time.monotonic() < end_s:
         x = step(x)
         x.block_until_ready()
@@ -95,12 +95,12 @@ def tenant(share: float) -> None:
 
 
 def neighbours() -> None:
-    """Clients that wait for their results keep their shares."""
+    """Shares of two clients that wait for their results."""
     print("2. Two clients that wait for every result, with shares 1:4")
     with pw.LocalCluster(policy="share", connect=False) as cluster:
         clients = [
             subprocess.Popen(
-                [sys.executable, "-m", "examples.first_hour", "--tenant", str(share)],
+                [sys.executable, "-m", "examples.first_hour", "--client", str(share)],
                 env=os.environ | {"PW_ADDRESS": cluster.address},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -120,7 +120,7 @@ def neighbours() -> None:
 
 
 def placement(mesh: pw.Mesh) -> None:
-    """Nothing is fetched or replicated unasked."""
+    """The shardings of results; arrays are never fetched or replicated without a request."""
     print("3. Arrays stay where they are")
     x = pw.put(np.arange(16.0).reshape(4, 4), sharding=pw.NamedSharding(mesh, P("data")))
     try:
@@ -144,7 +144,7 @@ def placement(mesh: pw.Mesh) -> None:
 
 
 def words(mesh: pw.Mesh) -> None:
-    """What hosts print comes here; errors name what is yours."""
+    """Output of hosts, and errors that name the functions and paths of this script."""
     print("4. What is said", flush=True)
 
     def tell(x: np.ndarray) -> np.ndarray:
@@ -187,7 +187,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--tenant"]:
-        tenant(float(sys.argv[2]))
+    if sys.argv[1:2] == ["--client"]:
+        client(float(sys.argv[2]))
     else:
         main()

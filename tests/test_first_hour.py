@@ -1,4 +1,4 @@
-"""The first hour goes as the guide shows it."""
+"""The output of `examples.first_hour` equals the output in the guide."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SHOWN = re.search(
     re.M | re.S,
 )
 FIGURE = re.compile(r"\d+\.\d+ s later|calls: \d+ and \d+|1:\d+\.\d+$")
-"""What differs from run to run."""
+"""The parts that differ from run to run."""
 
 
 @pytest.mark.processes
-def test_it_prints_what_the_guide_shows() -> None:
+def test_the_script_prints_the_output_in_the_guide() -> None:
     assert SHOWN is not None
     command = [sys.executable, "-W", "error", "-m", "examples.first_hour"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
@@ -30,5 +30,5 @@ def test_it_prints_what_the_guide_shows() -> None:
     assert len(lines) == len(shown), done.stdout
     for line, wanted in zip(lines, shown, strict=True):
         start, dots, _ = FIGURE.sub("…", wanted).partition(", ...")
-        said = FIGURE.sub("…", line)
-        assert said.startswith(start) if dots else said == start
+        printed = FIGURE.sub("…", line)
+        assert printed.startswith(start) if dots else printed == start

@@ -1,9 +1,8 @@
 """The command: a cluster of two islands on this machine, the paper's program, a language model.
 
-Steps are dispatched ahead of their results: the loop keeps a few of them in flight and reads the
-loss of the oldest, so the islands never wait for this process. The reference and the sampling run
-in this process with plain JAX, once the cluster has stopped, because they would take the same
-cores.
+The loop keeps a few steps in flight and reads the loss of the oldest, so the islands never wait for
+this process. The reference and the sampling run in this process with plain JAX, after the cluster has
+stopped, because they would use the same cores.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import runpy
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,59 +34,42 @@ ISLANDS = ("island-0", "island-1")
 HOSTS_PER_ISLAND = 2
 MICRO_BATCHES = 4
 ROWS = 8
-"""Rows of a micro-batch; the hosts of an island share them."""
+"""Rows of a micro-batch, divided among the hosts of an island."""
 STEPS_IN_FLIGHT = 4
 CHECKED_STEPS = 5
 CHECK_TOLERANCE = 1e-4
 LOSS_GOAL = 3.0
 FINAL_STEPS = 10
-"""The final loss is the mean over this many steps: a single one is noisy."""
+"""The final loss is the mean over this many steps, since one loss is noisy."""
 PROMPT = b"def "
 QUICKSTART = Path(__file__).parent.parent / "quickstart.py"
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What is left of a training run when its cluster is gone."""
+    """The results of a training run, without its cluster."""
 
     losses: list[float]
     params: tuple[Params, Params]
     stats: Mapping[str, Any]
 
     def final_loss(self) -> float:
-        """The mean loss of the last few steps, nats a byte."""
+        """The mean loss of the last steps, in nats a byte."""
         return float(np.mean(self.losses[-FINAL_STEPS:]))
-
-
-class BatchSource:
-    """Draws batches by step number, so that the reference can draw the same ones again."""
-
-    def __init__(self, corpus: Corpus, seed: int, context: int):
-        self._corpus, self._seed, self._context = corpus, seed, context
-
-    def __call__(self, step: int) -> Batch:
-        """The batch of one step."""
-        return self._corpus.training_batch(
-            seed=self._seed,
-            step=step,
-            micro_batches=MICRO_BATCHES,
-            rows=ROWS,
-            context=self._context,
-        )
 
 
 def train(
     pipeline: Pipeline,
     states: tuple[Any, Any],
-    batches: BatchSource,
+    batches: Callable[[int], Batch],
     progress: TrainingProgress,
     *,
     steps: int | None,
     deadline_s: float,
 ) -> tuple[list[float], tuple[Any, Any]]:
-    """Trains until `steps` are done or time.monotonic() reaches `deadline_s`.
+    """Trains for `steps` steps, or until time.monotonic() reaches `deadline_s`.
 
-    Returns the loss of every step and the last states, which are still on their islands.
+    Returns the loss of every step and the last states, which are on their islands.
     """
     losses: list[float] = []
     in_flight: deque[Any] = deque()
@@ -116,13 +98,13 @@ def run_on_cluster(
     model: ModelConfig,
     optimizer: OptimizerConfig,
     params: tuple[Params, Params],
-    batches: BatchSource,
+    batches: Callable[[int], Batch],
     schedule: Schedule,
     *,
     steps: int | None,
     deadline_s: float,
 ) -> Trained:
-    """Starts a cluster, runs the quickstart and the training on it, and brings the results home."""
+    """Starts a cluster, runs the quickstart and the training on it, and fetches the results."""
     started_s = time.monotonic()
     with pw.LocalCluster(
         islands=len(ISLANDS), hosts_per_island=HOSTS_PER_ISLAND, devices_per_host=1
@@ -158,17 +140,19 @@ def run_on_cluster(
 
 
 def largest_relative_difference(measured: list[float], expected: list[float]) -> float:
-    """How far two rows of losses are apart, relative to the expected ones."""
+    """The largest difference between two lists of losses, relative to the expected ones."""
     return max(abs(m - e) / abs(e) for m, e in zip(measured, expected, strict=True))
 
 
 def main(
     seconds: Annotated[
         float,
-        typer.Option(help="Train until this long after the command's start; ignored with --steps."),
+        typer.Option(
+            help="Stop after so many seconds, counted from the start; ignored with --steps."
+        ),
     ] = 55.0,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Train for this many steps instead.")
+        int | None, typer.Option(min=1, help="Train for so many steps instead.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of parameters, batches and the sample.")] = 0,
 ) -> None:
@@ -178,7 +162,12 @@ def main(
     model, optimizer = ModelConfig(), OptimizerConfig()
     corpus = Corpus.standard_library()
     params = init_params(model, seed)
-    batches = BatchSource(corpus, seed, model.context)
+
+    def batches(step: int) -> Batch:
+        return corpus.training_batch(
+            seed=seed, step=step, micro_batches=MICRO_BATCHES, rows=ROWS, context=model.context
+        )
+
     console.print(
         f"corpus: {len(corpus.training) / 1e6:.1f} MB of Python in {corpus.file_count} files; "
         f"model: {count_params(*params):,} parameters"

@@ -1,7 +1,6 @@
-"""The Python standard library's source text: a corpus that every machine with Python already has.
+"""The source text of Python's standard library, a corpus that every machine with Python has.
 
-A batch is a function of (seed, step) and nothing else, so the pipeline and the reference that
-checks it read the same bytes without sharing a generator.
+A batch depends on (seed, step) only, so the pipeline and the reference read the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def source_files(root: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Bytes, and for each the one that follows it; int32 `[micro_batches, rows, context]`."""
+    """Bytes, and for each byte the next one; int32 `[micro_batches, rows, context]`."""
 
     inputs: NDArray[np.int32]
     targets: NDArray[np.int32]
@@ -39,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to learn from, and a tail that training never sees."""
+    """The bytes of the training, and a held-out tail."""
 
     training: NDArray[np.uint8]
     held_out: NDArray[np.uint8]
@@ -56,12 +55,12 @@ class Corpus:
     def training_batch(
         self, *, seed: int, step: int, micro_batches: int, rows: int, context: int
     ) -> Batch:
-        """Draws one training step's random windows, the same for the same seed and step."""
+        """Draws the random windows of one training step."""
         draw = np.random.default_rng((seed, step))
         return _windows(self.training, draw, micro_batches, rows, context)
 
     def held_out_batch(self, *, rows: int, context: int) -> Batch:
-        """Draws one fixed batch of text that training never sees."""
+        """Draws one fixed batch of the held-out text."""
         return _windows(self.held_out, np.random.default_rng(0), 1, rows, context)
 
 

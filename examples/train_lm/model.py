@@ -1,12 +1,12 @@
 """A small decoder-only Transformer in plain jax.numpy, cut into two pipeline stages.
 
 Stage 0 turns bytes into activations (embeddings and the first half of the blocks); stage 1 turns
-activations into next-byte logits and a loss. Nothing here knows of `pw`: a stage is an ordinary
-function of (parameters, inputs), and the reference simply composes the two.
+activations into next-byte logits and a loss. This file does not use `pw`: a stage is an
+ordinary function of (parameters, inputs), and the reference composes both.
 
 Blocks are pre-norm (RMSNorm), with causal multi-head attention and a GELU feed-forward layer, all
-in float32. The weights that write into the residual stream start smaller by sqrt(2 * blocks), as
-in GPT-2, so that the loss of a fresh model is that of a uniform guess: ln 256 = 5.55 nats a byte.
+in float32. The first weights that write into the residual stream are smaller by
+sqrt(2 * blocks), as in GPT-2, so the first loss is that of a uniform guess: ln 256 = 5.55 nats a byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of the model. The vocabulary is bytes; half of the `blocks` live on each stage."""
+    """Sizes of the model. The vocabulary is bytes; each stage has half of the `blocks`."""
 
     width: int = 96
     heads: int = 4
@@ -44,7 +44,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def build(self) -> optax.GradientTransformation:
-        """Makes the optax transformation; the clipping norm is that of one stage's gradient."""
+        """Makes the optax transformation, which clips by the norm of one stage's gradient."""
 
         def learning_rate(step: Any) -> Any:
             progress = (step + 1) / self.warm_up_steps
@@ -57,7 +57,7 @@ class OptimizerConfig:
 
 
 def init_params(config: ModelConfig, seed: int) -> tuple[Params, Params]:
-    """Draws the parameters of both stages with numpy, so that a seed means the same everywhere."""
+    """Draws the parameters of both stages with numpy, the same on every machine."""
     draw = np.random.default_rng(seed)
     residual_scale = (2 * config.blocks) ** -0.5
 
@@ -92,7 +92,7 @@ def init_params(config: ModelConfig, seed: int) -> tuple[Params, Params]:
 
 
 def count_params(*stages: Params) -> int:
-    """Counts the numbers a model has learned."""
+    """Counts the parameters."""
     return sum(int(np.size(leaf)) for leaf in jax.tree.leaves(stages))
 
 
@@ -122,7 +122,7 @@ def stage1_loss(config: ModelConfig, params: Params, activations: Any, targets: 
 def whole_loss(
     config: ModelConfig, stages: tuple[Params, Params], inputs: Any, targets: Any
 ) -> Any:
-    """The loss of the model that was never cut, for the reference and for evaluation."""
+    """The loss of the uncut model, for the reference and for evaluation."""
     return stage1_loss(config, stages[1], stage0_forward(config, stages[0], inputs), targets)
 
 

@@ -1,19 +1,17 @@
 """One training step as one program over two islands.
 
-Each stage of the model lives on an island of its own, and is data-parallel over the hosts of that
-island: the rows of a micro-batch and their activations are split over the mesh axis "dp",
-parameters and optimizer state are replicated, and the compiler inserts the all-reduce of the
-gradients because their result is declared replicated. Between islands the runtime moves
-activations one way and their gradients the other; nothing here says so, it follows from where the
-functions that make and take them are placed.
+Each stage of the model runs on its own island and is data-parallel over the hosts of that island:
+the mesh axis "dp" divides the rows of a micro-batch and their activations, and every host has all
+parameters and optimizer state. The compiler inserts the all-reduce of the gradients, because their
+result is declared replicated. The runtime moves activations to the other island, and their gradients
+back; it derives these transfers from the placement of the functions.
 
-`train_step` is ordinary Python that runs once, when it is traced. It walks through the schedule's
-tasks and calls one compiled function for each; what it leaves behind is a graph that the runtime
-runs for every step, and that can be called again before the last run has ended.
+`train_step` is ordinary Python that runs once, when it is traced. It walks through the tasks of the
+schedule and calls one compiled function for each. The trace is a graph, which the runtime runs for
+every step. The next run can begin before the last one has ended.
 
-A stage's state is a dict with `params` and `optimizer`. A stage's gradients are summed over
-micro-batches in an accumulator that begins as zeros and is donated from task to task, so that
-each stage holds one of them.
+A stage's state is a dict with `params` and `optimizer`. An accumulator sums a stage's gradients over
+micro-batches; it is donated from task to task, so each stage holds one of them.
 """
 
 from __future__ import annotations
@@ -40,17 +38,17 @@ from examples.train_lm.model import (
 )
 from examples.train_lm.schedule import Kind, Schedule, merge
 
-_REPLICATED = P()
+_WHOLE = P()
 _ROWS = P("dp")
 _ROWS_OF_MICRO_BATCHES = P(None, "dp")
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A training step that is placed on two islands, and the sharding of each stage's state.
+    """A training step on two islands, and the shardings of its states and batches.
 
-    `train_step(stage0_state, stage1_state, micro_batches)` takes what `put_states` and `put_batch`
-    return, and gives both new states and the loss, all of them futures. It consumes the states.
+    `train_step(stage0_state, stage1_state, micro_batches)` takes the results of `put_states` and
+    `put_batch`. It returns both new states and the loss, as futures, and donates the old states.
     """
 
     train_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -58,24 +56,18 @@ class Pipeline:
     batch_shardings: tuple[Any, Any]
 
     def put_states(self, states: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Sends each stage's state to all the hosts of its island."""
-        stage0, stage1 = (
-            pw.put(state, sharding=sharding)
-            for state, sharding in zip(states, self.state_shardings, strict=True)
-        )
-        return stage0, stage1
+        """Sends each stage's state to all hosts of its island."""
+        on0, on1 = self.state_shardings
+        return pw.put(states[0], sharding=on0), pw.put(states[1], sharding=on1)
 
     def put_batch(self, batch: Batch) -> tuple[Any, Any]:
-        """Sends a batch's inputs to the hosts of stage 0, and its targets to those of stage 1."""
-        inputs_sharding, targets_sharding = self.batch_shardings
-        return (
-            pw.put(batch.inputs, sharding=inputs_sharding),
-            pw.put(batch.targets, sharding=targets_sharding),
-        )
+        """Sends a batch's inputs to the hosts of stage 0, and its targets to the hosts of stage 1."""
+        on0, on1 = self.batch_shardings
+        return pw.put(batch.inputs, sharding=on0), pw.put(batch.targets, sharding=on1)
 
 
 def initial_state(optimizer_config: OptimizerConfig, params: Params) -> dict[str, Any]:
-    """Makes the state with which a stage starts, in this process."""
+    """Makes the first state of a stage, in this process."""
     optimizer_state = optimizer_config.build().init(params)
     return {"params": params, "optimizer": jax.tree.map(np.asarray, optimizer_state)}
 
@@ -87,12 +79,12 @@ def zero_gradients(params: Params) -> Params:
 
 
 def zero_gradients_and_loss(params: Params) -> tuple[Params, Any]:
-    """An empty accumulator of the last stage, which sums losses too."""
+    """An empty accumulator of the last stage, which also sums losses."""
     return zero_gradients(params), jnp.float32(0)
 
 
 def split_micro_batches(batch: Any) -> tuple[Any, ...]:
-    """Cuts a batch along its first axis, on the hosts: one array to send for all the cuts."""
+    """Cuts a batch along its first axis on the hosts, so that the client sends one array."""
     return tuple(batch[index] for index in range(batch.shape[0]))
 
 
@@ -103,7 +95,7 @@ def loss_and_backward(
     activations: Any,
     targets: Any,
 ) -> tuple[tuple[Params, Any], Any]:
-    """Stage 1: adds a micro-batch to the accumulator and gives the activations' gradient."""
+    """Stage 1: adds a micro-batch to the accumulator; also returns the activations' gradient."""
     gradients, loss_sum = accumulator
     loss, (params_gradient, activations_gradient) = jax.value_and_grad(
         partial(stage1_loss, config), argnums=(0, 1)
@@ -114,7 +106,7 @@ def loss_and_backward(
 def backward(
     config: ModelConfig, params: Params, accumulator: Params, inputs: Any, activations_gradient: Any
 ) -> Params:
-    """Stage 0's backward task: computes its forward again rather than keeping what is inside it."""
+    """Stage 0: adds a micro-batch; computes the forward again instead of keeping its inside."""
     _, pull_back = jax.vjp(lambda stage: stage0_forward(config, stage, inputs), params)
     (params_gradient,) = pull_back(activations_gradient)
     return _add(accumulator, params_gradient)
@@ -144,12 +136,12 @@ def build_pipeline(
     islands: tuple[str, str],
     hosts_per_island: int,
 ) -> Pipeline:
-    """Asks for a slice of each island and places the two stages on them.
+    """Allocates a slice of each island and places the two stages on them.
 
     Args:
-        schedule: what each stage computes in a step, in which order.
+        schedule: the tasks of each stage in a step, in order.
         islands: names of the islands for stage 0 and stage 1.
-        hosts_per_island: number of devices, one a host, over which each stage is data-parallel.
+        hosts_per_island: the number of devices of each stage, one a host.
     """
     device_set = pw.make_virtual_device_set()
     mesh0, mesh1 = (
@@ -159,45 +151,32 @@ def build_pipeline(
     optimizer = optimizer_config.build()
     micro_batch_count = len(schedule[1])
 
-    # Where an argument or a result is sharded is all that is said about parallelism.
-    forward0 = pw.jit(
-        partial(stage0_forward, config),
-        mesh=mesh0,
-        in_shardings=(_REPLICATED, _ROWS),
-        out_shardings=_ROWS,
-    )
-    backward0 = pw.jit(
+    # The shardings of arguments and results alone decide the parallelism.
+    def on(mesh: pw.Mesh, function: Any, inputs: Any, outputs: Any = None, **more: Any) -> Any:
+        return pw.jit(function, mesh=mesh, in_shardings=inputs, out_shardings=outputs, **more)
+
+    forward0 = on(mesh0, partial(stage0_forward, config), (_WHOLE, _ROWS), _ROWS)
+    backward0 = on(
+        mesh0,
         partial(backward, config),
-        mesh=mesh0,
-        in_shardings=(_REPLICATED, _REPLICATED, _ROWS, _ROWS),
+        (_WHOLE, _WHOLE, _ROWS, _ROWS),
         donate_argnums=(1,),
     )
-    loss1 = pw.jit(
+    loss1 = on(
+        mesh1,
         partial(loss_and_backward, config),
-        mesh=mesh1,
-        in_shardings=(_REPLICATED, _REPLICATED, _ROWS, _ROWS),
-        out_shardings=(_REPLICATED, _ROWS),
+        (_WHOLE, _WHOLE, _ROWS, _ROWS),
+        (_WHOLE, _ROWS),
         donate_argnums=(1,),
     )
-    zeros0 = pw.jit(zero_gradients, mesh=mesh0, in_shardings=(_REPLICATED,))
-    zeros1 = pw.jit(zero_gradients_and_loss, mesh=mesh1, in_shardings=(_REPLICATED,))
+    zeros0 = on(mesh0, zero_gradients, (_WHOLE,))
+    zeros1 = on(mesh1, zero_gradients_and_loss, (_WHOLE,))
+    update_by_mean = partial(update, optimizer, micro_batch_count)
     update0, update1 = (
-        pw.jit(
-            partial(update, optimizer, micro_batch_count),
-            mesh=mesh,
-            in_shardings=(_REPLICATED, _REPLICATED),
-            donate_argnums=(0,),
-        )
-        for mesh in (mesh0, mesh1)
+        on(mesh, update_by_mean, (_WHOLE, _WHOLE), donate_argnums=(0,)) for mesh in (mesh0, mesh1)
     )
     split0, split1 = (
-        pw.jit(
-            split_micro_batches,
-            mesh=mesh,
-            in_shardings=(_ROWS_OF_MICRO_BATCHES,),
-            out_shardings=_ROWS,
-        )
-        for mesh in (mesh0, mesh1)
+        on(mesh, split_micro_batches, (_ROWS_OF_MICRO_BATCHES,), _ROWS) for mesh in (mesh0, mesh1)
     )
     mean1 = pw.jit(lambda loss_sum: loss_sum / micro_batch_count, mesh=mesh1)
 
@@ -228,14 +207,7 @@ def build_pipeline(
         gradients1, loss_sum = accumulator1
         return update0(stage0, gradients0), update1(stage1, gradients1), mean1(loss_sum)
 
-    return Pipeline(
-        train_step=train_step,
-        state_shardings=(
-            pw.NamedSharding(mesh0, _REPLICATED),
-            pw.NamedSharding(mesh1, _REPLICATED),
-        ),
-        batch_shardings=(
-            pw.NamedSharding(mesh0, _ROWS_OF_MICRO_BATCHES),
-            pw.NamedSharding(mesh1, _ROWS_OF_MICRO_BATCHES),
-        ),
-    )
+    def shardings(spec: Any) -> tuple[Any, Any]:
+        return pw.NamedSharding(mesh0, spec), pw.NamedSharding(mesh1, spec)
+
+    return Pipeline(train_step, shardings(_WHOLE), shardings(_ROWS_OF_MICRO_BATCHES))

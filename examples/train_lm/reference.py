@@ -1,9 +1,8 @@
-"""The same training in plain JAX: one process, one device, the model in one piece.
+"""The same training in plain JAX: one process, one device, the uncut model.
 
-It shares with the pipeline the model's definition, the first parameters, the batches and the
-optimizer, and nothing else: no micro-batches, no cut, no `pw`. If both report the same losses
-step after step, then the pipeline's gradients, their accumulation over micro-batches and hosts,
-and its updates are right.
+It has only these in common with the pipeline: the model's definition, the first parameters, the
+batches and the optimizer. It has no micro-batches, no stages and no `pw`. If the losses of both agree
+step after step, then the pipeline's gradients, their sums and its updates are right.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def train(
     params: tuple[Params, Params],
     batches: list[Batch],
 ) -> list[float]:
-    """Trains over `batches` and returns each one's loss, taken before its update."""
+    """Trains over `batches`; returns the loss of each, from before its update."""
     optimizer = optimizer_config.build()
 
     @jax.jit
@@ -60,7 +59,7 @@ def train(
 def held_out_loss(
     config: ModelConfig, params: tuple[Params, Params], corpus: Corpus, rows: int = 256
 ) -> float:
-    """The loss in nats a byte on text that training has not seen."""
+    """The loss on the held-out text, in nats a byte."""
     batch = corpus.held_out_batch(rows=rows, context=config.context)
     loss = jax.jit(partial(whole_loss, config))(params, batch.inputs[0], batch.targets[0])
     return float(loss)
@@ -87,7 +86,7 @@ def generate(
     text = bytearray(prompt)
     for _ in range(size_bytes):
         visible = text[-config.context :]
-        # Padding on the right is invisible to the bytes before it: attention is causal.
+        # Attention is causal, so the bytes before the padding do not see it.
         window = np.zeros(config.context, np.int32)
         window[: len(visible)] = visible
         logits = np.asarray(next_byte_logits(on_device, window, len(visible) - 1), np.float64)

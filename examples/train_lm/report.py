@@ -1,9 +1,8 @@
-"""What training shows: a live bar on a terminal, a plain line now and then anywhere else."""
+"""The output of a training run: a live bar on a terminal, or a line every few seconds."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -12,9 +11,9 @@ _LINE_EVERY_S = 5.0
 
 
 class TrainingProgress:
-    """Follows a training run on the console; use it as a context manager.
+    """Shows a training run on the console; a context manager.
 
-    Speed is measured from the first finished step on, so that compiling does not count.
+    It measures speed from the end of the first step, without compilation.
     """
 
     def __init__(self, console: Console, *, steps: int | None, seconds: float, step_tokens: int):
@@ -42,12 +41,7 @@ class TrainingProgress:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
     def step_done(self, step: int, loss: float) -> None:

@@ -1,13 +1,12 @@
-"""A pipeline schedule is data: which stage computes what, for which micro-batch, in which order.
+"""A pipeline schedule as data: the tasks of each stage, in order.
 
-One forward, one backward ("1F1B"): stage 0 sends a few micro-batches ahead, then alternates
-between the forward of a new one and the backward of the oldest. Stage 1 comes last, so for it the
-two are one task. Compared with all forwards followed by all backwards, stage 0 remembers the
-inputs of at most `ahead` micro-batches that are under way, whatever their number.
+One forward, one backward ("1F1B"): stage 0 sends a few micro-batches ahead, then alternates between
+the forward of a new micro-batch and the backward of the oldest. Stage 1 is the last stage, so forward
+and backward are one task there. Stage 0 keeps the inputs of at most `ahead` micro-batches; with all
+forwards before all backwards it would keep all.
 
-The table has one row a stage, each in the order in which that stage works; `merge` interleaves
-the rows so that every task comes after those it depends on. That is the order in which the
-pipeline's program calls its functions.
+The table has one row a stage. `merge` interleaves the rows so that every task comes after the task
+that it needs. The pipeline's program calls its functions in that order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a task does; the letter is what the printed table shows."""
+    """The kind of a task, with its letter in the printed table."""
 
     FORWARD = "F"
     LOSS = "L"
@@ -36,7 +35,7 @@ class Task:
         return f"{self.kind}{self.micro_batch}"
 
     def needs(self) -> Task | None:
-        """The task of the other stage whose result this one takes."""
+        """The task of the other stage whose result this task takes."""
         match self.kind:
             case Kind.FORWARD:
                 return None
@@ -51,7 +50,7 @@ Schedule = tuple[tuple[Task, ...], tuple[Task, ...]]
 
 
 def one_forward_one_backward(micro_batches: int, ahead: int = 2) -> Schedule:
-    """Plans a step of two stages; stage 0 has at most `ahead` micro-batches under way."""
+    """Plans a step of two stages; stage 0 has at most `ahead` micro-batches in flight."""
     stage0: list[Task] = []
     for tick in range(micro_batches + ahead):
         if tick >= ahead:
@@ -63,7 +62,7 @@ def one_forward_one_backward(micro_batches: int, ahead: int = 2) -> Schedule:
 
 
 def merge(schedule: Schedule) -> list[list[Task]]:
-    """Lays the tasks out in ticks, at most one a stage, none before the task it needs.
+    """Puts the tasks into ticks, at most one a stage, each after the task that it needs.
 
     Raises ValueError if the rows wait for each other.
     """
@@ -82,7 +81,7 @@ def merge(schedule: Schedule) -> list[list[Task]]:
 
 
 def table(schedule: Schedule) -> list[str]:
-    """Prints a schedule for people: one line a stage, one column a tick."""
+    """Prints a schedule: one line a stage, one column a tick."""
     ticks = merge(schedule)
     width = max(len(str(task)) for row in schedule for task in row) + 1
     lines = []

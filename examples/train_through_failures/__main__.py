@@ -1,6 +1,6 @@
-"""The command: one cluster with a spare host, the same training twice, in peace and under fire.
+"""The command: one cluster with a spare host, the same training twice, without and with kills.
 
-With two islands the model is a pipeline over them; with one, both of its stages share the hosts of that.
+With two islands the model is a pipeline over them. With one island, both stages share its hosts.
 """
 
 from __future__ import annotations
@@ -18,36 +18,21 @@ from examples.train_lm.model import ModelConfig, OptimizerConfig, init_params
 from examples.train_lm.pipeline import build_pipeline, initial_state
 from examples.train_lm.schedule import one_forward_one_backward
 from examples.train_through_failures.chaos import Chaos, Kill
-from examples.train_through_failures.training import train
+from examples.train_through_failures.training import Watcher, train
 
 MODEL = ModelConfig(width=64, heads=2, blocks=2, context=32)
 MICRO_BATCHES = 2
 ROWS = 8
 
 
-class Peace:
-    """Looks on while nothing happens."""
-
-    def dispatched(self, step: int) -> None:
-        pass
-
-    def checkpointed(self, step: int) -> None:
-        pass
-
-    def finished(self, step: int, loss: float) -> None:
-        pass
-
-
 def main(
     islands: Annotated[int, typer.Option(min=1, max=2, help="Islands of the cluster.")] = 2,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of each island.")] = 1,
-    spares: Annotated[
-        int, typer.Option(min=0, help="Hosts that can take another one's place.")
-    ] = 1,
+    spares: Annotated[int, typer.Option(min=0, help="Hosts that can replace a lost host.")] = 1,
     steps: Annotated[int, typer.Option(min=4, help="Steps to train, each time.")] = 200,
     kills: Annotated[int, typer.Option(min=0, help="Hosts to kill.")] = 6,
-    seed: Annotated[int, typer.Option(help="Decides what is killed when.")] = 0,
-    log_level: Annotated[str, typer.Option(help="What the cluster says about it.")] = "error",
+    seed: Annotated[int, typer.Option(help="Decides the kills.")] = 0,
+    log_level: Annotated[str, typer.Option(help="Log level of the cluster.")] = "error",
 ) -> None:
     """Trains a small language model while its hosts are killed, and compares the losses."""
     console = Console(soft_wrap=True, highlight=False)
@@ -72,9 +57,11 @@ def main(
             hosts,
         )
         begun_s = time.monotonic()
-        expected = train(pipeline, states, batches, steps, Peace())
+        expected = train(pipeline, states, batches, steps, Watcher())
         took_s = time.monotonic() - begun_s
-        console.print(f"in peace: {steps} steps in {took_s:.1f} s, final loss {expected[-1]!r}")
+        console.print(
+            f"without kills: {steps} steps in {took_s:.1f} s, final loss {expected[-1]!r}"
+        )
 
         def report(kill: Kill) -> None:
             console.print(f"  {kill}")
@@ -86,7 +73,7 @@ def main(
         finally:
             chaos.end()
         took_s = time.monotonic() - begun_s
-        console.print(f"under fire: {steps} steps in {took_s:.1f} s, final loss {losses[-1]!r}")
+        console.print(f"with kills: {steps} steps in {took_s:.1f} s, final loss {losses[-1]!r}")
     recoveries = [kill.recovery_s for kill in chaos.kills if kill.recovery_s is not None]
     longest_s = max(recoveries, default=0.0)
     alike = losses == expected

@@ -1,11 +1,11 @@
-"""Kills hosts of a local cluster at random, and measures how long the training takes to get over it.
+"""Kills hosts of a local cluster at random, and measures how long each recovery takes.
 
-A kill is SIGKILL to the runtime of a host, as when it crashes, or to its supervisor as well, as when the
-machine has lost its power: that one never comes back, so it is done only while there is a spare host. A
-seed decides what is killed at which step, and how long after; some kills wait for the next
-checkpoint, and some hit a cluster that is still recovering from the one before.
+A kill is SIGKILL to the runtime of a host, like a crash, or also to its supervisor, like a machine
+that loses its power. A killed supervisor never comes back, so this happens only while there is a
+spare host. A seed decides the host and the time of each kill. Some kills wait for the next
+checkpoint, and some hit a cluster that still recovers from the last kill.
 
-A recovery lasts from the kill until the loss arrives of a step that was dispatched after it.
+A recovery lasts from the kill until the loss of a step arrives that was dispatched after the kill.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pw
-from pw.client.connection import current
+from examples.train_through_failures.training import Watcher
 
 LONGEST_DELAY_S = 0.4
 
 
 @dataclass(slots=True)
 class Kill:
-    """One kill, and what became of it."""
+    """One kill and its recovery."""
 
     what: str
     when: str
@@ -40,16 +40,16 @@ class Kill:
         return f"{self.what} killed {self.when}, before step {self.step}{outcome}"
 
 
-class Chaos:
-    """A thread that kills while `train` runs, and the `Watcher` that tells it how far training is.
+class Chaos(Watcher):
+    """A thread that kills hosts while `train` runs; as a watcher it follows the steps.
 
     Args:
-        cluster: whose hosts are killed.
-        needed: hosts that have a place in an island; the others are spares.
-        steps: of the training.
-        kills: how many; they are spread over the steps.
-        seed: decides all.
-        report: called with every kill, and again when training has got over it.
+        cluster: the cluster of the hosts.
+        needed: the number of hosts with a place in an island; the others are spares.
+        steps: the steps of the training.
+        kills: the number of kills, spread over the steps.
+        seed: decides all kills.
+        report: called with every kill, and again after its recovery.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Chaos:
         self._next_step = 0
         self._checkpoints = 0
         self._over = False
-        self._under_way: list[Kill] = []
+        self._recovering: list[Kill] = []
         self.kills: list[Kill] = []
         stretch = 0.8 * steps / max(kills, 1)
         self._plan = [1 + int(stretch * (at + self._draw.random())) for at in range(kills)]
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
         self._thread.start()
 
-    # --- what the training loop says -------------------------------------------------------------------
+    # --- calls of the training loop --------------------------------------------------------------
 
     def dispatched(self, step: int) -> None:
         with self._changed:
@@ -91,26 +91,26 @@ class Chaos:
     def finished(self, step: int, loss: float) -> None:
         now_s = time.monotonic()
         with self._changed:
-            for kill in [kill for kill in self._under_way if step >= kill.step]:
+            for kill in [kill for kill in self._recovering if step >= kill.step]:
                 kill.recovery_s = now_s - kill.at_s
-                self._under_way.remove(kill)
+                self._recovering.remove(kill)
                 self._report(kill)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Training is over: what is not recovered by now never was needed again."""
+        """Stop; hosts that have not recovered by now are not needed any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
         self._thread.join()
 
-    # --- the thread ------------------------------------------------------------------------------------
+    # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         for index, step in enumerate(self._plan):
             when = self._draw.choice(["at random", "after a checkpoint", "during a recovery"])
             if when != "during a recovery" or not index:
-                self._until(lambda: not self._under_way)
+                self._until(lambda: not self._recovering)
                 self._until(lambda: self._next_step >= step)  # noqa: B023  (called at once)
             if when == "after a checkpoint":
                 before = self._checkpoints
@@ -125,8 +125,8 @@ class Chaos:
             self._changed.wait_for(lambda: self._over or condition())
 
     def _kill(self, when: str) -> None:
-        islands = current.runtime().ask.status().islands
-        members = [host.node for island in islands for host in island.hosts]
+        islands = pw.status().islands
+        members = [host.name for island in islands for host in island.hosts]
         name = self._draw.choice(
             [name for name in members if name in self._hosts] or [*self._hosts]
         )
@@ -142,4 +142,4 @@ class Chaos:
                 os.kill(process, signal.SIGKILL)
             self.kills.append(kill)
             self._report(kill)
-            self._under_way.append(kill)
+            self._recovering.append(kill)

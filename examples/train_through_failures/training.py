@@ -1,15 +1,15 @@
-"""The training loop: what a user writes.
+"""The training loop, as a user would write it.
 
-States are donated to every step, steps are dispatched ahead of their losses, batches come from this
-process. The one line that is there for the sake of failures is the checkpoint: the runtime repeats from
-there what a lost host takes with it, and the loop never hears of it.
+Every step donates its states, steps are dispatched ahead of their losses, and this process sends the
+batches. Only the checkpoint is there because of failures: the runtime replays lost work from it, and
+the loop does not notice.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +21,17 @@ STEPS_IN_FLIGHT = 4
 STEPS_BETWEEN_CHECKPOINTS = 8
 
 
-class Watcher(Protocol):
-    """Who looks on; for the example's sake."""
+class Watcher:
+    """Follows a training; this one does nothing."""
 
     def dispatched(self, step: int) -> None:
-        """This step will be run."""
+        """A step was enqueued."""
 
     def checkpointed(self, step: int) -> None:
-        """The state after this step is on its way to safety."""
+        """A checkpoint of the state after a step was requested."""
 
     def finished(self, step: int, loss: float) -> None:
-        """This step's loss is here."""
+        """The loss of a step was read."""
 
 
 def train(
@@ -41,7 +41,7 @@ def train(
     steps: int,
     watcher: Watcher,
 ) -> list[float]:
-    """Trains from the given states and returns the loss of every step."""
+    """Trains from these states; returns the loss of every step."""
     losses: list[float] = []
     in_flight: deque[Any] = deque()
 
