@@ -1,4 +1,4 @@
-# A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv,
+# A new machine needs Python 3.11 or newer and make. `make` installs all other packages into .venv,
 # in the versions and with the hashes of requirements.lock.
 
 VENV  := .venv
@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 PIP   := $(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-deps
 
-# The first of these that runs (a version manager's shim may exist and fail), is new enough and can
-# make virtual environments. Override with: make PYTHON=/path/to/python
+# The first Python that runs (a shim of a version manager may fail), is new enough and can make
+# virtual environments. To choose another one: make PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1; then echo $$python; break; fi; done)
@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test bench wheel lint format lock clean
-# An environment whose Python has gone is made anew.
+# Make a new environment if the Python of the old one is gone.
 ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
 .PHONY: $(STAMP)
 endif
@@ -30,7 +30,7 @@ demo: $(STAMP)  ## train a small language model through the runtime
 test: lint  ## everything CI checks: format, lint, types, import contracts, tests
 	@$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
-bench: $(BENCH)  ## measure everything beside its baselines, in about 20 minutes
+bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench
 
 wheel: $(STAMP)  ## build dist/openpathways-*.whl, for other environments
@@ -65,13 +65,13 @@ $(STAMP): pyproject.toml requirements.lock
 	@echo "installing requirements.lock into $(VENV)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes \
 		-r requirements.lock
-	@$(RUN) -m pip uninstall --quiet --yes pw 2>/dev/null  # this project's name before it was openpathways
+	@$(RUN) -m pip uninstall --quiet --yes pw 2>/dev/null  # the project's former name
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(BENCH): $(STAMP) bench/requirements.txt bench/baselines/requirements.txt
-	@echo "installing what the benchmarks need into $(VENV)"
+	@echo "installing the packages of the benchmarks into $(VENV)"
 	@$(PIP) -r bench/requirements.txt
 	@$(PIP) -r bench/baselines/requirements.txt || \
-		echo "the systems to compare with could not all be installed: they will be left out"
+		echo "some baselines could not be installed: the benchmarks leave them out"
 	@touch $@
