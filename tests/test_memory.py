@@ -821,7 +821,9 @@ def test_without_a_limit_nothing_is_counted() -> None:
     bench.run(program)
     assert bench.scheduler.admission.memory is None
     assert len(bench.launched()) == 1
-    assert all(task.here.reservation is None for task in bench.scheduler.in_flight)
+    assert all(
+        task.here.reservation is None for task in bench.scheduler.in_flight.launches.values()
+    )
 
 
 def test_memory_is_taken_only_when_everything_else_is_there() -> None:

@@ -639,7 +639,7 @@ def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
     (refused,) = bench.world.to(CONTROL, ProgramInstalled)
     assert (refused.program, refused.install) == (number, 3)
     assert "no frame holds it" in refused.error.message
-    assert not bench.scheduler.programs[number].compiling
+    assert not bench.scheduler.programs.installed[number].compiling
 
 
 def test_deletes_never_overtake_runs() -> None:
@@ -654,7 +654,7 @@ def test_deletes_never_overtake_runs() -> None:
     assert kinds[-2:] == [Launch, Discard]
     (discard,) = bench.world.to(executor_of("h0"), Discard)
     assert (discard.arrays, discard.programs) == ((5,), (program,))
-    assert not bench.scheduler.programs, "what is known of a program goes with it"
+    assert not bench.scheduler.programs.installed, "what is known of a program goes with it"
 
 
 def test_what_all_hosts_of_a_gang_drop_in_a_turn_is_one_message() -> None:
@@ -745,6 +745,6 @@ def test_a_client_that_leaves_while_hosts_compile_leaves_nothing() -> None:
     plan = HostPlan("h0", (), (), (), ())
     program, body = client_id(1, 2), Program("p", (), (), (), ())
     bench.tell(InstallProgram(program, body, (plan,), (), install=1), RemoveClient(1))
-    assert not bench.scheduler.programs
+    assert not bench.scheduler.programs.installed
     bench.tell(Installed(1, program, None, install=1), sender=executor_of("h0"))
     assert not bench.world.to(CONTROL, ProgramInstalled)

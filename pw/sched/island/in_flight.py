@@ -7,18 +7,18 @@ waits behind it: the epoch ends when the run has had its turn on its devices for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
-from pw.core.messages import CancelRun, Finished, Held, IslandLost, Progress, SegmentDone
+from pw.core.messages import CancelRun, Held, IslandLost, Progress, SegmentDone
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.launch_states import Event, SegmentTask
+from pw.sched.island.layout import UNKNOWN
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
-from pw.sched.island.programs import Programs
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
 from pw.sched.island.window import Part as DevicePart
@@ -52,38 +52,31 @@ class InFlight(Part):
     window: Window
     quarantine: Quarantine
     admission: Admission
-    programs: Programs
     queues: Queues
     watchdog: Watchdog
-    _launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
-    """By the first host of the gang."""
+    launches: dict[Key, SegmentTask] = field(default_factory=dict, init=False)
+    """By the first host of the gang, the oldest first."""
     _reporting: dict[Key, Key] = field(default_factory=dict, init=False)
     """The key of the first host, for each other host that reports the end."""
-
-    def __len__(self) -> int:
-        """How many launches are in flight."""
-        return len(self._launches)
-
-    def __iter__(self) -> Iterator[SegmentTask]:
-        """Yield the launches in flight, those first that have been launched first."""
-        return iter(self._launches.values())
 
     def add(self, task: SegmentTask, numbers: Sequence[int]) -> None:
         """A launch has been sent; `numbers` are those of the hosts that report its end."""
         key = (task.hosts[0], numbers[0])
-        self._launches[key] = task
+        self.launches[key] = task
         for at in range(1, len(numbers)):
             self._reporting[task.hosts[at], numbers[at]] = key
 
     def like(self, task: SegmentTask) -> int:
         """Return how many launches in flight are of the same segment of the same program."""
         program, segment = task.here.program, task.segment
-        return sum(one.segment == segment and one.here.program == program for one in self)
+        return sum(
+            one.segment == segment and one.here.program == program for one in self.launches.values()
+        )
 
     def programs_on(self, host: str) -> list[int]:
         """Return the program that each device of a host works at, first the one that began last."""
         first: dict[DevicePart, int] = {}
-        for task in self:
+        for task in self.launches.values():
             if host in task.at_work_on():
                 for part in task.footprint.parts:
                     first.setdefault(part, task.here.program)
@@ -95,7 +88,7 @@ class InFlight(Part):
         None if no launch of the run is in flight.
         """
         before: set[str] = set()
-        for task in self:
+        for task in self.launches.values():
             if task.here.run == run:
                 return before.isdisjoint(task.hosts)
             before.update(task.at_work_on())
@@ -108,13 +101,13 @@ class InFlight(Part):
         if not self.members.is_current(message.epoch):
             return
         passed, enqueued = set(message.passed), set(message.handed_over)
-        for key, task in list(self._launches.items()):
+        for key, task in list(self.launches.items()):
             name = (task.here.run, task.segment)
             if name in passed:
                 task.passed_on |= {sender.node}
             if name in enqueued:
                 task.passed_on -= {sender.node}
-                self._launches[key] = self._launches.pop(key)
+                self.launches[key] = self.launches.pop(key)
 
     @handles(Progress)
     def _progress(self, sender: Address, message: Progress) -> None:
@@ -122,23 +115,15 @@ class InFlight(Part):
             return
         self.watchdog.went_on()
         for finished in message.finished:
-            task = self._reported(sender.node, finished)
-            if task is not None:
+            key = (sender.node, finished.sequence)
+            if self._reporting:
+                key = self._reporting.pop(key, key)
+            task = self.launches.get(key)
+            if task is None:
+                self.env.count("messages_stale")
+            elif task.reported(sender.node, finished.device_time_us, finished.lost):
+                del self.launches[key]
                 self._ended(task)
-
-    def _reported(self, host: str, finished: Finished) -> SegmentTask | None:
-        """A host has ended a launch. Return the launch if no other host has yet to report."""
-        key = (host, finished.sequence)
-        if self._reporting:
-            key = self._reporting.pop(key, key)
-        task = self._launches.get(key)
-        if task is None:
-            self.env.count("messages_stale")
-            return None
-        if not task.reported(host, finished.device_time_us, finished.lost):
-            return None
-        del self._launches[key]
-        return task
 
     def _ended(self, task: SegmentTask) -> None:
         here, time_us, now_s = task.here, task.device_time_us, self.watchdog.progress_s
@@ -154,7 +139,8 @@ class InFlight(Part):
                 self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
         if self.quarantine:
             self.quarantine.ran(here.program)
-        self.programs.measured(here.program, task.segment, time_us)
+        if here.installed is not UNKNOWN:
+            here.installed.measured(task.segment, time_us)
         done = SegmentDone(here.run, task.segment, time_us, task.lost)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
@@ -182,7 +168,7 @@ class InFlight(Part):
 
     @handles(IslandLost)
     def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
-        for task in self:
+        for task in self.launches.values():
             task.happened(Event.LOSE)
-        self._launches.clear()
+        self.launches.clear()
         self._reporting.clear()

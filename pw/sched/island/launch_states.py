@@ -28,7 +28,7 @@ from pw.core.errors import ErrorReport
 from pw.core.lifecycle import Lifecycle
 from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
-from pw.sched.island.layout import Names
+from pw.sched.island.layout import InstalledProgram
 from pw.sched.island.window import Footprint
 
 
@@ -65,6 +65,8 @@ class Event(StrEnum):
     LOSE = "lose"
 
 
+_QUEUED = {Event.CANCEL: State.CANCELLED, Event.LOSE: State.LOST}
+
 LAUNCH = Lifecycle[State, Event](
     "launch",
     {
@@ -72,28 +74,20 @@ LAUNCH = Lifecycle[State, Event](
             Event.PRODUCERS_LAUNCHED: State.ELIGIBLE,
             Event.PRODUCERS_ENDED: State.READY,
             Event.REFUSE: State.REFUSED,
-            Event.CANCEL: State.CANCELLED,
-            Event.LOSE: State.LOST,
-        },
+        }
+        | _QUEUED,
         State.ELIGIBLE: {
             Event.PRODUCERS_LAUNCHED: State.ELIGIBLE,  # one of several producers has ended
             Event.PRODUCERS_ENDED: State.READY,
             Event.LAUNCH: State.IN_FLIGHT,
-            Event.CANCEL: State.CANCELLED,
-            Event.LOSE: State.LOST,
-        },
-        State.READY: {
-            Event.REFUSE: State.REFUSED,
-            Event.LAUNCH: State.IN_FLIGHT,
-            Event.CANCEL: State.CANCELLED,
-            Event.LOSE: State.LOST,
-        },
+        }
+        | _QUEUED,
+        State.READY: {Event.REFUSE: State.REFUSED, Event.LAUNCH: State.IN_FLIGHT} | _QUEUED,
         State.REFUSED: {
             Event.PRODUCERS_LAUNCHED: State.REFUSED,
             Event.PRODUCERS_ENDED: State.REFUSED,
-            Event.CANCEL: State.CANCELLED,
-            Event.LOSE: State.LOST,
-        },
+        }
+        | _QUEUED,
         State.IN_FLIGHT: {Event.END: State.ENDED, Event.LOSE: State.LOST},
         State.ENDED: {},
         State.CANCELLED: {},
@@ -113,8 +107,8 @@ class RunHere:
     """The run's way to admission; None where memory does not limit it."""
     is_timed: bool
     """The controller has yet to hear of the run's first launch."""
-    names: Names
-    """Kept here because the program may be uninstalled before the run has ended."""
+    installed: InstalledProgram
+    """The program as it was installed, also when it is uninstalled before the run has ended."""
     introduced: set[str] = field(default_factory=set)
     """Hosts that have been sent the arguments."""
     last_segment: dict[str, int] = field(default_factory=dict)
@@ -152,14 +146,6 @@ class SegmentTask:
     launched_s: float = -1.0
     """When it was launched."""
 
-    def __post_init__(self) -> None:
-        self._inputs_changed()
-
-    @property
-    def may_go(self) -> bool:
-        """Whether the policy may pick it."""
-        return self.state is State.READY or self.state is State.ELIGIBLE
-
     def producer_launched(self, segment: int) -> None:
         """A segment of the run was launched on another island."""
         if segment in self.unlaunched:
@@ -177,14 +163,17 @@ class SegmentTask:
         self.awaits.remove(array)
         self._inputs_changed()
 
+    def __post_init__(self) -> None:
+        self._inputs_changed()
+
     def _inputs_changed(self) -> None:
         if not (self.awaits or self.unlaunched):
-            ended = not self.unfinished
-            self.happened(Event.PRODUCERS_ENDED if ended else Event.PRODUCERS_LAUNCHED)
+            event = Event.PRODUCERS_LAUNCHED if self.unfinished else Event.PRODUCERS_ENDED
+            self.state = LAUNCH.after(self.state, event)
 
     def launch(self, now_s: float) -> None:
         """Its hosts have been sent it."""
-        self.happened(Event.LAUNCH)
+        self.state = LAUNCH.after(self.state, Event.LAUNCH)
         self.launched_s = now_s
 
     def reported(self, host: str, device_time_us: int, lost: ErrorReport | None) -> bool:
@@ -195,7 +184,7 @@ class SegmentTask:
         if self.reporters:
             self.ended_on += (host,)
             return False
-        self.happened(Event.END)
+        self.state = LAUNCH.after(self.state, Event.END)
         return True
 
     def happened(self, event: Event) -> None:

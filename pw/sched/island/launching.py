@@ -29,7 +29,7 @@ from pw.sched.island.members import Alike, Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
 from pw.sched.island.queues import Queues
-from pw.sched.island.window import Part, Window
+from pw.sched.island.window import Footprint, Part, Window
 
 UNKNOWN_US = 100.0
 """The expected device time of a segment that has never run."""
@@ -74,6 +74,7 @@ class Launcher(ActorPart):
         now_s = self.env.now_s()
         ready: list[ClientQueue] = []
         eligible: list[ClientQueue] = []
+        footprints: list[Footprint] = []
         absent: list[ClientQueue] = []
         """Clients without a launch that may go."""
         wanting = 0
@@ -90,7 +91,8 @@ class Launcher(ActorPart):
             if not tasks:
                 absent.append(queue)
                 continue
-            head = _head(queue)
+            head = tasks[0]
+            assert isinstance(head, SegmentTask)
             reservation = None if head.awaits else head.here.reservation
             if reservation is not None and not admission.may_be_chosen(reservation):
                 continue
@@ -100,13 +102,13 @@ class Launcher(ActorPart):
                 eligible.append(queue)
             else:
                 absent.append(queue)
-        if not ready and not eligible:
+                continue
+            footprints.append(head.footprint)
+        if not footprints:
             admission.refuse_if_stuck()
             return None
         is_open = partial(self.window.is_open, contended=wanting > 1)
-        if len(ready) + len(eligible) > 1 and not any(
-            is_open(_head(queue).footprint) for queue in (*ready, *eligible)
-        ):
+        if len(footprints) > 1 and not any(map(is_open, footprints)):
             return None
         expected = self._expected(absent, now_s) if self.policy.keeps_devices else absent[:0]
         taken: set[Part] = set()
@@ -118,11 +120,12 @@ class Launcher(ActorPart):
                     taken.update(queue.footprint.parts if queue.footprint is not None else ())
                     kept_until_s = min(kept_until_s, queue.expected_until_s)
                     continue
-                task = _head(queue)
+                task = queue.tasks[0]
+                assert isinstance(task, SegmentTask)
                 parts = task.footprint.parts
                 if taken and not taken.isdisjoint(parts):
                     continue
-                known = self.programs[task.here.program].estimates_us
+                known = task.here.installed.estimates_us
                 untried = task.segment not in known and (
                     self.in_flight.like(task) >= UNKNOWN_AT_ONCE
                 )
@@ -225,9 +228,3 @@ class Launcher(ActorPart):
             number = partial(self.members.next_number, host)
             for order in orders(self.members.epoch, number, copies[host], files[host]):
                 self.env.send(executor_of(host), order)
-
-
-def _head(queue: ClientQueue) -> SegmentTask:
-    head = queue.tasks[0]
-    assert isinstance(head, SegmentTask)
-    return head

@@ -1,4 +1,4 @@
-"""Reads an installed program: how its segments are called, and where they run."""
+"""An installed program: how its segments are called, where they run, and how long they take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pw.core.messages import InstallProgram
 from pw.core.plan import Execute
 from pw.core.sharding import Binding
+from pw.sched.island.window import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,30 @@ class Names:
     """The computations of each segment."""
     shards: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     """Which shards of each segment's last computation each host has."""
+
+
+@dataclass(slots=True)
+class InstalledProgram:
+    """One program."""
+
+    names: Names
+    footprints: dict[int, Footprint]
+    """Where each segment runs."""
+    install: int
+    """The number of its newest installation; hosts may answer for an earlier one."""
+    compiling: set[str]
+    """Hosts that have not answered for the newest installation."""
+    estimates_us: dict[int, float]
+    """Device time of each segment that has ended once."""
+
+    def measured(self, segment: int, device_time_us: int) -> None:
+        """A launch of a segment took so long."""
+        known = self.estimates_us.get(segment, float(device_time_us))
+        self.estimates_us[segment] = 0.8 * known + 0.2 * device_time_us
+
+
+UNKNOWN = InstalledProgram(Names(), {}, 0, set(), {})
+"""Stands for a program that is not installed."""
 
 
 def _executions(message: InstallProgram) -> Iterator[tuple[int, str, list[int]]]:

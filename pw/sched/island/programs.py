@@ -20,29 +20,10 @@ from pw.core.messages import (
     RemoveClient,
 )
 from pw.sched.island.admission import Admission
-from pw.sched.island.layout import Names, names_of, sites_of
+from pw.sched.island.layout import UNKNOWN, InstalledProgram, names_of, sites_of
 from pw.sched.island.members import Members
 from pw.sched.island.quarantine import Quarantine
-from pw.sched.island.window import Footprint, Window
-
-
-@dataclass(slots=True)
-class InstalledProgram:
-    """One program."""
-
-    names: Names
-    footprints: dict[int, Footprint]
-    """Where each segment runs."""
-    install: int
-    """The number of its newest installation; hosts may answer for an earlier one."""
-    compiling: set[str]
-    """Hosts that have not answered for the newest installation."""
-    estimates_us: dict[int, float]
-    """Device time of each segment that has ended once."""
-
-
-UNKNOWN = InstalledProgram(Names(), {}, 0, set(), {})
-"""Stands for a program that is not installed."""
+from pw.sched.island.window import Window
 
 
 @dataclass(eq=False, repr=False)
@@ -55,36 +36,25 @@ class Programs(Part):
     window: Window
     admission: Admission
     quarantine: Quarantine
-    _programs: dict[int, InstalledProgram] = field(default_factory=dict, init=False)
-
-    def __len__(self) -> int:
-        """How many programs are installed."""
-        return len(self._programs)
+    installed: dict[int, InstalledProgram] = field(default_factory=dict, init=False)
 
     def __getitem__(self, number: int) -> InstalledProgram:
         """Return a program; `UNKNOWN` if it is not installed."""
-        return self._programs.get(number, UNKNOWN)
+        return self.installed.get(number, UNKNOWN)
 
     def uninstall(self, number: int, install: int) -> bool:
         """Forget a program, unless it was installed again since that installation. Return whether."""
         if self[number].install != install:
             return False
-        self._programs.pop(number, None)
+        self.installed.pop(number, None)
         self.quarantine.uninstall(number)
         if self.admission.memory is not None:
             self.admission.memory.uninstall(number)
         return True
 
-    def measured(self, number: int, segment: int, device_time_us: int) -> None:
-        """A launch of a segment took so long."""
-        program = self._programs.get(number)
-        if program is not None:
-            known = program.estimates_us.get(segment, float(device_time_us))
-            program.estimates_us[segment] = 0.8 * known + 0.2 * device_time_us
-
     def compiling(self) -> Iterator[tuple[int, InstalledProgram]]:
         """Yield the programs that some host has not compiled, the oldest first."""
-        return ((n, program) for n, program in self._programs.items() if program.compiling)
+        return ((n, program) for n, program in self.installed.items() if program.compiling)
 
     @handles(InstallProgram)
     def _install(self, sender: Address, message: InstallProgram) -> None:
@@ -111,13 +81,13 @@ class Programs(Part):
             self._answer(number, message.install, report)
 
     def _remember(self, message: InstallProgram) -> InstalledProgram:
-        earlier = self._programs.pop(message.program, UNKNOWN)
-        program = self._programs[message.program] = InstalledProgram(
+        earlier = self.installed.pop(message.program, UNKNOWN)
+        program = self.installed[message.program] = InstalledProgram(
             names_of(message),
             {at: self.window.footprint(where) for at, where in sites_of(message).items()},
             message.install,
             {plan.host for plan in message.plans},
-            dict(earlier.estimates_us),
+            {} if earlier is UNKNOWN else earlier.estimates_us,
         )
         return program
 
@@ -141,10 +111,10 @@ class Programs(Part):
 
     @handles(IslandLost)
     def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
-        for program in self._programs.values():
+        for program in self.installed.values():
             program.compiling.clear()
 
     @handles(RemoveClient)
     def _client_removed(self, sender: Address, message: RemoveClient) -> None:
-        for number in [n for n in self._programs if client_of(n) == message.client]:
-            del self._programs[number]
+        for number in [n for n in self.installed if client_of(n) == message.client]:
+            del self.installed[number]

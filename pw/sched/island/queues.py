@@ -115,7 +115,7 @@ class Queues(Part):
             Arguments(message.args, message.results),
             self.admission.reservation(message),
             message.is_timed,
-            program.names,
+            program,
         )
         tasks = []
         for index, segment in enumerate(message.segments):

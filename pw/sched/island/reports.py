@@ -33,14 +33,14 @@ class Reports(Part):
 
     @handles(Look)
     def _look(self, sender: Address, timer: Look) -> None:
-        if self.watchdog.stalled(bool(self.in_flight or self.queues.runs)):
+        if self.watchdog.stalled(bool(self.in_flight.launches or self.queues.runs)):
             self.env.send(CONTROL, Stalled(self.island))
 
     @handles(ExplainIsland)
     def _explain(self, sender: Address, message: ExplainIsland) -> None:
         launched = [
             task
-            for index, task in enumerate(self.in_flight)
+            for index, task in enumerate(self.in_flight.launches.values())
             if index < WORK_TOLD or task.here.run == message.run
         ]
         heads = [queue.tasks[0] for queue in self.queues.clients.values() if queue.tasks]
@@ -50,7 +50,7 @@ class Reports(Part):
             self.island,
             self.members.hosts,
             self.watchdog.quiet_s,
-            len(self.in_flight),
+            len(self.in_flight.launches),
             self.queues.count,
             tuple(map(self._work, launched)),
             tuple(map(self._work, waiting[:WORK_TOLD])),
@@ -63,7 +63,7 @@ class Reports(Part):
 
     def _work(self, task: SegmentTask) -> WorkReport:
         """Report on a launch that is in flight, or next of its client."""
-        names = task.here.names
+        names = task.here.installed.names
         shards = names.shards.get(task.segment, {})
         is_launched = task.state is State.IN_FLIGHT
         return WorkReport(

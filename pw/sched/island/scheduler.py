@@ -45,7 +45,7 @@ class IslandScheduler(Actor):
         self.programs = programs = Programs(env, island, members, window, admission, quarantine)
         self.queues = queues = Queues(env, members, policy, window, quarantine, admission, programs)
         self.in_flight = in_flight = InFlight(
-            env, members, policy, window, quarantine, admission, programs, queues, watchdog
+            env, members, policy, window, quarantine, admission, queues, watchdog
         )
         self._launcher = Launcher(
             env, members, policy, window, admission, programs, in_flight, queues, watchdog
@@ -74,7 +74,7 @@ class IslandScheduler(Actor):
     @property
     def launched(self) -> int:
         """How many launches are in flight."""
-        return len(self.in_flight)
+        return len(self.in_flight.launches)
 
     @handles(IslandLost)
     def _host_lost(self, sender: Address, message: IslandLost) -> None:
@@ -87,7 +87,7 @@ class IslandScheduler(Actor):
     def turn_ended(self) -> None:
         """Launch all that may go, then send what hosts may drop."""
         self._launcher.launch_all()
-        is_busy = bool(self.in_flight or self.queues.runs)
+        is_busy = bool(self.in_flight.launches or self.queues.runs)
         if is_busy:
             if not self._was_busy:
                 self._watchdog.went_on()
@@ -95,5 +95,5 @@ class IslandScheduler(Actor):
         self._was_busy = is_busy
         if self.members.drops:
             self.members.send_drops()
-        if not self.programs:
+        if not self.programs.installed:
             self.window.tidy()
