@@ -1,8 +1,8 @@
-"""Notices that what is under way does not go on.
+"""Notices that an actor's work in flight makes no progress.
 
-An actor says when something went on (`went_on`) and that something is under way (`watch`). One timer runs while
-anything is, however much that may be; when it ends, the actor gets a `Look` and asks `stalled`.
-Nothing happens on the way of a message but the reading of a clock.
+The actor reports progress (`went_on`) and that work is in flight (`watch`). One timer runs while work is
+in flight, whatever its amount; when it ends, the actor gets a `Look` and asks `stalled`. A message costs
+the reading of a clock, no more.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 from pw.core.ticker import Ticker
 
-if TYPE_CHECKING:  # the command line wants the constant, and nothing heavy
+if TYPE_CHECKING:  # the command line needs the constant, and nothing heavy
     from pw.core.actor import Env
 
 STALL_S = 30.0
-"""After so long without any progress somebody shall be told why."""
+"""How long there is no progress before a stall is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Note of a watchdog to its actor: it is time to look."""
+    """Timer of a watchdog: look for a stall."""
 
 
 class Watchdog:
-    """Says once for every stall that there is one.
+    """Reports each stall once.
 
     Args:
         env: of the actor that handles the `Look`s.
-        stall_s: for how long nothing has to happen, in seconds.
+        stall_s: how long without progress is a stall, in seconds.
     """
 
     def __init__(self, env: Env, stall_s: float) -> None:
@@ -37,7 +37,7 @@ class Watchdog:
         self._stall_s = stall_s
         self._looks = Ticker(env, stall_s, Look())
         self.progress_s = env.now_s()
-        """When something went on last."""
+        """When there was progress last."""
         self._told_s = -1.0
 
     def went_on(self) -> None:
@@ -46,17 +46,17 @@ class Watchdog:
 
     @property
     def quiet_s(self) -> float:
-        """How long ago anything went on."""
+        """Seconds since there was progress."""
         return self._env.now_s() - self.progress_s
 
     def watch(self) -> None:
-        """Something is under way: have it looked after."""
+        """Work is in flight: set the timer unless it is set."""
         self._looks.start()
 
-    def stalled(self, under_way: bool) -> bool:
-        """Whether there is a stall that nobody was told of; to be asked at every `Look`."""
+    def stalled(self, in_flight: bool) -> bool:
+        """Return whether there is a stall that was not reported; call it at every `Look`."""
         self._looks.ticked(more=False)
-        if not under_way:
+        if not in_flight:
             return False
         left_s = self._stall_s - self.quiet_s
         if left_s > 0:

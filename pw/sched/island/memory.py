@@ -1,23 +1,21 @@
 """The device memory of one island as its scheduler counts it, before anything is launched.
 
-Three things take memory: buffers of live arrays, reservations of admitted runs, and nothing else. A
-run that is admitted reserves its peak on every device (`pw.core.peak`). When it has ended, the
-reservation goes and what it made is counted as buffers. A buffer is counted as long as an array has
-it (several may: a program can return its argument, or one value twice) or a run in flight reads it:
-a delete or a donation takes the name away at once, and the bytes come back when nobody in flight
-can touch them any more.
+Two things take memory: buffers of live arrays, and reservations of admitted runs. A run that is
+admitted reserves its peak on every device (`pw.core.peak`). When it ends, its results are counted as
+buffers instead. A buffer is counted while an array has it (several may: a program can return its
+argument, or one value twice) or a run in flight reads it. A delete or a donation takes the array away
+at once; the bytes are free when no run in flight can touch them any more.
 
-Temporaries are reserved once for all runs in flight, as much as the one that needs most of them: a
-device computes one thing after the other, and what one has used is there for the next. So a program
-with large temporaries is still launched ahead. A run's peak is therefore kept in two parts: what it
-reserves for itself, and what its computations add to that for temporaries.
+Temporaries are reserved once for all runs in flight, as much as the run that needs most: a device
+computes one thing after the other, and reuses the temporaries. So a program with large temporaries is
+still launched ahead. A run's peak is therefore kept in two parts: the reservation of the run itself,
+and what its temporaries add to that.
 
-What is launched can therefore always allocate: on each device buffers and reservations together
-never exceed the capacity by an admission. Uploads are not admitted; they only take away from what
-is left.
+So a launch can always allocate: an admission never takes buffers and reservations of a device beyond
+its capacity. Uploads are not admitted; they only reduce the free memory.
 
-All buffers on the same devices are counted as one number until somebody looks, so that an array
-costs an addition, and a run a few vector operations over the devices that its program touches.
+Buffers on the same devices are added up in one number until a total is needed. So an array costs an
+addition, and a run a few vector operations over the devices of its program.
 """
 
 from __future__ import annotations
@@ -37,47 +35,49 @@ _Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    """A set of devices that buffers share."""
+class _DeviceSet:
+    """The devices that a buffer is on."""
 
     devices: npt.NDArray[np.intp]
     unsettled_bytes: int = 0
-    """What has come and gone on each of the devices since somebody looked."""
+    """Buffers added and removed on each of the devices that `_used` does not count yet."""
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    place: _Place
+    """The memory of an array, on each of its devices."""
+
+    on: _DeviceSet
     shard_bytes: int
     names: int = 0
-    """Arrays that have it."""
+    """How many arrays have it."""
     readers: int = 0
-    """Runs in flight that read it."""
+    """How many runs in flight read it."""
     is_counted: bool = False
-    """It has bytes of its own; what a run in flight makes is in that run's reservation."""
+    """Whether it is counted; a result of a run in flight is part of the run's reservation."""
 
 
 @dataclass(slots=True, eq=False)
 class _Needs:
-    """What a run of a program takes."""
+    """The memory that a run of a program needs."""
 
     name: str
     memory: IslandMemory
     devices: npt.NDArray[np.intp]
     group: npt.NDArray[np.intp]
-    outputs: list[tuple[OutputMemory, _Place]]
+    outputs: list[tuple[OutputMemory, _DeviceSet]]
     peaks: _Bytes
-    """What a run reserves for itself on each of the devices."""
+    """Reserved for the run itself on each device."""
     temporary_bytes: tuple[int, ...] = ()
     temporaries: _Bytes | None = None
-    """What its computations add to that; None for nothing."""
+    """Added by its temporaries on each device; None if there are none."""
     runs: int = 0
-    """Runs that hold a reservation."""
+    """How many of its runs hold a reservation."""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A reservation of one run."""
+    """The reservation of one run."""
 
     devices: npt.NDArray[np.intp]
     peaks: _Bytes
@@ -88,7 +88,7 @@ class Claim:
 
 
 class DeviceMemory:
-    """Counts what is held and reserved on each device of an island."""
+    """Counts the buffers and reservations on each device of an island."""
 
     def __init__(self, island: str, capacity_bytes: int) -> None:
         self._island = island
@@ -96,24 +96,24 @@ class DeviceMemory:
         self._numbers: dict[DeviceAddress, int] = {}
         self._used: _Bytes = np.zeros(0, np.int64)
         self._temporaries: _Bytes = np.zeros(0, np.int64)
-        """What of it is reserved for temporaries, for whichever run in flight computes."""
+        """The part of `_used` that is reserved for the temporaries of all runs in flight."""
         self._computing: set[_Needs] = set()
-        """Programs that take temporaries and have runs in flight."""
-        self._places: dict[tuple[DeviceAddress, ...], _Place] = {}
-        self._unsettled: set[_Place] = set()
+        """Programs that need temporaries and have runs in flight."""
+        self._device_sets: dict[tuple[DeviceAddress, ...], _DeviceSet] = {}
+        self._unsettled: set[_DeviceSet] = set()
         self._buffers: dict[int, _Buffer] = {}
         self._programs: dict[int, _Needs] = {}
         self.claims = 0
-        """Runs that hold a reservation."""
+        """How many runs hold a reservation."""
         self.frees = 0
-        """Goes up whenever memory may have come back."""
+        """Goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
-        """Arrays that are on their way to their devices."""
+        """Arrays whose uploads have not ended."""
 
     # --- programs ------------------------------------------------------------------------------------
 
     def install(self, program: int, name: str, memory: IslandMemory | None) -> None:
-        """Remember what a run of a program takes; without `memory` it takes nothing."""
+        """Remember the needs of a program; without `memory` it needs none."""
         if memory is None:
             self._programs.pop(program, None)
             return
@@ -124,12 +124,12 @@ class DeviceMemory:
             memory,
             self._numbered(device for group in memory.groups for device in group),
             numbers,
-            [(output, self._place(output.devices)) for output in memory.outputs],
+            [(output, self._device_set(output.devices)) for output in memory.outputs],
             np.array(memory.peaks(), np.int64)[numbers],
         )
 
     def add_temporaries(self, program: int, temporary_bytes: tuple[int, ...]) -> None:
-        """A host has said what the computations of a program take besides arguments and results."""
+        """A host has reported the temporaries of a program's computations."""
         needs = self._programs.get(program)
         if needs is not None and temporary_bytes:
             known = needs.temporary_bytes or (0,) * len(temporary_bytes)
@@ -142,24 +142,24 @@ class DeviceMemory:
                     self._share_temporaries()
 
     def uninstall(self, program: int) -> None:
-        """Forget a program; its runs in flight keep what they have."""
+        """Forget a program; its runs in flight keep their reservations."""
         self._programs.pop(program, None)
 
     # --- arrays --------------------------------------------------------------------------------------
 
     def place(self, array: int, devices: tuple[DeviceAddress, ...], shard_bytes: int) -> None:
-        """An array that no run makes takes memory from now on, before it has arrived."""
-        buffer = _Buffer(self._place(devices), shard_bytes)
+        """Count an array that is uploaded, before it has arrived."""
+        buffer = _Buffer(self._device_set(devices), shard_bytes)
         self._name(array, buffer)
         self._count(buffer)
         self.arriving.add(array)
 
     def arrived(self, array: int) -> None:
-        """The array is on all its devices, or will not come."""
+        """The upload of an array has ended."""
         self.arriving.discard(array)
 
     def release(self, array: int) -> None:
-        """The array is gone; its bytes come back when no run in flight reads them."""
+        """Remove an array; its bytes are free when no run in flight reads them."""
         self.arriving.discard(array)
         buffer = self._buffers.pop(array, None)
         if buffer is not None:
@@ -167,7 +167,7 @@ class DeviceMemory:
             self._let_go(buffer)
 
     def forget(self, client: int) -> None:
-        """All that a client has is gone."""
+        """Remove all arrays and programs of a client."""
         for array in [array for array in self._buffers if client_of(array) == client]:
             self.release(array)
         for program in [program for program in self._programs if client_of(program) == client]:
@@ -180,14 +180,14 @@ class DeviceMemory:
 
     def _count(self, buffer: _Buffer) -> None:
         buffer.is_counted = True
-        buffer.place.unsettled_bytes += buffer.shard_bytes
-        self._unsettled.add(buffer.place)
+        buffer.on.unsettled_bytes += buffer.shard_bytes
+        self._unsettled.add(buffer.on)
 
     def _let_go(self, buffer: _Buffer) -> None:
         if buffer.is_counted and not buffer.names and not buffer.readers:
             buffer.is_counted = False
-            buffer.place.unsettled_bytes -= buffer.shard_bytes
-            self._unsettled.add(buffer.place)
+            buffer.on.unsettled_bytes -= buffer.shard_bytes
+            self._unsettled.add(buffer.on)
             self.frees += 1
 
     # --- runs ----------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class DeviceMemory:
     def reserve(
         self, program: int, args: Sequence[int | bytes], results: Sequence[int]
     ) -> Claim | None:
-        """Reserve a run's peak beside all that is held and reserved; None if it does not fit."""
+        """Reserve a run's peak. Return None if it does not fit."""
         self.claims += 1
         needs = self._programs.get(program)
         if needs is None:
@@ -223,22 +223,22 @@ class DeviceMemory:
                 donated.names -= 1
                 claim.donated.append((array, donated))
         made: dict[int, _Buffer] = {}
-        for output, place in needs.outputs:
+        for output, on in needs.outputs:
             same = made.get(output.same_as_output) or given.get(output.same_as_input)
-            made[output.output] = buffer = same or _Buffer(place, output.shard_bytes)
+            made[output.output] = buffer = same or _Buffer(on, output.shard_bytes)
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
         return claim
 
     def end(self, claim: Claim) -> None:
-        """The run has ended: what is left of it are its results."""
+        """A run has ended: count its results instead of its reservation."""
         self._close(claim)
         for _, buffer in claim.results:
             if not buffer.is_counted and (buffer.names or buffer.readers):
                 self._count(buffer)
 
     def withdraw(self, claim: Claim) -> None:
-        """The run will not start: nothing of it is, and what it would have taken is still there."""
+        """A run was cancelled before it began: give its donated arrays back."""
         for array, buffer in claim.results:
             if self._buffers.get(array) is buffer:
                 self.release(array)
@@ -265,17 +265,17 @@ class DeviceMemory:
         return self._buffers.get(arg) if isinstance(arg, int) else None
 
     def _peaks(self, needs: _Needs, args: Sequence[int | bytes]) -> _Bytes:
-        """The program's peak; a donated buffer that another array has as well does not come back."""
+        """The program's peak, plus donated buffers that stay because another array has them."""
         peaks = needs.peaks
         for index in needs.memory.donated:
             buffer = self._given(args[index])
             if buffer is not None and buffer.names > 1:
-                shared = np.isin(needs.devices, buffer.place.devices)
+                shared = np.isin(needs.devices, buffer.on.devices)
                 peaks = peaks + shared * buffer.shard_bytes
         return peaks
 
     def _with_temporaries(self, needs: _Needs, peaks: _Bytes) -> _Bytes:
-        """What a run adds to what is used: of its temporaries, what is not reserved for others."""
+        """What a run adds to `_used`: its peak, and temporaries beyond those reserved already."""
         if needs.temporaries is None or needs.runs:
             return peaks
         beyond = needs.temporaries - self._temporaries[needs.devices]
@@ -294,13 +294,13 @@ class DeviceMemory:
     # --- refusals ------------------------------------------------------------------------------------
 
     def never_fits(self, program: int, args: Sequence[int | bytes]) -> OutOfDeviceMemory | None:
-        """Why a run could not even have the island to itself, with its arguments; None if it could."""
+        """Return the error if a run would not even fit alone with its arguments."""
         needs = self._programs[program]
         peaks = self._peaks(needs, args)
         inputs = np.zeros_like(self._used)
         for buffer in {self._given(args[index]) for index in needs.memory.inputs} - {None}:
             assert buffer is not None
-            inputs[buffer.place.devices] += buffer.shard_bytes
+            inputs[buffer.on.devices] += buffer.shard_bytes
         if needs.temporaries is not None:
             peaks = peaks + needs.temporaries
         alone = peaks + inputs[needs.devices]
@@ -315,7 +315,7 @@ class DeviceMemory:
         )
 
     def no_room(self, program: int, args: Sequence[int | bytes], client: int) -> OutOfDeviceMemory:
-        """Why a run does not fit beside the arrays that are alive: who has how much of the memory."""
+        """Return the error of a run that does not fit, with the arrays that hold the memory."""
         needs = self._programs[program]
         peaks = self._with_temporaries(needs, self._peaks(needs, args))
         used = self._settled()[needs.devices] + peaks
@@ -325,7 +325,7 @@ class DeviceMemory:
         own = others = 0
         seen: set[int] = set()
         for array, buffer in self._buffers.items():
-            if not buffer.is_counted or id(buffer) in seen or number not in buffer.place.devices:
+            if not buffer.is_counted or id(buffer) in seen or number not in buffer.on.devices:
                 continue
             seen.add(id(buffer))
             if client_of(array) == client:
@@ -343,7 +343,7 @@ class DeviceMemory:
     # --- devices -------------------------------------------------------------------------------------
 
     def used_bytes(self, device: DeviceAddress) -> int:
-        """What is held and reserved on a device."""
+        """Return the bytes of buffers and reservations on a device."""
         number = self._numbers.get(device)
         return 0 if number is None else int(self._settled()[number])
 
@@ -356,17 +356,17 @@ class DeviceMemory:
             self._temporaries = np.concatenate([self._temporaries, fresh])
         return np.array(numbers, np.intp)
 
-    def _place(self, devices: tuple[DeviceAddress, ...]) -> _Place:
-        place = self._places.get(devices)
-        if place is None:
-            place = self._places[devices] = _Place(self._numbered(devices))
-        return place
+    def _device_set(self, devices: tuple[DeviceAddress, ...]) -> _DeviceSet:
+        on = self._device_sets.get(devices)
+        if on is None:
+            on = self._device_sets[devices] = _DeviceSet(self._numbered(devices))
+        return on
 
     def _settled(self) -> _Bytes:
-        for place in self._unsettled:
-            if place.unsettled_bytes:
-                self._used[place.devices] += place.unsettled_bytes
-                place.unsettled_bytes = 0
+        for on in self._unsettled:
+            if on.unsettled_bytes:
+                self._used[on.devices] += on.unsettled_bytes
+                on.unsettled_bytes = 0
         self._unsettled.clear()
         return self._used
 
@@ -376,7 +376,7 @@ class DeviceMemory:
 
 
 def _size(size_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """Return bytes in words."""
     for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= one:
             return f"{size_bytes / one:.2f} {unit}"
