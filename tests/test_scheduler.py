@@ -167,7 +167,7 @@ def test_a_client_may_go_at_any_moment() -> None:
         for scheduler in world.schedulers.values():
             assert not scheduler.queued
             assert not scheduler.launched
-            other_client = {"scheduler.queues.clients", "scheduler.window.part_of"}
+            other_client = {"scheduler.queues.clients", "scheduler.window.group_of"}
             assert held("scheduler", scheduler).keys() <= other_client
 
 

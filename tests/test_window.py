@@ -1,4 +1,4 @@
-"""What is under way, counted for each device, in steps for each group of devices that are used together."""
+"""Launches in flight count on each device, in steps for each group of devices used together."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_every_place_counts_as_if_it_were_counted_alone(
             times_us[place] += time_us
 
 
-def test_devices_that_are_used_together_are_one_part() -> None:
+def test_devices_that_are_used_together_are_one_group() -> None:
     ahead = Window()
     whole = ahead.footprint(range(2048))
-    assert len(whole.parts) == 1
+    assert len(whole.groups) == 1
     half = ahead.footprint(range(1024))
-    assert len(half.parts) == 1
-    assert len(whole.parts) == 2
-    assert half.parts[0] in whole.parts
-    assert ahead.footprint(range(1024, 2048)).parts == [whole.parts[0]]
+    assert len(half.groups) == 1
+    assert len(whole.groups) == 2
+    assert half.groups[0] in whole.groups
+    assert ahead.footprint(range(1024, 2048)).groups == [whole.groups[0]]
 
 
 def test_where_each_segment_of_a_program_runs() -> None:
@@ -88,13 +88,13 @@ def test_where_each_segment_of_a_program_runs() -> None:
     }
 
 
-def test_parts_are_joined_when_what_divided_them_has_gone() -> None:
+def test_groups_are_joined_when_the_footprint_that_divided_them_is_gone() -> None:
     ahead = Window()
     whole = ahead.footprint(range(100))
     ahead.launched(whole, 5.0, 0.0)
     for turn in range(10 * window.FEW):
         ahead.footprint(range(turn % 99 + 1))
-        assert len(whole.parts) <= window.FEW + 4
+        assert len(whole.groups) <= window.FEW + 4
     assert ahead.is_open(whole, True)
     ahead.launched(whole, 300_000.0, 0.0)
     assert not ahead.is_open(whole, False)
@@ -106,7 +106,7 @@ def test_parts_are_joined_when_what_divided_them_has_gone() -> None:
     assert not ahead.sites
 
 
-def test_nobody_owes_for_where_it_never_was() -> None:
+def test_a_client_owes_nothing_for_devices_that_it_never_used() -> None:
     ahead, policy = Window(), ProportionalShare()
     both, one = ahead.footprint((0, 1)), ahead.footprint((0,))
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_nobody_owes_for_where_it_never_was() -> None:
         policy.launched(Wants(2, both.accounts), 1e3)
     del one
     ahead.tidy()
-    assert len(both.parts) == 1
+    assert len(both.groups) == 1
     (account,) = both.accounts
     assert account.passes[1] == account.now, "on the other device it was never served"
     assert account.passes[2] < account.now, "on this one it waits"

@@ -18,18 +18,7 @@ its islands before it is launched on any, in two rounds. First, each island tell
 island (by name) when the run is at the head of its client's queue there and all its uploads have
 ended. Then the islands reserve one after the other, in the order of their names; the last one tells
 all others that the run is admitted. An island without a memory limit takes part and lets everything
-pass.
-
-Why runs cannot wait in a circle. A run that holds memory is at the head of its client's queue on
-each of its islands, so it never waits for another run of its client. Suppose that some run waits
-for memory and nothing ever changes. Let I be the island with the greatest name on which any run
-waits for memory. Memory on I is held by live arrays or by runs. Such a run is either admitted
-everywhere, or waits for memory on an island with a greater name, which was excluded. A run that is
-admitted everywhere and at the head of its queues waits only for the launches of its own producers,
-which form no circle (`pw.core.segments`), and for the window, which opens because launches in
-flight wait only for launches before them (G4). So it ends. In time no run holds memory on I, and
-then the run that waits there fits or is refused. Passing changes only which of the runs that wait
-on one island goes first.
+pass. So runs cannot wait for each other in a circle: docs/internals/memory.md has the proof.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pw.core.ids import arrays_in
 from pw.core.messages import Copy, CopyFile
 from pw.sched.island.habits import Habit
 from pw.sched.island.launch_states import SegmentTask
-from pw.sched.island.window import Account, Footprint, Part
+from pw.sched.island.window import Account, Footprint, Group
 
 
 @dataclass(slots=True)
@@ -86,14 +86,14 @@ class ClientQueue:
         """Until when devices may be kept for the client while none of its launches can go."""
         return self.habit.expected_until_s(self.footprint)
 
-    def wants(self, now_s: float) -> Sequence[Part]:
+    def wants(self, now_s: float) -> Sequence[Group]:
         """Return where the oldest launch runs; without one, where the client is expected now."""
         if (oldest := self.oldest) is not None:
-            return oldest.footprint.parts
+            return oldest.footprint.groups
         footprint = self.habit.footprint
         if footprint is None or now_s >= self.habit.expected_until_s(footprint):
             return ()
-        return footprint.parts
+        return footprint.groups
 
     def submitted(self, tasks: Sequence[SegmentTask], now_s: float) -> None:
         """Queue the launches of a run."""

@@ -93,10 +93,10 @@ class Habit:
 
     def expected_until_s(self, footprint: Footprint | None) -> float:
         """Return until when these devices may be kept for the client; -inf if they may not."""
-        if not (self._is_expected and self._comes_back and footprint and footprint.parts):
+        if not (self._is_expected and self._comes_back and footprint and footprint.groups):
             return -math.inf
         return self.bound_s + min(
-            [part.turn_s + OVERDUE_TIMES * 1e-6 * part.time_us for part in footprint.parts]
+            [group.turn_s + OVERDUE_TIMES * 1e-6 * group.time_us for group in footprint.groups]
         )
 
     def stayed_away(self) -> None:

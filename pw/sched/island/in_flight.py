@@ -21,8 +21,7 @@ from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.queues import Queues
-from pw.sched.island.window import Part as DevicePart
-from pw.sched.island.window import Window
+from pw.sched.island.window import Group, Window
 
 HEAD_S = 1.0
 """How often to look whether a run that is to end has its turn on the devices."""
@@ -75,12 +74,12 @@ class InFlight(Part):
 
     def programs_on(self, host: str) -> list[int]:
         """Return the program that each device of a host works at, first the one that began last."""
-        first: dict[DevicePart, int] = {}
+        first: dict[Group, int] = {}
         for task in self.launches.values():
             if host in task.at_work_on():
-                for part in task.footprint.parts:
-                    first.setdefault(part, task.here.program)
-        return [first[part] for part in sorted(first, key=lambda part: -part.turn_s)]
+                for group in task.footprint.groups:
+                    first.setdefault(group, task.here.program)
+        return [first[group] for group in sorted(first, key=lambda group: -group.turn_s)]
 
     def _has_turn(self, run: int) -> bool | None:
         """Whether a run's devices work at it: no earlier launch is in flight on its hosts.

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.core.actor import Env, handles
-from pw.core.actor import Part as ActorPart
+from pw.core.actor import Env, Part, handles
 from pw.core.copying import orders
 from pw.core.ids import CONTROL, Address, executor_of, scheduler_of
 from pw.core.messages import Copy, CopyFile, RunStarted, SegmentLaunched
@@ -29,7 +28,7 @@ from pw.sched.island.members import Alike, Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
 from pw.sched.island.queues import Queues
-from pw.sched.island.window import Footprint, Part, Window
+from pw.sched.island.window import Footprint, Group, Window
 
 UNKNOWN_US = 100.0
 """The expected device time of a segment that has never run."""
@@ -47,7 +46,7 @@ class _LookAgain:
 
 
 @dataclass(eq=False, repr=False)
-class Launcher(ActorPart):
+class Launcher(Part):
     """Launches the queued work of one island."""
 
     env: Env
@@ -111,26 +110,26 @@ class Launcher(ActorPart):
         if len(footprints) > 1 and not any(map(is_open, footprints)):
             return None
         expected = self._expected(absent, now_s) if self.policy.keeps_devices else absent[:0]
-        taken: set[Part] = set()
+        taken: set[Group] = set()
         """Where a client that goes first has no room, or is expected."""
         kept_until_s = math.inf
         for contenders in (ready + expected if expected else ready, eligible):
             for queue in self.policy.order(contenders, now_s):
                 if expected and queue in expected:
-                    taken.update(queue.footprint.parts if queue.footprint is not None else ())
+                    taken.update(queue.footprint.groups if queue.footprint is not None else ())
                     kept_until_s = min(kept_until_s, queue.expected_until_s)
                     continue
                 task = queue.tasks[0]
                 assert isinstance(task, SegmentTask)
-                parts = task.footprint.parts
-                if taken and not taken.isdisjoint(parts):
+                groups = task.footprint.groups
+                if taken and not taken.isdisjoint(groups):
                     continue
                 known = task.here.installed.estimates_us
                 untried = task.segment not in known and (
                     self.in_flight.like(task) >= UNKNOWN_AT_ONCE
                 )
                 if untried or not is_open(task.footprint):
-                    taken.update(parts)
+                    taken.update(groups)
                     continue
                 reservation = task.here.reservation
                 if reservation is None or reservation.is_admitted or admission.admit(reservation):

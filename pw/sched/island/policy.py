@@ -69,7 +69,7 @@ class ProportionalShare(Policy):
     past. A client that wanted work but could not be served (its input was late) may claim
     `CLAIM_US` of the past.
 
-    Each part of the island has an account of its own, so what a client uses on devices that no
+    Each group of devices has an account of its own, so what a client uses on devices that no
     other client wants changes nothing on other devices.
     """
 

@@ -142,15 +142,17 @@ class Queues(Part):
         self, queue: ClientQueue, tasks: Sequence[SegmentTask], now_s: float
     ) -> None:
         """Before these launches are queued, settle the past of the devices that they use."""
-        parts = {part: None for task in tasks for part in task.footprint.parts}
+        groups = {group: None for task in tasks for group in task.footprint.groups}
         kept = queue.wants(now_s)
-        quiet = [part for part in parts if not part.launched and part not in kept]
+        quiet = [group for group in groups if not group.launched and group not in kept]
         if quiet:
             others = (other.wants(now_s) for other in self.clients.values() if other is not queue)
-            wanted = {part for where in others for part in where}
-            self.policy.idle([part.account for part in quiet if part not in wanted])
+            wanted = {group for where in others for group in where}
+            self.policy.idle([group.account for group in quiet if group not in wanted])
         if queue.oldest is None:
-            self.policy.rejoin(queue.client, [part.account for part in parts if part not in kept])
+            self.policy.rejoin(
+                queue.client, [group.account for group in groups if group not in kept]
+            )
 
     @handles(SegmentLaunched)
     def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:

@@ -98,7 +98,7 @@ def waits_for(head: SegmentTask) -> tuple[str, ...]:
             names = ", ".join(reservation.islands)
             reasons.append(f"all of its islands ({names}) to have room for it")
     if not reasons:
-        launched = max((part.launched for part in head.footprint.parts), default=0)
+        launched = max((group.launched for group in head.footprint.groups), default=0)
         ahead = f"work that was launched before where it runs, some of which must end first ({launched} there)"
         reasons.append(ahead if launched else "its turn, which others have where it runs")
     return tuple(reasons)

@@ -57,16 +57,6 @@ class IslandScheduler(Actor):
         self.compose(self._launcher, reports)
 
     @property
-    def epoch(self) -> int:
-        """The island's epoch, or its last one."""
-        return self.members.epoch
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The hosts of the island; none between epochs."""
-        return self.members.hosts
-
-    @property
     def queued(self) -> int:
         """How many launches are queued."""
         return self.queues.count

@@ -6,9 +6,9 @@ busy, no more than another client may wait for. It counts at each *site* where a
 each device, and on the host where a segment uses no device (a Python function, or only transfers).
 A launch may go when all its sites have room; a full site elsewhere does not matter.
 
-A gang has many devices, nearly always used together. They are counted once, as one part, until a
-segment uses some of them only. Then the part is divided, and both halves have the counts of the
-whole. So a launch costs one step for each part, however many devices there are. Parts are joined
+A gang has many devices, nearly always used together. They are counted once, as one group, until a
+segment uses some of them only. Then the group is divided, and both halves have the counts of the
+whole. So a launch costs one step for each group, however many devices there are. Parts are joined
 again from time to time.
 """
 
@@ -27,7 +27,7 @@ CONTENDED_TIME_US = 5_000.0
 """The same while several clients want the island: with more, the policy has less to decide."""
 CONTENDED_SEGMENTS = 32
 FEW = 16
-"""So many footprints are made before parts are joined again."""
+"""So many footprints are made before groups are joined again."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Account:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class Group:
     """Sites that have always been used together, with the counts of each of them."""
 
     size: int
@@ -72,12 +72,12 @@ class Footprint:
     """The sites where a segment runs."""
 
     sites: frozenset[Hashable]
-    parts: list[Part]
+    groups: list[Group]
 
     @property
     def accounts(self) -> list[Account]:
         """The fair-share accounts of all sites."""
-        return [part.account for part in self.parts]
+        return [group.account for group in self.groups]
 
 
 class Window:
@@ -88,10 +88,10 @@ class Window:
 
     def clear(self) -> None:
         """Forget all sites: the island has left its epoch."""
-        self._part_of: dict[Hashable, Part] = {}
+        self._group_of: dict[Hashable, Group] = {}
         self._footprints = WeakValueDictionary[frozenset[Hashable], Footprint]()
         self._made = 0
-        """Footprints made since parts were joined."""
+        """Footprints made since groups were joined."""
 
     def footprint(self, sites: Iterable[Hashable]) -> Footprint:
         """Return the one footprint of these sites."""
@@ -105,56 +105,56 @@ class Window:
         return known
 
     def tidy(self) -> None:
-        """Forget sites without a footprint, and join parts that all footprints use together."""
-        before, self._part_of, self._made = self._part_of, {}, 0
+        """Forget sites without a footprint, and join groups that all footprints use together."""
+        before, self._group_of, self._made = self._group_of, {}, 0
         users: defaultdict[Hashable, list[Footprint]] = defaultdict(list)
         for footprint in self._footprints.values():
-            footprint.parts.clear()
+            footprint.groups.clear()
             for site in footprint.sites:
                 users[site].append(footprint)
-        parts: dict[tuple[Footprint, ...], Part] = {}
-        joined: dict[Part, set[Part]] = {}
+        groups: dict[tuple[Footprint, ...], Group] = {}
+        joined: dict[Group, set[Group]] = {}
         for site, using in users.items():
-            old, part = before[site], parts.get(tuple(using))
-            if part is None:
+            old, group = before[site], groups.get(tuple(using))
+            if group is None:
                 # Each launch in flight at one of these sites is in flight at all of them.
-                part = parts[tuple(using)] = replace(old, size=0, account=old.account.copy())
-                joined[part] = {old}
+                group = groups[tuple(using)] = replace(old, size=0, account=old.account.copy())
+                joined[group] = {old}
                 for footprint in using:
-                    footprint.parts.append(part)
-            elif old not in joined[part]:
-                joined[part].add(old)
-                part.account.join(old.account)
-            part.size += 1
-            self._part_of[site] = part
+                    footprint.groups.append(group)
+            elif old not in joined[group]:
+                joined[group].add(old)
+                group.account.join(old.account)
+            group.size += 1
+            self._group_of[site] = group
 
-    def _divide(self, wanted: frozenset[Hashable]) -> list[Part]:
-        """Return the parts that make up these sites; divide those that also have other sites."""
-        inside = Counter(self._part_of.get(site) for site in wanted)
-        becomes: dict[Part | None, Part] = {}
-        for part, count in inside.items():
-            if part is None:
-                becomes[None] = Part(count)
-            elif count == part.size:
-                becomes[part] = part
+    def _divide(self, wanted: frozenset[Hashable]) -> list[Group]:
+        """Return the groups that make up these sites; divide those that also have other sites."""
+        inside = Counter(self._group_of.get(site) for site in wanted)
+        becomes: dict[Group | None, Group] = {}
+        for group, count in inside.items():
+            if group is None:
+                becomes[None] = Group(count)
+            elif count == group.size:
+                becomes[group] = group
             else:
-                becomes[part] = half = replace(part, size=count, account=part.account.copy())
-                part.size -= count
+                becomes[group] = half = replace(group, size=count, account=group.account.copy())
+                group.size -= count
                 for footprint in self._footprints.values():
-                    if part in footprint.parts:
-                        footprint.parts.append(half)
+                    if group in footprint.groups:
+                        footprint.groups.append(half)
         for site in wanted:
-            self._part_of[site] = becomes[self._part_of.get(site)]
+            self._group_of[site] = becomes[self._group_of.get(site)]
         return list(becomes.values())
 
     def accounts(self) -> list[Account]:
         """Return the accounts of all sites."""
-        return [part.account for part in dict.fromkeys(self._part_of.values())]
+        return [group.account for group in dict.fromkeys(self._group_of.values())]
 
     @property
     def sites(self) -> int:
         """How many sites are counted."""
-        return len(self._part_of)
+        return len(self._group_of)
 
     def is_open(self, footprint: Footprint, contended: bool) -> bool:
         """Whether there is room for one more launch; `contended` if several clients want the
@@ -162,22 +162,22 @@ class Window:
         segments, time_us = SEGMENTS, TIME_US
         if contended:
             segments, time_us = CONTENDED_SEGMENTS, CONTENDED_TIME_US
-        for part in footprint.parts:
-            if part.launched >= 2 and (part.launched >= segments or part.time_us >= time_us):
+        for group in footprint.groups:
+            if group.launched >= 2 and (group.launched >= segments or group.time_us >= time_us):
                 return False
         return True
 
     def launched(self, footprint: Footprint, time_us: float, now_s: float) -> None:
         """Count a launch that is expected to take `time_us`."""
-        for part in footprint.parts:
-            if not part.launched:
-                part.turn_s = now_s
-            part.launched += 1
-            part.time_us += time_us
+        for group in footprint.groups:
+            if not group.launched:
+                group.turn_s = now_s
+            group.launched += 1
+            group.time_us += time_us
 
     def ended(self, footprint: Footprint, time_us: float, now_s: float) -> None:
         """A launch has ended that was expected to take `time_us`."""
-        for part in footprint.parts:
-            part.turn_s = now_s
-            part.launched -= 1
-            part.time_us -= time_us
+        for group in footprint.groups:
+            group.turn_s = now_s
+            group.launched -= 1
+            group.time_us -= time_us

@@ -160,9 +160,9 @@ class SimCluster(Site):
     def members(self) -> list[SimHost]:
         """Hosts that are where the controller takes them to be, and so hear what they are told."""
         epochs = {
-            host: scheduler.epoch
+            host: scheduler.members.epoch
             for scheduler in self.schedulers.values()
-            for host in scheduler.hosts
+            for host in scheduler.members.hosts
         }
         return [
             host
