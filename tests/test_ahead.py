@@ -136,7 +136,7 @@ def test_large_inputs_wait_for_runs_that_have_had_theirs(runtime: Runtime) -> No
         loop.error.result(BOUND_S)
 
 
-def test_a_session_that_has_died_holds_nobody_up(runtime: Runtime) -> None:
+def test_a_session_that_has_died_delays_no_caller(runtime: Runtime) -> None:
     loop = Loop(lambda: step(runtime), 10 * CREDITS)
     loop.until_blocked()
     runtime.grant(1 << 30)

@@ -199,7 +199,7 @@ def test_a_client_that_waits_for_an_upload_keeps_its_turn() -> None:
     assert bench.owners()[before:] == [1, 2], "what takes so long may be waiting itself"
 
 
-def test_what_is_kept_on_one_device_holds_up_nobody_on_another() -> None:
+def test_a_kept_device_delays_no_client_on_another() -> None:
     bench = Bench("priority")
     for client, at, priority in ((1, 0, 9), (2, 0, 0), (3, 1, 0)):
         runs_on(bench, client, at, priority=priority)

@@ -1,4 +1,4 @@
-"""Device memory: what a run takes, who may have it when, and that nobody waits for it for ever (G5)."""
+"""Device memory: the needs of a run, the order of admission, and that no run waits for ever (G5)."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_no_device_ever_holds_more_than_what_is_reserved(program: Program) -> No
     assert {memory.island for memory in memories} == {segment.island for segment in plan.segments}
 
 
-# --- who holds what ----------------------------------------------------------------------------------
+# --- buffers -----------------------------------------------------------------------------------------
 
 
 def needs(
@@ -278,7 +278,7 @@ def test_a_reservation_becomes_results_and_results_go_when_they_are_released() -
     second = ledger.memory.reserve(program, (), (2,))
     assert second
     ledger.memory.release(2)
-    assert ledger.used == 80, "what is made and nobody wants lasts until the run has ended"
+    assert ledger.used == 80, "an unwanted result lasts until its run has ended"
     ledger.memory.end(second)
     ledger.memory.release(1)
     assert (ledger.used, ledger.memory.claims) == (0, 0)
@@ -917,7 +917,7 @@ def check_memory_is_free(world: World) -> None:
 
 @pytest.mark.parametrize("unlimited", ["", "a", "b", "c"])
 def test_runs_that_need_all_the_memory_of_several_islands_always_finish(unlimited: str) -> None:
-    """Each island has room for one run. Runs cross in all directions, and nobody is refused."""
+    """Each island has room for one run. Runs cross in all directions, and none is refused."""
     for seed in range(60):
         limits = {i: None if i == unlimited else 2 * LARGE_SHARD + 8 for i in "abc"}
         world = cluster(seed, **limits)
@@ -970,7 +970,7 @@ def test_what_is_counted_at_rest_is_what_is_alive() -> None:
 
 @pytest.mark.parametrize("deleted", [False, True])
 def test_an_upload_that_fails_is_not_on_its_way_any_more(deleted: bool) -> None:
-    """Whether it is sent again, or nobody wants it any more."""
+    """Whether it is sent again, or is not needed any more."""
     world = cluster(0, a=10 * LARGE_SHARD)
     client = join(world, "c")
     spec = split(client.slice(1, "a"), 1, LARGE)
@@ -1024,7 +1024,7 @@ def test_a_run_without_room_fails_its_results_and_all_that_comes_of_them() -> No
 
 
 def test_clients_and_hosts_may_go_at_any_moment() -> None:
-    """No reservation outlives its run, and nobody waits for one that does not exist any more."""
+    """No reservation outlives its run, and no run waits for one that is gone."""
     for seed in range(40):
         world = cluster(seed, a=2 * LARGE_SHARD + 8, b=2 * LARGE_SHARD + 8)
         gone, other = join(world, "gone"), join(world, "other")

@@ -46,7 +46,7 @@ class Island:
 
 @dataclass
 class Wants:
-    """Somebody who has work for some devices."""
+    """A client that has work for some devices."""
 
     client: int
     accounts: Sequence[Account]
@@ -71,8 +71,8 @@ def test_shares_of_device_time_converge(times_us: tuple[int, ...]) -> None:
         assert used[client] / used.total() == pytest.approx(share / 7, abs=0.04)
 
 
-def test_who_idled_does_not_claim_the_past() -> None:
-    """Not even when nobody else was there while it idled."""
+def test_a_client_that_idled_does_not_claim_the_past() -> None:
+    """Not even when it was the only client while it idled."""
     island = Island("share", {1: 1000, 2: 1000})
     island.bench.client(1)
     island.bench.client(2)
@@ -84,7 +84,7 @@ def test_who_idled_does_not_claim_the_past() -> None:
     assert 40 <= owners.count(2) <= 60
 
 
-def test_what_was_used_while_nobody_else_was_there_is_held_against_nobody() -> None:
+def test_time_used_without_contention_does_not_count() -> None:
     island = Island("share", {1: 600_000_000, 2: 1000})
     island.bench.client(1)
     island.bench.client(2)
@@ -96,7 +96,7 @@ def test_what_was_used_while_nobody_else_was_there_is_held_against_nobody() -> N
     assert 1 in island.work(3)
 
 
-def test_to_look_for_somebody_who_fits_costs_nobody_anything() -> None:
+def test_looking_for_a_client_that_fits_changes_no_share() -> None:
     policy, account = ProportionalShare(), Account()
     contenders = [Wants(client, (account,)) for client in (1, 2)]
     for number, contender in enumerate(contenders):
@@ -107,7 +107,7 @@ def test_to_look_for_somebody_who_fits_costs_nobody_anything() -> None:
 
 
 @pytest.mark.parametrize("times_us", [(4000, 4000), (1000, 10_000)])
-def test_who_works_elsewhere_changes_nobodys_share(times_us: tuple[int, int]) -> None:
+def test_work_on_other_devices_changes_no_share(times_us: tuple[int, int]) -> None:
     """Neither that of others, nor its own when it wants to work where they do."""
     bench = Bench("share", ("h0",))
     for client, at, share in ((1, 0, 3.0), (2, 0, 1.0), (3, 1, 1.0)):
@@ -133,7 +133,7 @@ def test_who_works_elsewhere_changes_nobodys_share(times_us: tuple[int, int]) ->
     assert used_us[3] > 0.9 * (used_us[1] + used_us[2])
 
 
-def test_who_was_alone_elsewhere_has_its_share_where_others_are() -> None:
+def test_a_client_that_was_alone_elsewhere_has_its_share_here() -> None:
     policy, here, there = ProportionalShare(), Account(), Account()
     alone, mine, theirs = Wants(1, (there,)), Wants(1, (here,)), Wants(2, (here,))
     for _ in range(1000):
@@ -154,17 +154,17 @@ def test_who_was_alone_elsewhere_has_its_share_where_others_are() -> None:
         chosen = policy.order(contenders, 0.0)[0]
         policy.launched(chosen, 1000.0)
         served[id(chosen)] += 1
-    assert 20 <= served[id(both)] <= 25, "as often as anybody"
+    assert 20 <= served[id(both)] <= 25, "as often as the others"
     served.clear()
     for _ in range(90):
         contenders = [theirs, both]
         chosen = policy.order(contenders, 0.0)[0]
         policy.launched(chosen, 1000.0 if chosen is theirs else 50_000.0)
         served[id(chosen)] += 1
-    assert served[id(both)] in (2, 3), "time that nobody else wants is not held against it"
+    assert served[id(both)] in (2, 3), "time without contention does not count"
 
 
-def test_who_could_not_be_served_claims_only_a_little_of_the_past() -> None:
+def test_a_client_that_could_not_be_served_claims_only_a_little_of_the_past() -> None:
     island = Island("share", {1: 1000, 2: 1000})
     island.bench.client(1)
     island.bench.client(2)

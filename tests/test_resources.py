@@ -124,7 +124,7 @@ def test_a_host_that_does_not_fit_is_told_why(how: Any, kind: str, words: str) -
     assert bench.told("y", FormIsland), "the others do not suffer from it"
 
 
-def test_a_full_island_takes_nobody() -> None:
+def test_a_full_island_takes_no_host() -> None:
     bench = Bench()
     bench.island("i", 2, 1)
     bench.host("late", hosts=2)
@@ -133,7 +133,7 @@ def test_a_full_island_takes_nobody() -> None:
     assert not bench.news(IslandLost)
 
 
-def test_who_comes_while_a_place_is_kept_gets_it_if_it_stays_free() -> None:
+def test_a_host_that_comes_while_a_seat_is_kept_gets_it_if_it_stays_free() -> None:
     """Not as a spare: a worker that a user starts in the place of one that has died."""
     bench = Bench()
     bench.island("i", 1, 1)
@@ -161,7 +161,7 @@ def test_a_lost_host_ends_the_epoch_for_all_and_the_next_has_a_higher_number() -
     assert len(bench.news(IslandLost)) == 3
 
 
-def test_a_host_that_waits_for_others_hears_that_it_has_its_place() -> None:
+def test_a_host_that_waits_for_others_hears_that_it_has_its_seat() -> None:
     bench = Bench()
     bench.island("i", 2, 1)
     for node in ("i0", "i1"):
@@ -282,7 +282,7 @@ def test_slices_are_bound_again_when_their_island_is_back() -> None:
     assert {bound.epoch for bound in after} == {2}
 
 
-def test_who_was_replaced_from_elsewhere_can_go_anywhere() -> None:
+def test_a_host_that_was_replaced_from_elsewhere_can_go_anywhere() -> None:
     """Also if that host was itself replaced by one from elsewhere, which has gone."""
     bench = Bench()
     bench.island("a", 1, 1)
@@ -336,7 +336,7 @@ def test_an_island_whose_hosts_sit_elsewhere_is_known_again_after_a_restart(late
     assert islands["b"].ranks == spares
 
 
-def test_who_comes_back_to_where_it_is_from_elsewhere_leaves_its_own_island_alone() -> None:
+def test_a_host_that_returns_to_a_seat_elsewhere_leaves_its_own_island_alone() -> None:
     """Its own has another form, and the one where it was has no other hosts."""
     bench = Bench()
     bench.island("a", 2, 1)
@@ -408,7 +408,7 @@ def drained(bench: Bench) -> list[ErrorReport | None]:
 
 
 def test_islands_that_have_waited_for_a_drained_host_are_formed_when_it_is_given_up() -> None:
-    """Also one that has never had an epoch, and so no time at which anybody would look at it."""
+    """Also one that has never had an epoch, and so no timer."""
     bench = Bench()
     bench.island("a", 2, 1)
     bench.host("s", "a", 2, spare=True)

@@ -327,9 +327,9 @@ def runs_on(bench: Bench, client: int, *at: int, share: float = 1.0, priority: i
     bench.tell(InstallProgram(client_id(client, 1), body, plans, ()))
 
 
-def test_long_runs_hold_up_nobody_on_other_devices() -> None:
+def test_long_runs_do_not_delay_clients_on_other_devices() -> None:
     bench = Bench("fifo")
-    bench.client(9)  # somebody else, so that they are several
+    bench.client(9)  # another client, so that there are several
     runs_on(bench, 1, 0)
     runs_on(bench, 2, 1)
     runs_on(bench, 3, 2, 3)
@@ -460,7 +460,7 @@ def test_what_a_lost_host_has_spoilt_is_told_as_such() -> None:
         assert bench.world.to(told, SegmentDone) == [SegmentDone(submit.run, 7, 5, True)]
 
 
-def test_a_segment_has_ended_when_all_have_said_so_who_see_its_end() -> None:
+def test_a_launch_ends_when_all_reporting_hosts_have_said_so() -> None:
     bench = Bench(hosts=("h0", "h1", "h2"))
     bench.client(1)
     submit = bench.submission(1, reporters=2)
@@ -497,7 +497,7 @@ def test_a_host_that_has_ended_its_part_is_not_at_it_any_more() -> None:
     assert refused.run == hangs.run
 
 
-def test_who_has_gone_well_for_long_is_not_blamed_for_a_crash() -> None:
+def test_the_program_that_began_last_is_blamed_for_a_crash() -> None:
     """What its host was at on another device is likelier: it has only begun."""
     bench = Bench()
     for client, at in ((1, 0), (2, 1), (3, 1), (4, 2)):
@@ -514,7 +514,7 @@ def test_who_has_gone_well_for_long_is_not_blamed_for_a_crash() -> None:
     assert at_work == [client_id(3, 1), client_id(1, 1)]
 
 
-def test_who_waits_for_an_input_is_behind_those_who_pass() -> None:
+def test_a_launch_that_waits_for_an_input_is_behind_those_that_pass_it() -> None:
     """What hangs there now is ended in its time, and what crashes it is to blame."""
     bench = Bench(hosts=("h0",))
     for client in (1, 2, 3):
@@ -658,16 +658,16 @@ def test_deletes_never_overtake_runs() -> None:
 
 
 def test_what_all_hosts_of_a_gang_drop_in_a_turn_is_one_message() -> None:
-    """It is encoded once for all of them; who is in other gangs as well gets all in one."""
+    """It is encoded once for all of them; a host of several gangs gets one message."""
     bench = Bench(hosts=("h0", "h1", "h2"))
     bench.client(1)
-    everybody, two = ("h0", "h1", "h2"), ("h1", "h2")
+    every_host, two = ("h0", "h1", "h2"), ("h1", "h2")
     bench.world.mailboxes["controller"] += [
         (bench.address, bench.address, Release(1, (number,), (hosts,)))
-        for number, hosts in ((5, everybody), (6, two), (7, everybody), (8, ("gone", "h0")))
+        for number, hosts in ((5, every_host), (6, two), (7, every_host), (8, ("gone", "h0")))
     ]
     bench.world.drain("controller")
-    (first,), (second,), (third,) = (bench.world.to(executor_of(h), Discard) for h in everybody)
+    (first,), (second,), (third,) = (bench.world.to(executor_of(h), Discard) for h in every_host)
     assert (first.arrays, second.arrays) == ((5, 7, 8), (5, 7, 6))
     assert third is second
     assert not bench.world.to(executor_of("gone"), Discard)

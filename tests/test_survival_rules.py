@@ -53,7 +53,7 @@ def test_copies_that_were_not_made_do_not_end_the_lineage(seed: int) -> None:
     np.testing.assert_array_equal(client.value(state), X + 4)
 
 
-def test_copies_survive_the_crash_of_all_who_keep_them() -> None:
+def test_replicas_survive_the_crash_of_all_hosts_that_keep_them() -> None:
     cluster = Cluster(spares=1)
     client, world = cluster.client, cluster.world
     client.keeps_inputs = False
@@ -148,7 +148,7 @@ def test_a_host_that_is_gone_is_not_awaited_because_its_gang_noticed_first(
     assert bench.state("two").state == "forming"
 
 
-def test_who_was_replaced_by_a_spare_that_can_go_anywhere_can_go_anywhere() -> None:
+def test_a_host_that_a_free_spare_replaced_can_go_anywhere() -> None:
     bench = Hosts()
     bench.lose("one0")
     bench.joined("s", 2, island="one")
@@ -188,7 +188,7 @@ def test_an_array_is_copied_whose_shards_jax_lists_twice() -> None:
     np.testing.assert_array_equal(copy(twice), np.arange(4.0))
 
 
-def test_executables_outlive_whoever_has_compiled_them_even_if_killed_while_writing(
+def test_executables_outlive_the_process_that_compiled_them_even_if_killed_while_writing(
     tmp_path: Path,
 ) -> None:
     there = jax.sharding.SingleDeviceSharding(jax.devices()[3])
