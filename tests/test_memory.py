@@ -502,7 +502,7 @@ def test_the_count_is_right_whatever_happens(seed: int) -> None:
         elif arrays:
             ledger.memory.release(arrays.pop(dice.randrange(len(arrays))))
         largest = max((known[program] for program, _ in flying), default=0)
-        assert ledger.memory._temporaries.sum() == largest
+        assert ledger.memory.temporaries.sum() == largest
     for _, claim in flying:
         ledger.memory.end(claim)
     for array in arrays:

@@ -1,2 +1,1 @@
-"""The gang scheduler of one island: its queue, window, policy and admission, and what it has
-installed."""
+"""The gang scheduler of one island: programs, queues, policy, window, admission, launches."""

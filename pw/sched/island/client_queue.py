@@ -113,8 +113,7 @@ class ClientQueue:
         self.habit.launched(head.footprint)
 
     def insert(self, discard: DiscardTask) -> None:
-        """Queue it right behind the last task that may use its arrays: later tasks may need the
-        memory."""
+        """Queue it behind the last task that may use its arrays: later ones may need the memory."""
         arrays = frozenset(discard.arrays)
         at = len(self.tasks)
         while at and not _may_use(self.tasks[at - 1], arrays):

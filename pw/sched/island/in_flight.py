@@ -95,8 +95,7 @@ class InFlight(Part):
 
     @handles(Held)
     def _passed(self, sender: Address, message: Held) -> None:
-        """A launch that was passed is not at work; once enqueued, it is behind those that passed
-        it."""
+        """A passed launch is not at work; when enqueued, it is behind those that passed it."""
         if not self.members.is_current(message.epoch):
             return
         passed, enqueued = set(message.passed), set(message.handed_over)

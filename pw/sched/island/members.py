@@ -28,8 +28,7 @@ from pw.core.messages import (
 from pw.sched.island.launch_states import RunHere
 
 Alike = dict[tuple[int, bool, bool, bool], Launch]
-"""Launches of one gang by the fields in which they differ, so that each is made and encoded once.
-"""
+"""Launches of one gang by the fields in which they differ: each is made and encoded once."""
 
 
 @dataclass(slots=True)
@@ -49,7 +48,6 @@ class Members(Part):
     island: str
     epoch: int = field(default=0, init=False)
     hosts: tuple[str, ...] = field(default=(), init=False)
-    _names: frozenset[str] = field(default=frozenset(), init=False)
     _next_sequence: dict[str, int] = field(default_factory=dict, init=False)
     drops: defaultdict[tuple[str, ...], Drop] = field(
         default_factory=lambda: defaultdict(Drop), init=False
@@ -68,12 +66,11 @@ class Members(Part):
 
     def _set_hosts(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
-        self._names = frozenset(hosts)
         self._next_sequence = dict.fromkeys(hosts, 0)
 
     def include(self, hosts: Iterable[str]) -> bool:
         """Whether all these hosts are members; messages of an earlier epoch name others."""
-        return self._names.issuperset(hosts)
+        return self._next_sequence.keys() >= set(hosts)
 
     def is_current(self, epoch: int) -> bool:
         """Whether a message is of this epoch; one that is not is counted."""
@@ -99,7 +96,7 @@ class Members(Part):
         report: bool,
         alike: Alike,
     ) -> int:
-        """Send one host of a gang its launch, and return its number; `alike` is shared by the gang."""
+        """Send a host its launch and return the number; the hosts of a gang share `alike`."""
         sequence = self.next_number(host)
         key = (sequence, arguments is None, last, report)
         launch = alike.get(key)
@@ -111,7 +108,7 @@ class Members(Part):
         return sequence
 
     def send_drops(self) -> None:
-        """Send each host what it may drop in one message, encoded once for all that get the same."""
+        """Send each host one message; hosts that drop the same share it, encoded once."""
         of_hosts: defaultdict[str, list[Drop]] = defaultdict(list)
         for gang, drop in self.drops.items():
             for host in gang:
@@ -119,7 +116,7 @@ class Members(Part):
         self.drops.clear()
         alike: dict[tuple[int, ...], Discard] = {}
         for host, drops in of_hosts.items():
-            if host not in self._names:
+            if host not in self._next_sequence:
                 continue
             sequence = self.next_number(host)
             key = (sequence, *map(id, drops))
@@ -143,7 +140,7 @@ class Members(Part):
         """Pass a host's message on to the rest of its gang."""
         if self.is_current(message.epoch):
             for host in message.gang:
-                if host != sender.node and host in self._names:
+                if host != sender.node and host in self._next_sequence:
                     self.env.send(executor_of(host), message)
 
     @handles(LaunchGap)

@@ -95,7 +95,7 @@ class DeviceMemory:
         self._capacity_bytes = capacity_bytes
         self._numbers: dict[DeviceAddress, int] = {}
         self._used: _Bytes = np.zeros(0, np.int64)
-        self._temporaries: _Bytes = np.zeros(0, np.int64)
+        self.temporaries: _Bytes = np.zeros(0, np.int64)
         """The part of `_used` that is reserved for the temporaries of all runs in flight."""
         self._computing: set[_Needs] = set()
         """Programs that need temporaries and have runs in flight."""
@@ -209,7 +209,7 @@ class DeviceMemory:
         self._used[needs.devices] = used
         if needs.temporaries is not None and not needs.runs:
             self._computing.add(needs)
-            self._temporaries[needs.devices] += more - peaks
+            self.temporaries[needs.devices] += more - peaks
         needs.runs += 1
         claim = Claim(needs.devices, peaks, needs)
         given = {index: self._given(args[index]) for index in needs.memory.inputs}
@@ -278,18 +278,18 @@ class DeviceMemory:
         """What a run adds to `_used`: its peak, and temporaries beyond those reserved already."""
         if needs.temporaries is None or needs.runs:
             return peaks
-        beyond = needs.temporaries - self._temporaries[needs.devices]
+        beyond = needs.temporaries - self.temporaries[needs.devices]
         more: _Bytes = peaks + np.maximum(beyond, 0)
         return more
 
     def _share_temporaries(self) -> None:
         """Reserve on each device the largest temporaries of the runs in flight."""
-        largest = np.zeros_like(self._temporaries)
+        largest = np.zeros_like(self.temporaries)
         for needs in self._computing:
             assert needs.temporaries is not None
             largest[needs.devices] = np.maximum(largest[needs.devices], needs.temporaries)
-        self._used += largest - self._temporaries
-        self._temporaries = largest
+        self._used += largest - self.temporaries
+        self.temporaries = largest
 
     # --- refusals ------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class DeviceMemory:
         if missing:
             fresh = np.zeros(missing, np.int64)
             self._used = np.concatenate([self._used, fresh])
-            self._temporaries = np.concatenate([self._temporaries, fresh])
+            self.temporaries = np.concatenate([self.temporaries, fresh])
         return np.array(numbers, np.intp)
 
     def _device_set(self, devices: tuple[DeviceAddress, ...]) -> _DeviceSet:

@@ -157,8 +157,7 @@ class Window:
         return len(self._group_of)
 
     def is_open(self, footprint: Footprint, contended: bool) -> bool:
-        """Whether there is room for one more launch; `contended` if several clients want the
-        island."""
+        """Whether one more launch may go; `contended` if several clients want the island."""
         segments, time_us = SEGMENTS, TIME_US
         if contended:
             segments, time_us = CONTENDED_SEGMENTS, CONTENDED_TIME_US
