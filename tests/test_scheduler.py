@@ -720,7 +720,7 @@ def test_a_run_cut_short_by_another_island_leaves_its_hosts() -> None:
         check_order(world)
         world.wait(1300)
         assert empty([host.current for host in hosts])
-        assert world.client(client.number).in_flight == 0
+        assert not world.control.runs.in_flight
         assert client.credits == client.sent_runs
 
 

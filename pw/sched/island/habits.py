@@ -1,19 +1,13 @@
-"""How soon a client comes back with more work when some of its work has ended, and how long to wait
-for it.
+"""How soon a client comes back with more work, and how long a device is kept for it.
 
-A client that waits for a result before its next call has nothing queued in between. A scheduler
-that gives the device to another client in that moment gives it away for as long as the other's
-launch takes. All clients that wait would then get the same, whatever their shares and priorities.
-Disk schedulers meet the same problem with reads (Iyer and Druschel, "Anticipatory scheduling", SOSP
-2001), and have the same remedy: the device is *kept* idle for the client whose turn it is, if that
-client usually comes back soon.
+A client that waits for each result has nothing queued when its turn comes. So a device is *kept*
+idle for the client whose turn it is, if that client usually comes back soon (Iyer and Druschel,
+"Anticipatory scheduling", SOSP 2001).
 
-A kept device costs its time, so that is bounded. A client's *think time* lasts from the end of its
-work to its next run, as the scheduler sees both. A device is kept only for a client whose mean
-think time is within `bound_s`, and for no longer: `KEPT_S` and a quarter of the device time that
-the client uses between two thoughts, and never more than four times that device time. While another
-client's work runs on the device, keeping it costs nothing. A client that has not come back in time
-is not expected again until it has had another launch, and not at all if it is often late.
+A client's *think time* lasts from the end of its work to its next run, as the scheduler sees both.
+A device is kept only for a client whose mean think time is within `bound_s`, and for no longer.
+While another client's work runs on the device, keeping it costs nothing. A client that is late is
+not expected again until it has had another launch, and not at all if it is often late.
 """
 
 from __future__ import annotations
