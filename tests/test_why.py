@@ -128,7 +128,7 @@ def test_a_lost_credit_is_found_by_comparing_both_ends() -> None:
         assert "though b1 has told it" in verdict
         assert "'stage 1' (run 1.5 of client 1 (client), program 'chain')" in verdict
         assert verdict.endswith("has not ended, launched 1.5 s ago on b0, b1")
-        assert "from a1: it was asked for, 0 bytes are here, open for 1.5 s" in story.text
+        assert "from a1: credit sent, 0 bytes are here, open for 1.5 s" in story.text
         a1 = next(host for host in story.hosts if host.host == "a1")
         (edge,) = a1.edges
         assert (edge.state, edge.peer, edge.incoming) == ("no credit", "b1", False)

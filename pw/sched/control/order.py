@@ -8,7 +8,6 @@ rebuilt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 from pw.core.messages import Checkpoint, Delete, Run, SaveArrays
 from pw.sched.control.checkpoints.copying import Checkpoints
@@ -19,16 +18,6 @@ CHECKPOINTS_AT_ONCE = 2
 """Checkpoints of a client under way, of each kind: each has a copy of its arrays in host memory."""
 
 
-class Obstacle(StrEnum):
-    """What the first message of a backlog waits for."""
-
-    RECOVERY = "what was lost with a host to be rebuilt"
-    COMPILATION = "the compilation of its program"
-    UPLOADS = "the uploads of the arrays that it checkpoints"
-    CHECKPOINTS = "earlier checkpoints, which take longer than the time between them"
-    COMMIT = "an earlier checkpoint to be put in its place at the same path"
-
-
 class Order:
     """Knows what messages wait for; see the module."""
 
@@ -36,25 +25,27 @@ class Order:
         self._checkpoints = checkpoints
         self._saves = saves
 
-    def obstacle(self, client: Client, message: Ordered) -> Obstacle | None:
-        """Return what a message waits for."""
+    def obstacle(self, client: Client, message: Ordered) -> str:
+        """Return what a message waits for, in words; empty if it does not have to wait."""
         if client.recovering:
-            return Obstacle.RECOVERY
+            return "the recovery of what was lost with a host"
         if isinstance(message, Run):
             program = client.programs.get(message.program)
             if program is not None and program.installing:
-                return Obstacle.COMPILATION
+                islands = ", ".join(sorted(program.installing))
+                return f"the compilation of {program.body.name!r} on {islands}"
         elif isinstance(message, (Checkpoint, SaveArrays)):
             arrays = map(client.arrays.get, message.arrays)
             if any(array is not None and array.awaited for array in arrays):
-                return Obstacle.UPLOADS
-            is_save = isinstance(message, SaveArrays)
-            under_way = (self._saves if is_save else self._checkpoints).count(client)
+                return "the uploads of what it checkpoints"
+            to_disk = isinstance(message, SaveArrays)
+            under_way = (self._saves if to_disk else self._checkpoints).count(client)
             if under_way >= CHECKPOINTS_AT_ONCE:
-                return Obstacle.CHECKPOINTS
+                doing = "written to disk" if to_disk else "copied"
+                return f"{under_way} checkpoints that are still being {doing}"
             if isinstance(message, SaveArrays) and self._saves.commits_at(message.path):
-                return Obstacle.COMMIT
-        return None
+                return f"an earlier checkpoint to be put in its place at {message.path}"
+        return ""
 
 
 def waiting_runs(client: Client, wanted: Callable[[Run], bool]) -> list[Run]:

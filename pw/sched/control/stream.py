@@ -71,7 +71,7 @@ class Stream(ControlPart):
             self._resumptions.ran(client, message)
         elif client.resuming is not None and isinstance(message, CreateArray):
             self._resumptions.announced(client, message)
-        elif client.backlog or self._order.obstacle(client, message) is not None:
+        elif client.backlog or self._order.obstacle(client, message):
             client.backlog.append(message)
         else:
             self._handlers[type(message)](client, message)
@@ -79,7 +79,7 @@ class Stream(ControlPart):
     def go_on(self, client: Client) -> None:
         """Handle what does not have to wait any more."""
         backlog = client.backlog
-        while backlog and self._order.obstacle(client, backlog[0]) is None:
+        while backlog and not self._order.obstacle(client, backlog[0]):
             message = backlog.popleft()
             self._handlers[type(message)](client, message)
 

@@ -1,15 +1,15 @@
-"""Tells what schedulers and hosts have reported as one story: the most likely culprit first, then details.
+"""Tells what schedulers and hosts have reported: the verdict, then the states of all that is under way.
 
-Pure: the same reports give the same words. Everything that can hold up a launched segment on one
-host is a *finding* with a weight; the lightest one of the segment that was launched longest ago is
-the verdict, because what is certainly wrong (nobody answers, a handshake of which only one side
-knows) weighs less than what may just take its time (a computation that runs).
+Pure: the same reports give the same words. Each host of a launch gives *findings*: what the launch
+waits for there. The lightest finding of the oldest launch is the verdict, because what is certainly
+wrong (a host does not answer, a handshake that only one side knows) weighs less than what may
+take its time (a computation that runs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pw.core.ids import client_of, run_name
 from pw.core.messages import (
@@ -23,14 +23,13 @@ from pw.core.messages import (
 )
 
 BUSY_S = 1.0
-"""What has gone on so lately is no stall."""
+"""Work that was launched so lately is not stalled."""
 
 SILENT, BROKEN, LATE, BEHIND, AT_WORK = range(5)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Finding:
-    """What one host is found to hold up."""
+class Finding(NamedTuple):
+    """What one host holds up."""
 
     weight: int
     host: str
@@ -43,152 +42,119 @@ def story(
     run: int = 0,
     run_name: Callable[[int], str] = run_name,
 ) -> Iterator[str]:
-    """The lines of the text.
+    """Return the lines of the text.
 
     Args:
-        facts: what was reported; its own text is not looked at.
+        facts: what was reported; its own text does not matter.
         hosts_awaited: hosts from which the asker waits for something.
-        run: what the verdict is to be about; 0 for whatever was launched longest ago.
-        run_name: what people call a run.
+        run: the run that the verdict is about; 0 for the oldest launch.
+        run_name: returns what people call a run.
     """
-    return _Story(facts, hosts_awaited, run, run_name).lines()
+    told = _Story(facts, run_name)
+    yield told.verdict(hosts_awaited, run)
+    yield from told.details()
 
 
 class _Story:
-    def __init__(
-        self,
-        facts: Explanation,
-        hosts_awaited: Sequence[str],
-        run: int,
-        name: Callable[[int], str],
-    ) -> None:
+    def __init__(self, facts: Explanation, name: Callable[[int], str]) -> None:
         self._facts = facts
-        self._awaited = hosts_awaited
         self._run_name = name
         self._hosts = {report.host: report for report in facts.hosts}
-        self._silent = {silence.host: silence.silent_s for silence in facts.silent}
-        work = [work for report in facts.work for work in report.oldest]
-        self._oldest = sorted(work, key=lambda one: (one.run != run, -one.launched_s))
+        self._silent = {
+            silence.host: "does not answer"
+            + (f" (nothing was heard of it for {silence.silent_s:.1f} s)" * (silence.silent_s >= 0))
+            for silence in facts.silent
+        }
         self._clients = {client.client: client.name for client in facts.clients}
-
-    def lines(self) -> Iterator[str]:
-        """The verdict, then islands, hosts and clients."""
-        yield self._verdict()
-        yield from self._work()
-        for host in self._facts.hosts:
-            yield from self._host(host)
-        yield from (f"{host}: does not answer{_heard(s)}" for host, s in self._silent.items())
-        yield from (_island(island) for island in self._facts.islands if island.state != "ready")
-        for client in self._facts.clients:
-            if client.waits_for or client.held:
-                yield (
-                    f"client {client.client} ({client.name}): {_counted(client.runs_in_flight, 'run')} in "
-                    f"flight, {_counted(client.held, 'message')} held; waits for "
-                    f"{' and '.join(client.waits_for) or 'its turn'}"
-                )
 
     # --- the verdict ------------------------------------------------------------------------------
 
-    def _verdict(self) -> str:
-        for work in self._oldest:
-            found = sorted(finding for host in work.hosts for finding in self._findings(work, host))
+    def verdict(self, awaited: Sequence[str], run: int) -> str:
+        """Return why work does not go on, in one line."""
+        launched = [work for report in self._facts.work for work in report.oldest]
+        for work in sorted(launched, key=lambda one: (one.run != run, -one.launched_s)):
+            found = [finding for host in work.hosts for finding in self._findings(work, host)]
             if not found:
                 continue
-            if found[0].weight > BROKEN and work.launched_s < BUSY_S:
-                return (
-                    f"Work goes on: the oldest is {self._named(work)}, launched "
-                    f"{_seconds(work.launched_s)} ago"
-                )
-            return (
-                f"{found[0].words}. That is why {self._named(work)} has not ended, launched "
-                f"{_seconds(work.launched_s)} ago on {', '.join(work.hosts)}"
-            )
-        return self._unlaunched() or (
-            "Work goes on: what was asked about has just ended"
-            if self._oldest
-            else "Nothing is under way"
-        )
+            first, age = min(found), f"launched {work.launched_s:.1f} s ago"
+            if first.weight > BROKEN and work.launched_s < BUSY_S:
+                return f"Work goes on: the oldest is {self._named(work)}, {age}"
+            hosts = ", ".join(work.hosts)
+            why = f"That is why {self._named(work)} has not ended, {age} on {hosts}"
+            return f"{first.words}. {why}"
+        ended = "Work goes on: what was asked about has just ended"
+        return self._unlaunched(awaited) or (ended if launched else "Nothing is under way")
 
-    def _unlaunched(self) -> str:
-        """What is wrong though nothing that is launched shows it."""
-        awaited = [host for host in self._awaited if host in self._silent]
-        for host in [*awaited, *self._silent]:
-            waits = "; this client waits for it" if host in awaited else ""
-            return f"{host} does not answer{_heard(self._silent[host])}{waits}"
-        absent = [island for island in self._facts.islands if island.state != "ready"]
+    def _unlaunched(self, awaited: Sequence[str]) -> str:
+        """Return what is wrong though no launch shows it."""
+        silent = sorted(self._silent, key=lambda host: host not in awaited)
+        if silent:
+            waits = "; this client waits for it" if silent[0] in awaited else ""
+            return f"{silent[0]} {self._silent[silent[0]]}{waits}"
+        absent = next((_island(one) for one in self._facts.islands if one.state != "ready"), "")
         for client in self._facts.clients:
             if client.waits_for:
-                why = f": {_island(absent[0])}" if absent else ""
-                return (
-                    f"client {client.client} ({client.name}) waits for {client.waits_for[0]}{why}"
-                )
+                why = f": {absent}" if absent else ""
+                return f"{self._client(client.client)} waits for {client.waits_for[0]}{why}"
         for report in self._facts.work:
             for work in report.heads:
                 return f"{self._named(work)} waits for {' and '.join(work.waits_for)}"
-        return _island(absent[0]) if absent else ""
+        return absent
 
-    def _findings(self, work: WorkReport, host: str) -> Iterator[Finding]:
-        """What holds up this segment on this host."""
+    def _findings(self, work: WorkReport, host: str) -> list[Finding]:
+        """Return what a launch waits for on one of its hosts."""
         who, what = _holder(work, host), _computed(work)
         report = self._hosts.get(host)
         if report is None:
-            yield self._no_answer(host, who)
-            return
-        launch = _launch(report, work)
-        state = launch.state if launch is not None else "missing"
-        busy = _busy(report.threads)
+            return [self._no_answer(host, who)]
+        launch, busy = _launch(report, work), _busy(report.threads)
         if report.state:
-            yield Finding(SILENT, host, f"{who} does nothing: {report.state}")
-        elif state == "missing":
-            yield Finding(BROKEN, host, f"{who} has not got the launch of {what}")
-        elif state in ("waiting", "queued"):
-            head = _before(report, work.run)
+            return [Finding(SILENT, host, f"{who} does nothing: {report.state}")]
+        if launch is None or launch.state == "missing":
+            return [Finding(BROKEN, host, f"{who} has not got the launch of {what}")]
+        if launch.state in ("waiting", "queued"):
+            head = _first_waiting(report, work.run)
             behind = "" if head is launch else f"; {what} is queued behind {self._launched(head)}"
-            yield from self._queued(report, who, what, head, behind)
-        elif state == "handed over" and not _is_at(report, work):
-            yield Finding(LATE, host, f"{who} has not enqueued {what}{busy}")
-        elif state != "finished":
-            weight = LATE if _runs_python(report) else AT_WORK
-            yield Finding(weight, host, f"{who} has not finished {what}{busy}")
+            found = [self._edge(host, edge) for edge in _awaited(report, head)]
+            found += [
+                Finding(LATE, host, f"{who} waits for the end of {name!r}{busy}")
+                for name in head.unsettled
+            ]
+            if not found:
+                words = f"{who} has not handed {what} to its devices"
+                found = [Finding(BEHIND, host, words)]
+            return [one._replace(words=one.words + behind) for one in found]
+        if _stage(report, work, launch) == "handed over":
+            return [Finding(LATE, host, f"{who} has not enqueued {what}{busy}")]
+        if launch.state == "finished":
+            return []
+        runs_python = any("Python function" in thread.doing for thread in report.threads)
+        weight = LATE if runs_python else AT_WORK
+        return [Finding(weight, host, f"{who} has not finished {what}{busy}")]
 
     def _no_answer(self, host: str, who: str) -> Finding:
         if host in self._silent:
-            return Finding(SILENT, host, f"{who} does not answer{_heard(self._silent[host])}")
+            return Finding(SILENT, host, f"{who} {self._silent[host]}")
         return Finding(BEHIND, host, f"{who} was not asked")
 
-    def _queued(
-        self, report: HostReport, who: str, what: str, head: LaunchReport, behind: str
-    ) -> Iterator[Finding]:
-        """Why what is not handed over has to wait: for itself, or behind a head that waits."""
-        found = [self._edge(report.host, edge) for edge in _awaited(report, head)]
-        for name in head.unsettled:
-            words = f"{who} waits for the end of {name!r}{_busy(report.threads)}"
-            found.append(Finding(LATE, report.host, words))
-        if not found:
-            words = f"{who} has not handed {what} to its devices"
-            found.append(Finding(BEHIND, report.host, words))
-        for finding in found:
-            yield Finding(finding.weight, finding.host, finding.words + behind)
-
     def _edge(self, host: str, edge: EdgeReport) -> Finding:
-        """Compare what both ends of a route say."""
+        """Compare what both ends of an edge report."""
         peer, what = edge.peer, _edge(edge)
         there = self._hosts.get(peer)
         if there is None:
             silent = self._no_answer(peer, peer)
-            words = f"{silent.words}, and {host} waits for {what} from it"
-            return Finding(silent.weight, peer, words)
+            return silent._replace(words=f"{silent.words}, and {host} waits for {what} from it")
         if there.state:
             words = f"{peer} does nothing: {there.state}; {host} waits for {what} from it"
             return Finding(SILENT, peer, words)
-        state = ""
-        for end in there.edges:
-            if not end.incoming and (end.run, end.edge, end.peer) == (edge.run, edge.edge, host):
-                state = end.state
+        ends = (end for end in there.edges if not end.incoming)
+        key = (edge.run, edge.edge, host)
+        state = next((end.state for end in ends if (end.run, end.edge, end.peer) == key), "")
+        not_there = f"{peer} has not delivered {what} to {host}"
         if state == "no credit" and edge.state == "credit sent":
             words = (
-                f"{peer} has not delivered {what} to {host}: it was not told where to put it, though {host} "
-                f"has told it {_seconds(edge.open_s)} ago. That was lost on its way"
+                f"{not_there}: it was not told where to put it, though {host} has told it "
+                f"{edge.open_s:.1f} s ago. That message was lost"
             )
             return Finding(BROKEN, peer, words)
         if state == "sending":
@@ -197,132 +163,126 @@ class _Story:
         if state == "no value":
             words = f"{peer} does not have {what} yet, which {host} waits for{_busy(there.threads)}"
             return Finding(LATE, peer, words)
-        if (held_up := _behind(there, edge.run)) is not None:
-            words = f"{peer} has not come to sending {what} to {host}"
-            return Finding(LATE, peer, f"{words}; it waits at {self._launched(held_up)}")
+        held_up = (launch for launch in there.launches if launch.state in ("waiting", "queued"))
+        if any(client_of(launch.run) == client_of(edge.run) for launch in held_up):
+            head = self._launched(_first_waiting(there, edge.run))
+            words = f"{peer} has not come to sending {what} to {host}; it waits at {head}"
+            return Finding(LATE, peer, words)
         words = (
-            f"{peer} has not delivered {what} to {host}, and has nothing left to send: either it has not been "
-            "launched there, or it was lost on its way"
+            f"{not_there}, and has nothing left to send: either it has not been launched there, or a "
+            "message was lost"
         )
         return Finding(BROKEN, peer, words)
 
     # --- details ----------------------------------------------------------------------------------
 
-    def _work(self) -> Iterator[str]:
-        """What is launched, queued and compiled on each island."""
+    def details(self) -> Iterator[str]:
+        """Print the states of launches, hosts, islands and clients."""
         for report in self._facts.work:
             if report.oldest:
-                yield (
-                    f"launched on {report.island}: {_counted(report.launched, 'piece')} of work; nothing was "
-                    f"launched or ended for {_seconds(report.quiet_s)}"
-                )
+                quiet = f"nothing was launched or ended for {report.quiet_s:.1f} s"
+                count = _counted(report.launched, "piece")
+                yield f"launched on {report.island}: {count} of work; {quiet}"
             for work in report.oldest:
-                yield f"  {self._named(work)}, launched {_seconds(work.launched_s)} ago"
+                yield f"  {self._named(work)}, launched {work.launched_s:.1f} s ago"
                 for host in work.hosts:
                     yield f"    {_holder(work, host)}: {self._state(work, host)}"
             if report.heads:
                 yield f"queued on {report.island}: {_counted(report.queued, 'piece')} of work"
             for work in report.heads:
                 yield f"  {self._named(work)} waits for {' and '.join(work.waits_for)}"
-            for install in report.installing:
+            for one in report.installing:
+                whose, hosts = self._client(one.program), ", ".join(one.hosts)
+                yield f"program {one.name!r} of {whose} has not been compiled by {hosts}"
+        for there in self._facts.hosts:
+            yield from self._host(there)
+        yield from (f"{host}: {words}" for host, words in self._silent.items())
+        yield from (_island(island) for island in self._facts.islands if island.state != "ready")
+        for client in self._facts.clients:
+            if client.waits_for or client.held:
                 yield (
-                    f"program {install.name!r} of {self._client(install.program)} has not been compiled by "
-                    f"{', '.join(install.hosts)}"
+                    f"{self._client(client.client)}: {_counted(client.runs_in_flight, 'run')} in "
+                    f"flight, {_counted(client.held, 'message')} held; waits for "
+                    f"{' and '.join(client.waits_for) or 'its turn'}"
                 )
 
     def _state(self, work: WorkReport, host: str) -> str:
+        """Return the state of a launch on one of its hosts, and what it waits for there."""
         report = self._hosts.get(host)
         if report is None:
-            return f"no answer{_heard(self._silent[host])}" if host in self._silent else "not asked"
+            return self._silent.get(host, "not asked")
         launch = _launch(report, work)
-        if launch is None or launch.state == "missing":
-            return "has not got the launch"
-        if launch.state == "waiting":
-            waits = [f"{_edge(e)} from {e.peer} ({_state(e)})" for e in _awaited(report, launch)]
-            waits += [f"the end of {name!r}" for name in launch.unsettled]
-            if not waits and launch.waits_for:
-                waits = ["bytes that are being assembled"]
-            return f"waits for {', '.join(waits) or 'its turn'}"
-        if launch.state == "handed over" and _is_at(report, work):
-            return "entered"
-        return launch.state
+        if launch is None or launch.state != "waiting":
+            return _stage(report, work, launch)
+        waits = [f"{_edge(e)} from {e.peer} ({e.state})" for e in _awaited(report, launch)]
+        waits += [f"the end of {name!r}" for name in launch.unsettled]
+        return f"waiting for {', '.join(waits) or 'its turn'}"
 
     def _host(self, report: HostReport) -> Iterator[str]:
-        """A host that has something to tell."""
         if not (report.state or report.queued or report.threads or report.edges):
             return
         yield (
-            f"{report.host}: {report.state or 'in its island'}, {_counted(report.queued, 'launch', 'es')} "
-            f"queued; nothing was handed over for {_seconds(report.quiet_s)}"
+            f"{report.host}: {report.state or 'in its island'}, "
+            f"{_counted(report.queued, 'launch', 'es')} queued; nothing was handed over for "
+            f"{report.quiet_s:.1f} s"
         )
         for edge in report.edges:
             way = "from" if edge.incoming else "to"
+            here = f", {edge.received_bytes} bytes are here" if edge.incoming else ""
             yield (
-                f"  {_edge(edge)} of run {self._run_name(edge.run)} {way} {edge.peer}: {_state(edge)}"
-                + (f", {edge.received_bytes} bytes are here" if edge.incoming else "")
-                + f", open for {_seconds(edge.open_s)}"
+                f"  {_edge(edge)} of run {self._run_name(edge.run)} {way} {edge.peer}: "
+                f"{edge.state}{here}, open for {edge.open_s:.1f} s"
             )
         for thread in report.threads:
-            yield f"  {thread.thread}: at {thread.doing} for {_seconds(thread.busy_s)}"
+            yield f"  {thread.thread}: at {thread.doing} for {thread.busy_s:.1f} s"
             yield from (f"      {call}" for call in thread.stack)
 
+    # --- names ------------------------------------------------------------------------------------
+
     def _named(self, work: WorkReport) -> str:
-        return (
-            f"{_computed(work)} (run {self._run_name(work.run)} of {self._client(work.run)}, program "
-            f"{work.program!r})"
-        )
+        run, client = self._run_name(work.run), self._client(client_of(work.run))
+        return f"{_computed(work)} (run {run} of {client}, program {work.program!r})"
 
     def _launched(self, launch: LaunchReport) -> str:
         names = ", ".join(map(repr, launch.computations)) or launch.program
         return f"{names} (run {self._run_name(launch.run)})"
 
-    def _client(self, identifier: int) -> str:
-        number = client_of(identifier)
+    def _client(self, number: int) -> str:
         name = self._clients.get(number)
         return f"client {number} ({name})" if name else f"client {number}"
 
 
 def _launch(report: HostReport, work: WorkReport) -> LaunchReport | None:
-    for launch in report.launches:
-        if (launch.run, launch.segment) == (work.run, work.segment):
-            return launch
-    return None
+    key = (work.run, work.segment)
+    return next((one for one in report.launches if (one.run, one.segment) == key), None)
 
 
-def _before(report: HostReport, run: int) -> LaunchReport:
-    """What holds up work of a run's client on a host: its own that waits, or as a gang the oldest that does."""
+def _stage(report: HostReport, work: WorkReport, launch: LaunchReport | None) -> str:
+    """Return the state of a launch; it is entered when a thread is in one of its computations."""
+    if launch is None:
+        return "missing"
+    kinds = ("the computation", "the Python function")
+    names = {f"{kind} {name!r}" for kind in kinds for name in work.computations}
+    is_entered = any(thread.doing in names for thread in report.threads)
+    return "entered" if launch.state == "handed over" and is_entered else launch.state
+
+
+def _first_waiting(report: HostReport, run: int) -> LaunchReport:
+    """Return the launch that holds up a run on a host: of its client, or of all clients for a gang."""
     waiting = [launch for launch in report.launches if launch.state == "waiting"]
     own = [launch for launch in waiting if client_of(launch.run) == client_of(run)]
     return (own or waiting or list(report.launches))[0]
 
 
-def _behind(report: HostReport, run: int) -> LaunchReport | None:
-    """What holds up a run's client on a host; None if all that it was sent has been handed over."""
-    waiting = (launch for launch in report.launches if launch.state in ("waiting", "queued"))
-    is_held = any(client_of(launch.run) == client_of(run) for launch in waiting)
-    return _before(report, run) if is_held else None
-
-
 def _awaited(report: HostReport, launch: LaunchReport) -> list[EdgeReport]:
-    """The open edges that a launch waits for."""
+    """Return the open edges that a launch waits for."""
     return [e for e in report.edges if e.incoming and (e.run, e.edge) in launch.waits_for]
 
 
-def _is_at(report: HostReport, work: WorkReport) -> bool:
-    """Whether a thread of the host is in one of the segment's computations, rather than before it."""
-    names = {f"the computation {name!r}" for name in work.computations}
-    names |= {f"the Python function {name!r}" for name in work.computations}
-    return any(thread.doing in names for thread in report.threads)
-
-
-def _runs_python(report: HostReport) -> bool:
-    return any("Python function" in thread.doing for thread in report.threads)
-
-
 def _busy(threads: tuple[ThreadReport, ...]) -> str:
-    """What keeps a host busy; a Python function that it runs says more than who waits for it."""
+    """Return what keeps a host busy: a Python function, rather than what waits for it."""
     for thread in sorted(threads, key=lambda one: "Python function" not in one.doing):
-        return f": it has been at {thread.doing} for {_seconds(thread.busy_s)}"
+        return f": it has been at {thread.doing} for {thread.busy_s:.1f} s"
     return ""
 
 
@@ -331,7 +291,7 @@ def _computed(work: WorkReport) -> str:
 
 
 def _holder(work: WorkReport, host: str) -> str:
-    """A host of a gang, with its shards."""
+    """Return a host of a gang, with its shards."""
     shards = _shards(work.shards[work.hosts.index(host)])
     return f"{host} ({shards})" if shards else host
 
@@ -342,23 +302,8 @@ def _edge(edge: EdgeReport) -> str:
     return f"transfer {edge.edge} ({details})" if details else f"transfer {edge.edge}"
 
 
-_STATES = {
-    "awaited": "it has not come",
-    "credit sent": "it was asked for",
-    "assembled": "its parts are put together",
-    "no value": "it is not made yet",
-    "no credit": "nobody has said where to put it",
-    "sending": "it is being sent",
-    "credit early": "it was asked for before it was launched here",
-}
-
-
-def _state(edge: EdgeReport) -> str:
-    return _STATES.get(edge.state, edge.state)
-
-
 def _shards(shards: tuple[int, ...]) -> str:
-    """Positions in a mesh, neighbours as ranges."""
+    """Return positions in a mesh, neighbours as ranges."""
     ranges: list[list[int]] = []
     for at in shards:
         if ranges and ranges[-1][-1] == at - 1:
@@ -373,19 +318,9 @@ def _island(island: IslandStatus) -> str:
     missing = f", missing are {', '.join(island.missing)}" if island.missing else ""
     late = [host.node for host in island.hosts if not host.joined]
     joining = f", {', '.join(late)} has not joined" if island.state == "forming" and late else ""
-    return (
-        f"island {island.island} is {island.state}: {len(island.hosts)} of {island.expected_hosts} hosts are "
-        f"here{missing}{joining}"
-    )
-
-
-def _heard(silent_s: float) -> str:
-    return f" (nothing was heard of it for {_seconds(silent_s)})" if silent_s >= 0 else ""
+    here = f"{len(island.hosts)} of {island.expected_hosts} hosts are here"
+    return f"island {island.island} is {island.state}: {here}{missing}{joining}"
 
 
 def _counted(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{'' if count == 1 else plural}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s"

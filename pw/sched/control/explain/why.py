@@ -28,12 +28,11 @@ from pw.core.messages import (
     HostSilence,
     IslandReport,
     IslandStatus,
-    Run,
     Stalled,
 )
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.story import story
-from pw.sched.control.order import Obstacle, Order
+from pw.sched.control.order import Order
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
 from pw.sched.island.reports import WORK_TOLD
@@ -225,14 +224,8 @@ class Explainer(ControlPart):
             names = sorted({repr(p.body.name) for p in programs if p.installing})
             when = f", when {', '.join(names)} has been compiled" if names else ""
             yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
-        head = client.backlog[0] if client.backlog else None
-        obstacle = None if head is None else self._order.obstacle(client, head)
-        if obstacle is Obstacle.COMPILATION and isinstance(head, Run):
-            program = client.programs[head.program]
-            where = ", ".join(sorted(program.installing))
-            yield f"the compilation of {program.body.name!r} on {where}"
-        elif obstacle not in (None, Obstacle.RECOVERY):
-            yield str(obstacle)
+        if client.backlog and not client.recovering:
+            yield self._order.obstacle(client, client.backlog[0]) or "its turn"
         for number, array in list(client.arrays.arriving())[:WORK_TOLD]:
             hosts = ", ".join(sorted(array.awaited))
             before = f" ({array.history})" if array.past else ""
