@@ -26,7 +26,7 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import Placement
-from pw.sched.control.run_ends import GRACE_S, Deadlines, LookAtDeadlines
+from pw.sched.control.run_ends import GRACE_S, LookAtDeadlines
 from pw.sched.island import window
 from pw.sched.island.in_flight import HEAD_S
 from pw.sched.island.quarantine import STRIKES
@@ -80,20 +80,6 @@ def launched(cluster: Cluster, host: str = "a0") -> list[int]:
 
 
 # --- timeouts ------------------------------------------------------------------------------------------
-
-
-def test_deadlines_come_in_order_and_are_forgotten_with_their_runs() -> None:
-    deadlines = Deadlines()
-    assert not deadlines
-    deadlines.add(1, 5.0, 0.0)
-    deadlines.add(2, 1.0, 2.0)
-    deadlines.add(3, 5.0, 3.0)
-    deadlines.add(1, 5.0, 4.0)  # launched on another island: its time counts already
-    assert deadlines.next_s() == 3.0
-    assert deadlines.overdue(2.9) == []
-    assert sorted(deadlines.overdue(5.0)) == [1, 2]
-    deadlines.discard(3, 5.0)
-    assert not deadlines
 
 
 def test_a_run_that_never_ends_is_ended_and_all_others_go_on() -> None:

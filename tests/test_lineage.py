@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pw.core.errors import ErrorReport
 from pw.core.messages import Source
 from pw.core.program import Output, Program, Value
+from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.attempts import ATTEMPTS
 from pw.sched.control.lineage import Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
@@ -39,9 +41,19 @@ class History:
             self.lineage.release([arg])
         return record
 
-    def plan(self, *wanted: int, copies: Any = None, exist: tuple[int, ...] = ()) -> RecoveryPlan:
-        why = dict.fromkeys(wanted, WHY)
-        return plan_recovery(self.lineage, wanted, lambda array: array in exist, copies or {}, why)
+    def plan(
+        self,
+        *lost: int,
+        copies: Any = None,
+        exist: tuple[int, ...] = (),
+        bound: Callable[[int], bool] = lambda slice: True,
+    ) -> RecoveryPlan:
+        arrays = Arrays()
+        for number in (*lost, *exist):
+            arrays.add(number, Array(SPEC, "i", ("h",)))
+        for number in lost:
+            arrays.lose(number, WHY)
+        return plan_recovery(self.lineage, arrays, copies or {}, bound)
 
 
 def orders(plan: RecoveryPlan) -> list[int]:
@@ -109,9 +121,7 @@ def test_what_was_on_a_slice_that_cannot_be_had_again_is_lost() -> None:
     )
     history.lineage.add_run(1, program(aside), (X,), (1, 2))
     history.lineage.release([2])
-    plan = plan_recovery(
-        history.lineage, [1], lambda array: False, {}, {1: WHY}, lambda slice: slice != 9
-    )
+    plan = history.plan(1, bound=lambda slice: slice != 9)
     assert not plan.runs
     assert "given back" in plan.lost[1].message
 

@@ -144,10 +144,7 @@ def test_a_value_that_is_not_kept_anywhere() -> None:
 
 def test_what_cannot_be_made_again() -> None:
     def lost(wanted: int, history: test_lineage.History, **how: Any) -> Error:
-        why = dict.fromkeys([wanted], test_lineage.WHY)
-        exists: Callable[[int], bool] = lambda array: False  # noqa: E731
-        plan = test_lineage.plan_recovery(history.lineage, [wanted], exists, {}, why, **how)
-        return plan.lost[wanted].exception()
+        return history.plan(wanted, **how).lost[wanted].exception()
 
     history = test_lineage.History()
     history.run(1)

@@ -125,6 +125,11 @@ class Array(Attempts):
         return self.state is ArrayState.LOST
 
     @property
+    def is_good(self) -> bool:
+        """Whether it is on its hosts, or arrives there."""
+        return self.state in (ArrayState.PRESENT, ArrayState.ARRIVING)
+
+    @property
     def history(self) -> str:
         """All its states, the present one last."""
         return ", ".join((*self.past, self.state))

@@ -105,10 +105,6 @@ class Lineage:
         origin = self.origins.get(array)
         return None if origin is None else origin.maker
 
-    def programs(self) -> set[int]:
-        """Numbers of the programs of all kept records."""
-        return {record.program.program for record in self._records.values()}
-
     def touches(self, slice: int) -> bool:
         """Whether some kept record has something on this slice."""
         return slice in self._slices

@@ -45,47 +45,6 @@ class LookAtDeadlines:
     """Timer: a run may be overdue."""
 
 
-class Deadlines:
-    """The deadlines of runs in flight.
-
-    Runs with the same timeout are overdue in the order in which they were launched, so that nothing
-    has to be sorted.
-    """
-
-    def __init__(self) -> None:
-        self._by_timeout: dict[float, dict[int, float]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_timeout)
-
-    def add(self, run: int, timeout_s: float, now_s: float) -> None:
-        """A part of a run was launched; the time counts from the first part."""
-        self._by_timeout.setdefault(timeout_s, {}).setdefault(run, now_s + timeout_s)
-
-    def discard(self, run: int, timeout_s: float) -> None:
-        """A run has ended."""
-        runs = self._by_timeout.get(timeout_s)
-        if runs is not None:
-            runs.pop(run, None)
-            if not runs:
-                del self._by_timeout[timeout_s]
-
-    def next_s(self) -> float:
-        """Return the earliest deadline; there must be one."""
-        return min(next(iter(runs.values())) for runs in self._by_timeout.values())
-
-    def overdue(self, now_s: float) -> list[int]:
-        """Remove and return the runs that should have ended by now."""
-        found = []
-        for timeout_s, runs in list(self._by_timeout.items()):
-            for run, deadline_s in list(runs.items()):
-                if deadline_s > now_s:
-                    break
-                found.append(run)
-                self.discard(run, timeout_s)
-        return found
-
-
 class RunEnds(ControlPart):
     """Ends runs; see the module."""
 
@@ -102,7 +61,7 @@ class RunEnds(ControlPart):
         self._losses = losses
         self._rebuilder = rebuilder
         self._explainer = explainer
-        self._deadlines = Deadlines()
+        self._deadlines: dict[int, float] = {}
         self._timer: Timer | None = None
         self._due_s = 0.0
         """When the timer, if there is one, runs out."""
@@ -165,41 +124,40 @@ class RunEnds(ControlPart):
 
     @handles(RunStarted)
     def _started(self, sender: Address, message: RunStarted) -> None:
-        """A run with a timeout has been launched."""
+        """A segment of a run with a timeout was launched; the time counts from the first one."""
         run = self._runs.in_flight.get(message.run)
-        if run is not None:
-            timeout_s = run.record.program.body.timeout_s
-            self._deadlines.add(run.number, timeout_s, self._env.now_s())
-            self._arm()
+        if run is not None and run.number not in self._deadlines:
+            deadline_s = self._env.now_s() + run.record.program.body.timeout_s
+            self._deadlines[run.number] = deadline_s
+            self._arm(deadline_s)
 
     def _forget_deadline(self, run: RunInFlight) -> None:
-        timeout_s = run.record.program.body.timeout_s
-        if timeout_s > 0:
-            self._deadlines.discard(run.number, timeout_s)
-            if not self._deadlines and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        had_one = self._deadlines.pop(run.number, None) is not None
+        if had_one and not self._deadlines and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _arm(self) -> None:
-        if not self._deadlines:
-            return
-        next_s = self._deadlines.next_s()
+    def _arm(self, deadline_s: float) -> None:
+        """Have the timer run out at a deadline, unless it runs out before."""
         if self._timer is not None:
-            if self._due_s <= next_s:
+            if self._due_s <= deadline_s:
                 return
             self._timer.cancel()
-        self._due_s = next_s
-        delay_s = max(0.0, next_s - self._env.now_s())
+        self._due_s = deadline_s
+        delay_s = max(0.0, deadline_s - self._env.now_s())
         self._timer = self._env.call_later(delay_s, LookAtDeadlines())
 
     @handles(LookAtDeadlines)
     def _look_at_deadlines(self, sender: Address, timer: LookAtDeadlines) -> None:
         self._timer = None
-        for number in self._deadlines.overdue(self._env.now_s()):
+        now_s = self._env.now_s()
+        for number in [number for number, due_s in self._deadlines.items() if due_s <= now_s]:
+            del self._deadlines[number]
             if number in self._runs.in_flight:
                 self._env.count("runs_overdue")
                 self._explainer.explain_run(number, partial(self._time_out, number))
-        self._arm()
+        if self._deadlines:
+            self._arm(min(self._deadlines.values()))
 
     def _time_out(self, number: int, explanation: str) -> None:
         run = self._runs.in_flight.get(number)

@@ -7,13 +7,14 @@ in their original order, so that each finds what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import arrays_in
 from pw.core.messages import Source
 from pw.core.sharding import ArraySpec
+from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.attempts import ATTEMPTS
 from pw.sched.control.checkpoints.replicas import ReplicaMap, sources_of
 from pw.sched.control.lineage import Lineage, Origin, Record
@@ -35,51 +36,47 @@ class RecoveryPlan:
 
 def plan_recovery(
     lineage: Lineage,
-    wanted: Iterable[int],
-    exists: Callable[[int], bool],
+    arrays: Arrays,
     replicas: ReplicaMap,
-    why: Mapping[int, ErrorReport],
     bound: Callable[[int], bool] = lambda slice: True,
-    failed: Callable[[int], ErrorReport | None] = lambda array: None,
     now_s: float = 0.0,
 ) -> RecoveryPlan:
-    """Return how to bring back the `wanted` arrays.
+    """Return how to bring back the lost arrays of a client.
 
     Args:
         lineage: where the client's arrays came from.
-        wanted: lost arrays that the client holds.
-        exists: whether an array is on its hosts or arrives there.
+        arrays: those that the client holds, some of them lost.
         replicas: the boxes in host memory.
-        why: why an array was lost, where that is known.
         bound: whether a slice has devices, or can have them.
-        failed: the error of an array that failed.
         now_s: the time.
     """
     plan = RecoveryPlan()
     records: dict[int, Record] = {}
-    stack = list(wanted)
+    stack = list(arrays.lost)
     seen: set[int] = set()
     while stack:
         array = stack.pop()
-        if array in seen or exists(array):
+        held = arrays.get(array)
+        if array in seen or (held is not None and held.is_good):
             continue
         seen.add(array)
         origin = lineage.origins.get(array)
+        cause = held.cause if held is not None and held.is_lost else None
         sources = sources_of(origin.spec, replicas.get(array, {})) if origin else None
         if origin is not None and not bound(origin.spec.placement.slice):
-            plan.lost[array] = _lost(origin, why.get(array), _NOWHERE)
+            plan.lost[array] = _lost(origin, cause, _NOWHERE)
         elif sources is not None:
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
-            plan.lost[array] = failed(array) or _lost(origin, why.get(array), _NO_ORIGIN)
+            plan.lost[array] = _error(held, origin) or _lost(origin, cause, _NO_ORIGIN)
         elif origin.maker is None:
             plan.uploads.append(array)
         elif any(c.python for c in origin.maker.program.body.computations):
-            plan.lost[array] = _lost(origin, why.get(array), _IMPURE)
+            plan.lost[array] = _lost(origin, cause, _IMPURE)
         elif origin.maker.in_vain(now_s):
-            plan.lost[array] = _lost(origin, why.get(array), _IN_VAIN)
+            plan.lost[array] = _lost(origin, cause, _IN_VAIN)
         elif not all(map(bound, origin.maker.program.slices)):
-            plan.lost[array] = _lost(origin, why.get(array), _NOWHERE)
+            plan.lost[array] = _lost(origin, cause, _NOWHERE)
         else:
             records[origin.maker.order] = origin.maker
             stack += arrays_in(origin.maker.args)
@@ -120,6 +117,13 @@ def named(spec: ArraySpec, origin: Origin | None) -> str:
     if origin is not None and origin.source is not None:
         return f"the array {spec.short} that was restored from {origin.source.path!r}"
     return f"the array {spec.short}"
+
+
+def _error(held: Array | None, origin: Origin | None) -> ErrorReport | None:
+    """Return the error of an array that failed, if it is known."""
+    if held is not None:
+        return held.error
+    return None if origin is None else origin.error
 
 
 def _lost(origin: Origin | None, cause: ErrorReport | None, reason: str) -> ErrorReport:

@@ -26,7 +26,6 @@ from pw.core.messages import (
     SliceRefused,
 )
 from pw.core.ticker import Ticker
-from pw.sched.control.array_states import ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import said_of
@@ -115,31 +114,11 @@ class Rebuilder(ControlPart):
         self._replicas.top_up(client)
 
     def _plan(self, client: Client) -> RecoveryPlan:
-        arrays, origins = client.arrays, client.lineage.origins
-        good = (ArrayState.PRESENT, ArrayState.ARRIVING)
-
-        def exists(number: int) -> bool:
-            array = arrays.get(number)
-            return array is not None and array.state in good
-
         def bound(number: int) -> bool:
             return number in self._islands.bindings or client.slices.may_borrow(number)
 
-        def failed(number: int) -> ErrorReport | None:
-            known = arrays.get(number) or origins.get(number)
-            return None if known is None else known.error
-
-        why = {number: array.cause for number, array in arrays.lost.items() if array.cause}
-        return plan_recovery(
-            client.lineage,
-            list(arrays.lost),
-            exists,
-            self._replicas.of(client),
-            why,
-            bound,
-            failed,
-            self._env.now_s(),
-        )
+        replicas = self._replicas.of(client)
+        return plan_recovery(client.lineage, client.arrays, replicas, bound, self._env.now_s())
 
     def _waits_for_replicas(self, client: Client, plan: RecoveryPlan) -> bool:
         """Return whether hosts may come that have what is lost without them."""
