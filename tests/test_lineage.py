@@ -11,8 +11,7 @@ from pw.core.errors import ErrorReport
 from pw.core.messages import Source
 from pw.core.program import Output, Program, Value
 from pw.sched.control.array_states import Array, Arrays
-from pw.sched.control.attempts import ATTEMPTS
-from pw.sched.control.lineage import Lineage, Record
+from pw.sched.control.lineage import ATTEMPTS, Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.control.recovery.plan import RecoveryPlan, plan_recovery
 from tests.scripted import chain, split

@@ -49,7 +49,7 @@ from pw.core.packing import pack
 from pw.core.program import Node, Output, Value
 from pw.core.sharding import ArraySpec, box_slices, host_boxes
 from pw.devices.host.replica_memory import KEEP_S
-from pw.sched.control.attempts import AGAIN_S, DOUBLINGS
+from pw.sched.control.lineage import AGAIN_S, DOUBLINGS
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, split
 from tests.supervised import SupervisedHost

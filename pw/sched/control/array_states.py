@@ -29,7 +29,7 @@ from enum import StrEnum
 from pw.core.errors import ErrorReport
 from pw.core.lifecycle import Lifecycle
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.sched.control.attempts import Attempts
+from pw.sched.control.lineage import Attempts
 
 NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
 """The spec of an array that failed before it had a place."""

@@ -20,7 +20,9 @@ from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
 from pw.core.messages import (
     Attach,
+    Checkpoint,
     ClientStatus,
+    CreateArray,
     DrainHost,
     Evicted,
     ForgetInputs,
@@ -31,6 +33,10 @@ from pw.core.messages import (
     IslandLost,
     IslandStatus,
     PeerLost,
+    ReleaseProgram,
+    ReleaseSlice,
+    Run,
+    SaveArrays,
     Stats,
     Status,
     WaitingHost,
@@ -41,7 +47,6 @@ from pw.sched.control.checkpoints.saves import Saves
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.islands import Islands
-from pw.sched.control.order import Order
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.recovery.replay import Replays
@@ -51,7 +56,7 @@ from pw.sched.control.run_ends import RunEnds
 from pw.sched.control.runs import CREDITS_AT_ONCE, Runs
 from pw.sched.control.sessions import Sessions
 from pw.sched.control.slices import Slices
-from pw.sched.control.stream import Stream
+from pw.sched.control.stream import Handlers, Stream
 from pw.sched.control.uploads import Uploads
 
 RECOVERY_S = 60.0
@@ -99,19 +104,27 @@ class Controller(Actor):
         replicas = self.replicas = Replicas(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
         saves = self.saves = Saves(sessions)
-        order = Order(checkpoints, saves)
+        stream = self._stream = Stream(sessions, checkpoints, saves)
         losses = Losses(sessions, runs)
         replays = Replays(sessions, registry, runs)
         rebuilder = Rebuilder(sessions, slices, registry, replicas, replays, recovery_s)
         resumptions = Resumptions(sessions, slices, replicas, rebuilder)
-        explainer = Explainer(sessions, runs, order, island_status, heard_s)
-        ends = RunEnds(sessions, runs, losses, rebuilder, explainer)
+        explainer = Explainer(sessions, runs, stream, island_status, heard_s)
+        ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
-        in_order = (slices, registry, runs, uploads, checkpoints, saves)
-        self._stream = Stream(sessions, order, resumptions, *in_order)
+        in_order: Handlers = {
+            Run: runs.start,
+            CreateArray: uploads.create,
+            Checkpoint: checkpoints.begin,
+            SaveArrays: saves.begin,
+            ReleaseProgram: registry.release,
+            ReleaseSlice: slices.release,
+        }
+        told: Handlers = {Run: resumptions.ran, CreateArray: resumptions.announced}
+        stream.give_to(in_order, told)
         # The first of these handles a message first, where several do.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
-        self.compose(sessions, resumptions, explainer, ends, uploads, self._stream)
+        self.compose(sessions, resumptions, explainer, ends, uploads, stream)
 
     # --- clients come and go ----------------------------------------------------------------------
 

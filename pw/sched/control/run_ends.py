@@ -29,12 +29,12 @@ from pw.core.messages import (
 )
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.why import Explainer
-from pw.sched.control.order import waiting_runs, withdraw
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.run_states import RunEvent, RunInFlight
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+from pw.sched.control.stream import Stream
 
 GRACE_S = 1.0
 """How long a launched run that is cancelled may take to end by itself."""
@@ -54,9 +54,11 @@ class RunEnds(ControlPart):
         runs: Runs,
         losses: Losses,
         rebuilder: Rebuilder,
+        stream: Stream,
         explainer: Explainer,
     ) -> None:
         super().__init__(sessions)
+        self._stream = stream
         self._runs = runs
         self._losses = losses
         self._rebuilder = rebuilder
@@ -206,7 +208,7 @@ class RunEnds(ControlPart):
             for run in self._runs.in_flight.values()
             if run.client == client.number and wanted(run.record.order, run.results)
         }
-        waiting = waiting_runs(client, lambda message: wanted(message.run, message.results))
+        waiting = self._stream.take_runs(client, lambda run: wanted(run.run, run.results))
         lost = self._lost(client, wanted)
         names = set(chosen.values())
         names.update(
@@ -223,7 +225,6 @@ class RunEnds(ControlPart):
         self._fail_arrays(client, lost, error)
         self.fail(error, runs=chosen, arrays=lost, reason=words, grace_s=GRACE_S)
         for message in waiting:
-            withdraw(client, message)
             self._runs.refuse(client, message, error)
         self._env.count("runs_cancelled", len(chosen) + len(waiting))
         if lost:

@@ -1,12 +1,14 @@
 """The stream of each client: its messages are handled in the order in which the client sent them.
 
-A message that has to wait (`order`) goes to the client's backlog, with all that come after it. The
-stream goes on at the end of each turn of the controller, and nowhere else.
+A message that has to wait goes to the client's backlog, with all that come after it. While a program is
+being compiled, its runs wait, so that a compile error poisons a run on all its hosts alike, and no
+delete overtakes a run. All messages wait while something of the client is rebuilt. The stream goes
+on at the end of each turn of the controller, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import msgspec
@@ -19,83 +21,99 @@ from pw.core.messages import (
     Delete,
     Inquire,
     LinkLost,
-    ReleaseProgram,
-    ReleaseSlice,
     Run,
     SaveArrays,
 )
 from pw.sched.control.checkpoints.copying import Checkpoints
 from pw.sched.control.checkpoints.saves import Saves
 from pw.sched.control.clients import Client, Ordered
-from pw.sched.control.order import Order
-from pw.sched.control.recovery.resume import Resumptions
-from pw.sched.control.registry import ProgramRegistry
-from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client
-from pw.sched.control.slices import Slices
-from pw.sched.control.uploads import Uploads
+
+CHECKPOINTS_AT_ONCE = 2
+"""Checkpoints of a client under way, of each kind: each has a copy of its arrays in host memory."""
+
+Handlers = Mapping[type, Callable[[Client, Any], None]]
 
 
 class Stream(ControlPart):
-    """Handles the messages of clients in their order; see the module."""
+    """Has the messages of clients handled in their order; see the module."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        order: Order,
-        resumptions: Resumptions,
-        slices: Slices,
-        registry: ProgramRegistry,
-        runs: Runs,
-        uploads: Uploads,
-        checkpoints: Checkpoints,
-        saves: Saves,
-    ) -> None:
+    _handlers: Handlers
+    _told: Handlers
+
+    def __init__(self, sessions: Sessions, checkpoints: Checkpoints, saves: Saves) -> None:
         super().__init__(sessions)
-        self._order = order
-        self._resumptions = resumptions
-        self._handlers: dict[type, Callable[[Client, Any], None]] = {
-            Run: runs.start,
-            Delete: self._delete,
-            CreateArray: uploads.create,
-            Checkpoint: checkpoints.begin,
-            SaveArrays: saves.begin,
-            Inquire: self._inquire,
-            ReleaseProgram: registry.release,
-            ReleaseSlice: slices.release,
-        }
+        self._checkpoints = checkpoints
+        self._saves = saves
+
+    def give_to(self, handlers: Handlers, told: Handlers) -> None:
+        """Set the handlers, and those for clients that tell what an earlier controller knew."""
+        self._handlers, self._told = handlers, told
 
     @handles_client(*get_args(Ordered))
     def _received(self, client: Client, message: Ordered) -> None:
-        if client.resuming is not None and isinstance(message, Run):
-            self._resumptions.ran(client, message)
-        elif client.resuming is not None and isinstance(message, CreateArray):
-            self._resumptions.announced(client, message)
-        elif client.backlog or self._order.obstacle(client, message):
+        if client.resuming is not None and type(message) in self._told:
+            self._told[type(message)](client, message)
+        elif client.backlog or self.obstacle(client, message):
             client.backlog.append(message)
         else:
-            self._handlers[type(message)](client, message)
+            self._handle(client, message)
 
     def go_on(self, client: Client) -> None:
         """Handle what does not have to wait any more."""
-        backlog = client.backlog
-        while backlog and not self._order.obstacle(client, backlog[0]):
-            message = backlog.popleft()
+        while client.backlog and not self.obstacle(client, client.backlog[0]):
+            self._handle(client, client.backlog.popleft())
+
+    def _handle(self, client: Client, message: Ordered) -> None:
+        if isinstance(message, Delete):
+            self._islands.release(client.number, client.delete(message.arrays))
+        elif isinstance(message, Inquire):
+            self._inquire(client, message)
+        else:
             self._handlers[type(message)](client, message)
 
-    def _delete(self, client: Client, message: Delete) -> None:
-        self._islands.release(client.number, client.delete(message.arrays))
+    def obstacle(self, client: Client, message: Ordered) -> str:
+        """Return what a message waits for, in words; empty if it does not have to wait."""
+        if client.recovering:
+            return "the recovery of what was lost with a host"
+        if isinstance(message, Run):
+            program = client.programs.get(message.program)
+            if program is not None and program.installing:
+                islands = ", ".join(sorted(program.installing))
+                return f"the compilation of {program.body.name!r} on {islands}"
+        elif isinstance(message, (Checkpoint, SaveArrays)):
+            arrays = map(client.arrays.get, message.arrays)
+            if any(array is not None and array.awaited for array in arrays):
+                return "the uploads of what it checkpoints"
+            to_disk = isinstance(message, SaveArrays)
+            under_way = (self._saves if to_disk else self._checkpoints).count(client)
+            if under_way >= CHECKPOINTS_AT_ONCE:
+                doing = "written to disk" if to_disk else "copied"
+                return f"{under_way} checkpoints that are still being {doing}"
+            if isinstance(message, SaveArrays) and self._saves.commits_at(message.path):
+                return f"an earlier checkpoint to be put in its place at {message.path}"
+        return ""
+
+    def take_runs(self, client: Client, wanted: Callable[[Run], bool]) -> list[Run]:
+        """Take the `wanted` runs out of a backlog; delete in their place what they were to take."""
+        taken = [run for run in client.backlog if isinstance(run, Run) and wanted(run)]
+        for run in taken:
+            place = client.backlog.index(run)
+            if given := client.donated_to(run):
+                client.backlog[place] = Delete(given)  # an earlier run may have to make them
+            else:
+                del client.backlog[place]
+        return taken
 
     def _inquire(self, client: Client, message: Inquire) -> None:
         """Nothing is lost any more, so each array that the client holds is where it should be."""
         error = None
         if any(number not in client.arrays for number in message.arrays):
-            error = ErrorReport.of(
-                ArrayDeleted(
-                    "the array was deleted, or donated to a computation, before its value was asked "
-                    "for; keep a copy, copy.copy(x), or do not donate it"
-                )
+            words = (
+                "the array was deleted, or donated to a computation, before its value was asked for; "
+                "keep a copy, copy.copy(x), or do not donate it"
             )
+            error = ErrorReport.of(ArrayDeleted(words))
         self._env.send(client.address, Answered(message.request, error))
 
     @handles_client(LinkLost)

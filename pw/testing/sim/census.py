@@ -13,7 +13,7 @@ from typing import Any
 PERMANENT = frozenset(
     (
         # machinery, and what an actor was given when it was made
-        *("_handlers", "_table", "_counters", "_registration", "env", "_env", "policy"),
+        *("_handlers", "_told", "_table", "_counters", "_registration", "env", "_env", "policy"),
         # who is here, and which islands there are
         *(
             "_islands",

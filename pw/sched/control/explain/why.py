@@ -32,9 +32,9 @@ from pw.core.messages import (
 )
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.story import story
-from pw.sched.control.order import Order
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
+from pw.sched.control.stream import Stream
 from pw.sched.island.reports import WORK_TOLD
 
 ANSWER_S = 0.8
@@ -69,7 +69,7 @@ class Explainer(ControlPart):
     Args:
         sessions: the clients.
         runs: those in flight.
-        order: knows what clients' messages wait for.
+        stream: knows what clients' messages wait for.
         island_status: describes all islands.
         heard_s: seconds since a node was heard last; None if that is not known.
     """
@@ -78,13 +78,13 @@ class Explainer(ControlPart):
         self,
         sessions: Sessions,
         runs: Runs,
-        order: Order,
+        stream: Stream,
         island_status: Callable[[], tuple[IslandStatus, ...]],
         heard_s: Callable[[str], float | None],
     ) -> None:
         super().__init__(sessions)
         self._runs = runs
-        self._order = order
+        self._stream = stream
         self._island_status = island_status
         self._heard_s = heard_s
         self._questions: dict[int, _Question] = {}
@@ -225,7 +225,7 @@ class Explainer(ControlPart):
             when = f", when {', '.join(names)} has been compiled" if names else ""
             yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
         if client.backlog and not client.recovering:
-            yield self._order.obstacle(client, client.backlog[0]) or "its turn"
+            yield self._stream.obstacle(client, client.backlog[0]) or "its turn"
         for number, array in list(client.arrays.arriving())[:WORK_TOLD]:
             hosts = ", ".join(sorted(array.awaited))
             before = f" ({array.history})" if array.past else ""

@@ -16,8 +16,8 @@ from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address, arrays_in
 from pw.core.messages import ArraysLost, IslandLost, RunFailed
 from pw.sched.control.array_states import Array
-from pw.sched.control.attempts import pause_s
 from pw.sched.control.clients import Client
+from pw.sched.control.lineage import pause_s
 from pw.sched.control.recovery.plan import named
 from pw.sched.control.run_states import RunEvent, RunInFlight
 from pw.sched.control.runs import Runs

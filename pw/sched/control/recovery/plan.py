@@ -15,9 +15,8 @@ from pw.core.ids import arrays_in
 from pw.core.messages import Source
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import Array, Arrays
-from pw.sched.control.attempts import ATTEMPTS
 from pw.sched.control.checkpoints.replicas import ReplicaMap, sources_of
-from pw.sched.control.lineage import Lineage, Origin, Record
+from pw.sched.control.lineage import ATTEMPTS, Lineage, Origin, Record
 
 
 @dataclass(slots=True)
