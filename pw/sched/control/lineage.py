@@ -1,13 +1,13 @@
-"""How every array of a client came to be, as far back as it may be needed again.
+"""How each array of a client came to be, as far back as it may be needed again.
 
-A *record* is a run: the program, what it read, what it made. A record is kept while one of its
-results is *needed*: because the client holds it, or because another kept record reads it. An array
-of which there are copies in host memory needs no record any more, so a checkpoint is where lineage
-ends; so is an input, which the client keeps. What is kept is bounded: the oldest records go first,
-and what they made can then no longer be rebuilt.
+A *record* is a run: the program, what it read, what it made. A record is kept while one of its results is
+needed: because the client holds it, or because another kept record reads it. Lineage ends at an array
+of which there are replicas, and at an input, which the client keeps. The number of records is bounded:
+the oldest go first, and what they made can then not be made again. Nothing here sends a message:
+`drain` returns what nothing needs any more.
 
-Nothing here sends a message: `drain` says which copies and inputs have lost their last reader, and
-which slices the last run that can be run again.
+A record, like an array, counts how often it is tried again. Tries that follow each other closely are
+one attempt, because a network may need a while to heal. After `ATTEMPTS` attempts it is given up.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from pw.core.sharding import ArraySpec
 from pw.sched.control.programs import RegisteredProgram
 
 RECORDS_KEPT = 16_384
-"""Runs of one client that can be run again."""
+"""Records of one client."""
 
 VALUES_KEPT = 1 << 20
-"""What those may have read and made together: a step of a large model has a thousand arrays, and each
-takes some hundred bytes here."""
+"""Arrays that those have read and made together; each takes some hundred bytes here."""
 
 VALUE_BYTES = 256
-"""So much of a small value that travels with its run weighs as much as an array."""
+"""Bytes of small values in a run that count as one array."""
 
 ATTEMPTS = 16
 """Attempts at one run or one array, before it is given up."""
@@ -79,14 +78,14 @@ class Record(Attempts):
     """One run, so that it can be run again."""
 
     order: int
-    """The run's number: what it reads was made by runs with lower ones."""
+    """The run's number; runs with lower numbers made what it reads."""
     program: RegisteredProgram
     args: tuple[int | bytes, ...]
     results: tuple[int, ...]
     wanted: int = 0
-    """Results that are needed."""
+    """How many of its results are needed."""
     weight: int = 0
-    """How many values it has read and made, as far as keeping it goes."""
+    """How many values it has read and made."""
 
     def __post_init__(self) -> None:
         inline = sum(len(arg) // VALUE_BYTES for arg in self.args if isinstance(arg, bytes))
@@ -95,28 +94,28 @@ class Record(Attempts):
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Where an array came from, and who needs it."""
+    """Where an array came from, and what needs it."""
 
     spec: ArraySpec
     maker: Record | None
-    """None for an input, and for what can not be run again."""
+    """None for an input, and if the run cannot be repeated."""
     is_input: bool = False
     source: FileSource | None = None
-    """Where an input is read from, if the client does not have it."""
+    """The files that an input is read from, if the client does not upload it."""
     held: bool = True
     readers: int = 0
     """Kept records that read it."""
     copied: bool = False
-    """A checkpoint has put copies of all of it in host memory."""
+    """A checkpoint has put replicas of all of it in host memory."""
     error: ErrorReport | None = None
-    """How it failed, if it is not held any more but read by what came to no controller in time."""
+    """How it failed, if the client does not hold it any more."""
     lasting: bool = False
-    """There were such copies, so it may be that nothing else leads back to it; any that come back are kept."""
+    """There were such replicas; they may be all that is left of it, so they are kept when they come back."""
 
 
 @dataclass(slots=True)
 class Unneeded:
-    """What nothing can ask for again."""
+    """What nothing can ask for any more."""
 
     copies: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -131,7 +130,7 @@ class Lineage:
         self.origins: dict[int, Origin] = {}
         self._records: OrderedDict[int, Record] = OrderedDict()
         self._slices: Counter[int] = Counter()
-        """How many programs of kept records touch each slice."""
+        """How many programs of records touch each slice."""
         self._records_kept = records_kept
         self._weight = 0
         self._values_kept = values_kept
@@ -146,19 +145,19 @@ class Lineage:
         return None if origin is None else origin.maker
 
     def touches(self, slice: int) -> bool:
-        """Whether some kept record has something on this slice."""
+        """Return whether a record has something on this slice."""
         return slice in self._slices
 
     def add_input(self, array: int, spec: ArraySpec, source: FileSource | None = None) -> None:
-        """The client uploads an array, or it is read from a file."""
+        """The client uploads an array, or its hosts read it from files."""
         self.origins[array] = Origin(spec, None, is_input=True, source=source)
 
     def add_known(self, array: int, spec: ArraySpec) -> None:
-        """The client has an array of which only copies can tell; nothing changes for one with an origin."""
+        """Only replicas can bring this array back, unless its origin is known."""
         self.origins.setdefault(array, Origin(spec, None))
 
     def refuse_run(self, order: int) -> None:
-        """A run will not be: there is nothing to remember of it."""
+        """A run is refused: there is nothing to remember of it."""
         self._unneeded.runs.append(order)
 
     def add_run(
@@ -198,7 +197,7 @@ class Lineage:
                 self._reconsider(array)
 
     def copied(self, array: int) -> None:
-        """All of an array is in host memory now: how it was made does not matter any more."""
+        """All of an array is in host memory: how it was made does not matter any more."""
         origin = self.origins.get(array)
         if origin is not None and not origin.copied:
             origin.copied = origin.lasting = True
@@ -206,31 +205,31 @@ class Lineage:
                 self._unwant([origin])
 
     def was_copied(self, array: int) -> None:
-        """There were copies of all of an array, and they may come back."""
+        """All of an array was in host memory, and may come back."""
         origin = self.origins.get(array)
         if origin is not None:
             origin.lasting = True
 
     def copies_lost(self, array: int) -> None:
-        """Not all of an array is in host memory any more, or not at the moment."""
+        """Not all of an array is in host memory any more."""
         origin = self.origins.get(array)
         if origin is not None:
             origin.copied = False
 
     @property
     def has_unneeded(self) -> bool:
-        """Whether `drain` has something to say."""
+        """Whether `drain` returns something."""
         return bool(self._unneeded.copies or self._unneeded.runs)
 
     def drain(self) -> Unneeded:
-        """What has become unneeded since the last call."""
+        """Return what has become unneeded since the last call."""
         unneeded, self._unneeded = self._unneeded, Unneeded()
         return unneeded
 
-    # --- who still needs whom ---------------------------------------------------------------------
+    # --- what is still needed -----------------------------------------------------------------------
 
     def _reconsider(self, array: int) -> None:
-        """Forget an array that nobody needs, and with it whatever was kept for its sake."""
+        """Forget an array that nothing needs, and what was kept for its sake."""
         origin = self.origins[array]
         if origin.held or origin.readers:
             return
@@ -245,7 +244,7 @@ class Lineage:
         self._unneeded.copies.append(array)
 
     def _unwant(self, origins: list[Origin]) -> None:
-        """These origins do without their makers (a loop: chains are long)."""
+        """Forget the makers of these origins; a loop, because chains are long."""
         while origins:
             origin = origins.pop()
             maker, origin.maker = origin.maker, None
@@ -256,7 +255,7 @@ class Lineage:
                 origins += self._drop(maker)
 
     def _drop(self, record: Record) -> list[Origin]:
-        """Keep a record no longer; what it has read that nobody needs any more."""
+        """Drop a record; return the origins that it has read and that nothing needs any more."""
         if self._records.pop(record.order, None) is None:
             return []
         self._weight -= record.weight
@@ -276,7 +275,7 @@ class Lineage:
         return unneeded
 
     def _leave(self, slices: Iterable[int]) -> None:
-        """No kept record is of one program any more, which touched these slices."""
+        """The last record of a program that touches these slices is gone."""
         for slice in slices:
             self._slices[slice] -= 1
             if not self._slices[slice]:
@@ -284,7 +283,7 @@ class Lineage:
                 self._unneeded.slices.append(slice)
 
     def _cut(self, record: Record) -> None:
-        """Too much is kept: what this record made can not be rebuilt from now on."""
+        """Drop a record because too much is kept; what it made cannot be made again."""
         for array in record.results:
             origin = self.origins.get(array)
             if origin is not None and origin.maker is record:

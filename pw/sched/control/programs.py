@@ -1,7 +1,7 @@
-"""What the controller knows of a program: its plan, and what each island's scheduler needs of a run.
+"""A program at the controller: its plan, and what each island's scheduler needs of a run.
 
-Everything that does not change from run to run is worked out here once, so that a run costs the
-controller a validation of its arguments and one local message per island.
+What does not change from run to run is computed once, so that a run costs the controller a check
+of its arguments and one local message for each island.
 """
 
 from __future__ import annotations
@@ -24,17 +24,6 @@ Home = tuple[str, tuple[str, ...]]
 
 
 @dataclass(slots=True)
-class _IslandPart:
-    """The segments of one island, ready to be submitted."""
-
-    segments: tuple[int, ...]
-    hosts: tuple[tuple[str, ...], ...]
-    reporters: tuple[int, ...]
-    depends: tuple[tuple[tuple[str, int], ...], ...]
-    notify: tuple[tuple[str, ...], ...]
-
-
-@dataclass(slots=True)
 class RegisteredProgram:
     """A client's program, lowered onto the islands as they are in this mapping epoch."""
 
@@ -43,28 +32,27 @@ class RegisteredProgram:
     artifacts: tuple[Artifact, ...]
     error: ErrorReport | None = None
     segment_count: int = 0
-    parts: dict[str, _IslandPart] = field(default_factory=dict)
+    parts: dict[str, Submit] = field(default_factory=dict)
+    """What a run of it submits to each island, without arguments and results."""
     hosts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Hosts of each island that have the program installed."""
     installing: set[str] = field(default_factory=set)
     """Islands that have not reported the program as installed."""
     installs: int = 0
-    """How often it was lowered: what is said of an earlier time does not count."""
-    admitting: tuple[str, ...] = ()
-    """All its islands, if they must admit a run before any of them starts it."""
+    """How often it was lowered; reports about an earlier lowering do not count."""
     kept: int = 0
-    """Runs of it that can be run again."""
+    """Records of its runs."""
     slices: frozenset[int] = field(init=False)
-    """All that it touches."""
+    """All slices that it touches."""
     _bound: dict[int, Binding | None] | None = None
-    """How the slices of the results were bound when `_homes` was worked out."""
+    """How the slices of the results were bound when `_homes` was computed."""
     _homes: list[Home] | None = None
 
     def __post_init__(self) -> None:
         self.slices = frozenset(self.body.slices())
 
     def result_homes(self, bindings: Mapping[int, Binding]) -> list[Home] | None:
-        """The island and hosts that hold each result; None while a slice of one is not bound."""
+        """Return the island and hosts of each result; None while a slice of one is not bound."""
         bound = self._bound
         if bound is None or any(bindings.get(at) is not was for at, was in bound.items()):
             specs = [output.spec for output in self.body.outputs]
@@ -76,7 +64,7 @@ class RegisteredProgram:
     def lower(
         self, bindings: Mapping[int, Binding], limited: Collection[str] = ()
     ) -> list[tuple[str, InstallProgram]]:
-        """Bind the program to devices; what to send to which island's scheduler.
+        """Bind the program to devices; return what to send to which island's scheduler.
 
         Args:
             bindings: the binding of every slice.
@@ -93,7 +81,6 @@ class RegisteredProgram:
         else:
             plan = lower(self.body, bindings)
         self.segment_count = len(plan.segments)
-        self.parts = _parts(plan)
         by_island: dict[str, list[HostPlan]] = {}
         for host_plan in plan.hosts:
             by_island.setdefault(_island_of(host_plan, plan), []).append(host_plan)
@@ -101,7 +88,7 @@ class RegisteredProgram:
             island: tuple(host_plan.host for host_plan in plans)
             for island, plans in by_island.items()
         }
-        self.admitting = tuple(sorted(self.parts)) if memory and len(self.parts) > 1 else ()
+        self.parts = self._parts(plan, with_memory=bool(memory))
         self.installing = set(by_island)
         self.installs += 1
         self.error = None
@@ -120,6 +107,40 @@ class RegisteredProgram:
             for island, plans in by_island.items()
         ]
 
+    def _parts(self, plan: Plan, with_memory: bool) -> dict[str, Submit]:
+        island_of = [segment.island for segment in plan.segments]
+        indices: dict[str, list[int]] = {}
+        waiters: dict[int, set[str]] = {}
+        for index, island in enumerate(island_of):
+            indices.setdefault(island, []).append(index)
+            for producer in plan.segments[index].depends:
+                if island_of[producer] != island:
+                    waiters.setdefault(producer, set()).add(island)
+        # With memory to reserve, each of several islands must admit a run before one of them starts it.
+        admitting = tuple(sorted(indices)) if with_memory and len(indices) > 1 else ()
+        parts = {}
+        for island, own in indices.items():
+            segments = [plan.segments[index] for index in own]
+            depends = [
+                tuple((island_of[one], one) for one in segment.depends if island_of[one] != island)
+                for segment in segments
+            ]
+            parts[island] = Submit(
+                0,
+                self.program,
+                tuple(own),
+                tuple(segment.hosts for segment in segments),
+                tuple(segment.reporters for segment in segments),
+                tuple(depends),
+                (),
+                (),
+                tuple(tuple(sorted(waiters.get(index, ()))) for index in own),
+                (),
+                admitting,
+                self.body.timeout_s > 0,
+            )
+        return parts
+
     def submissions(
         self,
         run: int,
@@ -127,27 +148,9 @@ class RegisteredProgram:
         results: tuple[int, ...],
         awaits: tuple[int, ...],
     ) -> list[tuple[str, Submit]]:
-        """The message for each island's scheduler that queues one run."""
-        return [
-            (
-                island,
-                Submit(
-                    run,
-                    self.program,
-                    part.segments,
-                    part.hosts,
-                    part.reporters,
-                    part.depends,
-                    args,
-                    results,
-                    part.notify,
-                    awaits,
-                    self.admitting,
-                    self.body.timeout_s > 0,
-                ),
-            )
-            for island, part in self.parts.items()
-        ]
+        """Return the message for each island's scheduler that queues one run."""
+        own = {"run": run, "args": args, "results": results, "awaits": awaits}
+        return [(at, msgspec.structs.replace(part, **own)) for at, part in self.parts.items()]
 
 
 def _island_of(host_plan: HostPlan, plan: Plan) -> str:
@@ -157,31 +160,8 @@ def _island_of(host_plan: HostPlan, plan: Plan) -> str:
     return ""
 
 
-def _parts(plan: Plan) -> dict[str, _IslandPart]:
-    waiters: dict[int, set[str]] = {}
-    for segment in plan.segments:
-        for producer in segment.depends:
-            if plan.segments[producer].island != segment.island:
-                waiters.setdefault(producer, set()).add(segment.island)
-    parts: dict[str, _IslandPart] = {}
-    for index, segment in enumerate(plan.segments):
-        part = parts.setdefault(segment.island, _IslandPart((), (), (), (), ()))
-        part.segments += (index,)
-        part.hosts += (segment.hosts,)
-        part.reporters += (segment.reporters,)
-        part.depends += (
-            tuple(
-                (plan.segments[producer].island, producer)
-                for producer in segment.depends
-                if plan.segments[producer].island != segment.island
-            ),
-        )
-        part.notify += (tuple(sorted(waiters.get(index, ()))),)
-    return parts
-
-
 def check_program(body: Program) -> None:
-    """Raise ProtocolError unless every index in the program points at something; lowering checks the specs."""
+    """Raise ProtocolError unless each index points at something; lowering checks the specs."""
     for computation in body.computations:
         if any(not 0 <= position < len(computation.inputs) for position in computation.donated):
             raise ProtocolError(f"{computation.name!r} donates an argument that it does not have")
@@ -207,7 +187,7 @@ def check_program(body: Program) -> None:
 
 
 def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
-    """The spec of `value`, which must be made before node `before`."""
+    """Return the spec of `value`, which must be made before node `before`."""
     if value.node < 0:
         if 0 <= value.index < len(body.inputs):
             return body.inputs[value.index]
@@ -219,7 +199,7 @@ def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
 
 
 def holders(spec: ArraySpec, bindings: Mapping[int, Binding]) -> Home | None:
-    """The island and hosts that hold an array of `spec`; None while its slice is not bound."""
+    """Return the island and hosts of an array of `spec`; None while its slice is not bound."""
     binding = bindings.get(spec.placement.slice)
     if binding is None:
         return None
