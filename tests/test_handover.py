@@ -160,8 +160,12 @@ def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[]
         del copy
     assert descriptors() == open_here
     assert kept is not None
-    pair.child.hand_over(None)
-    assert pair.supervisor.listen(kept) is None
+    empty = packed([])
+    pair.child.hand_over(empty)
+    empty.close()
+    kept = pair.supervisor.listen(kept)
+    assert kept is not None
+    assert handover.unpack(kept, lambda: None) == []
     pair.child.close()
     pair.supervisor.close()
 
@@ -391,8 +395,8 @@ print(json.dumps([os.getpid(), begin.spare, found]), flush=True)
 for line in open(arguments["--controller"].removeprefix("ipc://")):
     what, value = json.loads(line)
     if what == "leave":
-        with_what = [(1, ((0, 3),), np.array(value))]
-        link.hand_over(handover.pack(with_what) if value else None)
+        replicas = [(1, ((0, 3),), np.array(value))] if value else []
+        link.hand_over(handover.pack(replicas))
         os._exit(75)
     if what == "finish":
         os._exit(0)

@@ -1,7 +1,7 @@
 """Puts actors together on nodes: the one place that knows all parts.
 
-The daemons, the embedded cluster and the test harness build the same actors from here; they differ in the
-network below and in what surrounds the process.
+The daemons and the embedded cluster build the same actors from here. They differ in the network
+and in the process around the actors.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from pw.transport.node import Node
 
 
 class CountedBulk(Bulk, Protocol):
-    """A bulk plane that can say what it has moved."""
+    """A bulk plane with counters."""
 
     def counters(self) -> dict[str, int]:
-        """What it has moved."""
+        """Return the bytes that it has moved."""
 
 
 class CoordinationActor(Actor):
-    """Asks the coordination child process for what the resource manager wants."""
+    """Starts and stops coordination services for the resource manager."""
 
     def __init__(self, env: Env, services: CoordinationServices) -> None:
         super().__init__(env)
@@ -69,7 +69,7 @@ class CoordinationActor(Actor):
 
 
 def counters_of(node: Node, bulk: CountedBulk | None) -> dict[str, int]:
-    """What a process has sent, received and done; a process without a bulk plane moves no bulk bytes."""
+    """Return the counters of a process, with the bytes of its bulk plane if it has one."""
     counted = dict(node.counters)
     moved = {"sent_bytes": 0, "received_bytes": 0} if bulk is None else bulk.counters()
     return counted | {f"bulk_{name}": value for name, value in moved.items()}
@@ -150,9 +150,9 @@ def add_host(
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
-    `replicas` are what the last incarnation of this host left (`HostProcess.keep`, `hand_over`). `aside` are
-    threads for files; without, the host neither writes nor reads checkpoints on disk. `output` is what clients'
-    programs write, as far as it is to reach them.
+    `replicas` are those that the last incarnation of this host left (`HostProcess.keep`, `hand_over`). `aside`
+    are threads for files; without them, the host has no checkpoints on disk. `output` takes the lines
+    that clients' programs write.
     """
     counters: Callable[[], dict[str, int]] = lambda: counters_of(node, bulk) | coordinator.census()  # noqa: E731
     keep = process.keep

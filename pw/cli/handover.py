@@ -1,8 +1,8 @@
-"""What a runtime child leaves to the one after it: arrays in one anonymous memory file.
+"""The parcel that a runtime child leaves to the next one: arrays in one anonymous memory file.
 
-A file begins with the arrays, each row-major at a boundary that JAX can alias, and ends with an index of
-them. The next child maps the file and makes arrays of it without a copy. There is no name to clean up:
-when neither the supervisor nor a child holds the file, its pages are gone, even after SIGKILL.
+The file begins with the arrays, each row-major at a boundary that JAX can alias, and ends with an index of
+them. The next child maps the file and makes arrays of it without a copy. The file has no name: when no
+process holds it, its pages are freed, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pw.devices.host.replica_memory import Replica
 from pw.transport.log import log
 
 PIECE_BYTES = 16 << 20
-"""Written at once: some ten milliseconds, where memory is not short."""
+"""Bytes of one write: some ten milliseconds."""
 
 BEAT_S = 0.1
-"""Between two beats while arrays are written."""
+"""Time between two beats while arrays are written."""
 
 FETCH_S = 20.0
-"""How long one may take to come from its device, which is then taken not to answer any more."""
+"""How long one array may take to come from its device, before the beats stop."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """Where in the file a replica is."""
+    """The place of a replica in the file."""
 
     array: int
     box: Box
@@ -50,7 +50,7 @@ def pack(replicas: Iterable[Replica]) -> Parcel:
     """Write arrays to a new anonymous file, all of them.
 
     Args:
-        replicas: array ids, boxes, and what is in them, in any layout.
+        replicas: array ids, boxes and their values, in any layout.
 
     Raises:
         OSError: there is no room for them.
@@ -59,11 +59,11 @@ def pack(replicas: Iterable[Replica]) -> Parcel:
 
 
 def pack_what_fits(replicas: Iterable[Replica], beat: Callable[[], None]) -> Parcel:
-    """The same; when memory runs out, as many as there is room for.
+    """Write as many arrays as there is room for.
 
     Args:
-        replicas: as for `pack`; asked for one after the other.
-        beat: called now and then from another thread, because this may take a while.
+        replicas: as for `pack`; taken one by one.
+        beat: called from another thread while this goes on.
 
     Raises:
         OSError: there is no room even for the index.
@@ -107,9 +107,9 @@ def _raise(error: OSError) -> None:
 
 @contextmanager
 def _beating(beat: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Beat beside what the block does; it is to call what it gets whenever it has gone on.
+    """Beat from another thread while the block goes on: it calls the given function for each piece.
 
-    A beat for each array would fill the socket to the supervisor, if there are many.
+    A beat for each piece would fill the socket to the supervisor.
     """
     went_on_s = time.monotonic()
     ended = threading.Event()
@@ -137,18 +137,18 @@ def _write(
 ) -> None:
     left = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while left:
-        # Writing is quicker than copying to mapped pages, which would be zeroed first.
+        # Writing is quicker than copying to mapped pages, which the kernel zeroes first.
         written = os.pwrite(descriptor, left[:PIECE_BYTES], offset)
         left, offset = left[written:], offset + written
         went_on()
 
 
 def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
-    """Map what another process has packed: read-only arrays, without a copy. Takes the parcel.
+    """Return the arrays of a parcel, read-only and without a copy; closes the parcel.
 
     Args:
-        parcel: what `pack` has made.
-        dropped: called, in any thread, when the last of the arrays is gone.
+        parcel: made by `pack`.
+        dropped: called in any thread when the last of the arrays is gone.
     """
     try:
         pages = mmap.mmap(parcel.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)

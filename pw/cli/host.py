@@ -1,8 +1,8 @@
-"""The runtime of one host: what `pw-worker` starts, watches over and starts again.
+"""The runtime of one host, which `pw-worker` starts, watches and restarts.
 
-Threads: the event loop (this one) for control and nothing else; those of the device backend; one of the
-bulk plane; a few for files. A collective that will never end holds the execute thread, not the loop, so the
-process can always be ended from the loop.
+Threads: the event loop (this one) for control only; those of the device backend; one of the bulk
+plane; a few for files. A collective that never ends holds the execute thread, not the loop, so the
+loop can always end the process.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from pw.transport.secret import of_cluster
 from pw.transport.stream_network import StreamNetwork
 
 DESCRIPTORS = 1 << 20
-"""Each larger array that lies on a host has one, so a host takes as many as it may, up to this."""
+"""Upper bound of descriptors that a host takes; each larger array needs one."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""Tracing and lowering hold the interpreter; with Python's default the loop would be 45 ms late."""
+"""Tracing and lowering hold the interpreter: with Python's default the loop is up to 45 ms late."""
 
 
 class HostRuntime:
-    """The process around a host's actors (see `pw.devices.host.executor.HostProcess`)."""
+    """The process around a host's actors (see `pw.devices.host.membership.HostProcess`)."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class HostRuntime:
         self._devices: list[object] = []
 
     def device(self, address: DeviceAddress) -> object:
-        """The JAX device at an address in this epoch's island."""
+        """Return the JAX device at an address in this epoch's island."""
         rank = self._hosts.index(address.host)
         return self._devices[rank * self._local_devices + address.ordinal]
 
     def join(
         self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
     ) -> None:
-        """Join the group in a thread of its own: peers may take their time."""
+        """Join the group on a thread of its own, because its peers may be slow."""
 
         def work() -> None:
             answer: IslandJoined | IslandJoinFailed
@@ -136,7 +136,7 @@ class HostRuntime:
                         f"it installed with support for {self._platform}?"
                     )
                 report = ErrorReport.of(error)
-                if alone:  # nobody else can be the reason, and trying again would not help
+                if alone:  # no other host is the reason, so another attempt would fail as well
                     self._loop.call_soon_threadsafe(self.stop, "could not join", report)
                     return
                 log("error", "could not join", self._name, "", {"error": report.message})
@@ -146,14 +146,14 @@ class HostRuntime:
         threading.Thread(target=work, name="pw-join", daemon=True).start()
 
     def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
-        """Have these kept for the next incarnation, by the supervisor if there is one."""
+        """Have the supervisor, if there is one, keep these for the next incarnation."""
         if self._keeper is None:
-            kept(None)  # as safe as they can be: there is no next incarnation
+            kept(None)  # there is no next incarnation to keep them for
         else:
             self._keeper.keep(replicas, kept)
 
     def hand_over(self, replicas: Iterable[Replica]) -> None:
-        """Give these to the next incarnation, through the supervisor; each is taken when its turn comes."""
+        """Leave these to the next incarnation, through the supervisor."""
         if self._keeper is not None:
             self._keeper.hand_over(replicas)
 
@@ -193,7 +193,7 @@ def serve(
     parent_fd: Annotated[int, typer.Option()] = -1,
     supervisor_fd: Annotated[int, typer.Option()] = -1,
 ) -> None:
-    """Run one incarnation of a host; `pw-worker` does, and where nothing is to be survived a parent."""
+    """Run one incarnation of a host, as a child of `pw-worker` or of an embedded cluster."""
     configure_logging(log_level)
     output = take_output(log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -262,10 +262,10 @@ def serve(
         reconnect_s=reconnect,
         output=output,
     )
-    del replicas  # they are the store's to drop
+    del replicas  # only the store may hold them
 
     def crashed(actor: str, error: BaseException) -> None:
-        """An actor's state can no longer be trusted: begin again from a known one."""
+        """Begin again from a known state: that of the actor cannot be trusted."""
         node.counters["actor_crashes"] += 1
         report = ErrorReport.of(error, name, InternalError)
         fail("pw-worker", f"{actor}: {report.message}\n{report.traceback}")
@@ -288,7 +288,7 @@ def serve(
 
 
 def take_descriptors() -> None:
-    """Raise this process's bound of descriptors as far as it may; it never waits with `select`."""
+    """Raise the bound of descriptors of this process, which never calls `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -300,17 +300,23 @@ def take_descriptors() -> None:
 def _inherited(
     name: str, parcel: Parcel | None, supervisor: SupervisorLink | None
 ) -> list[Replica]:
-    """What the last incarnation left."""
+    """Return the replicas that the last incarnation left."""
     if parcel is None or supervisor is None:
         return []
     replicas = handover.unpack(parcel, supervisor.dropped)
     if replicas:
-        log("info", "begins with what was handed over", name, "", {"replicas": len(replicas)})
+        log(
+            "info",
+            "begins with the replicas of the last incarnation",
+            name,
+            "",
+            {"replicas": len(replicas)},
+        )
     return replicas
 
 
 def _exit(code: int) -> NoReturn:
-    """End at once: a thread may sit in a collective that will never return."""
+    """End at once: a thread may be in a collective that never returns."""
     sys.stderr.flush()
     os._exit(code)
 

@@ -1,8 +1,8 @@
-"""A runtime's side of what its supervisor keeps for the next one.
+"""Gives the supervisor the replicas that are to outlive the runtime.
 
-What is to be kept is written to an anonymous file on a thread of its own, so that the event loop goes on, and
-counts as kept when the supervisor says that it has taken the file. Until then the next file waits: a
-supervisor that is slow or stopped has at most one before it, and holds up nothing but the answer.
+A thread of its own writes them to an anonymous file, so that the event loop goes on. They are safe when the
+supervisor says that it has taken the file; the next file waits until then. So a slow supervisor
+delays only the answer to a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Kept = Callable[[ErrorReport | None], None]
 
 
 class Keeper:
-    """Gives the supervisor what is to outlive this process (see `pw.devices.host.membership.HostProcess`).
+    """Keeps replicas through the supervisor (see `pw.devices.host.membership.HostProcess`).
 
-    All methods belong to the loop's thread.
+    All methods are called on the loop thread.
 
     Args:
         name: of the host.
@@ -45,12 +45,12 @@ class Keeper:
         self._supervisor = supervisor
         self._ended = ended
         self._kept: Kept | None = None
-        """To be called when what is being kept has been taken."""
+        """Called when the supervisor has taken the parcel that is under way."""
         self._left = False
         loop.add_reader(supervisor.fileno(), self._listen)
 
     def keep(self, replicas: Sequence[Replica], kept: Kept) -> None:
-        """Keep these in place of what was kept before; not to be called again before `kept` is."""
+        """Keep these in place of earlier ones; not called again before `kept`."""
         assert self._kept is None
         self._kept = kept
 
@@ -68,9 +68,9 @@ class Keeper:
         threading.Thread(target=work, name="pw-keep", daemon=True).start()
 
     def hand_over(self, replicas: Iterable[Replica]) -> None:
-        """Keep these, taken one by one, in place of what was kept before; the end of this process follows.
+        """Leave these to the next incarnation, in place of earlier ones; this process ends then.
 
-        What has been sent is taken even when this process has ended.
+        The supervisor takes the parcel even when this process has ended.
         """
         self._left = True
         begun_s = time.monotonic()
@@ -101,7 +101,7 @@ class Keeper:
             packed.close()
 
     def _listen(self) -> None:
-        """The supervisor has taken something, or has ended."""
+        """The supervisor has taken a parcel, or has ended."""
         for _ in range(self._supervisor.taken()):
             if not self._left:
                 self._end(None)

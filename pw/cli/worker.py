@@ -1,22 +1,22 @@
 """`pw-worker`: the small parent of a host's runtime.
 
-It starts the runtime (`pw.cli.host`) as a child and starts it anew, as a new incarnation, when an epoch
-has ended or the child has died. A host stuck in a collective can only be killed: that is why the runtime
-is a child, and why this process does no work and imports nothing heavy. A child whose event loop does not turn
-any more is killed; what one hands over is kept for the next (see `pw.cli.supervision`).
+It starts the runtime (`pw.cli.host`) as a child, and restarts it as a new incarnation when an epoch has
+ended or the child has died. A host that is stuck in a collective can only be killed. That is why the
+runtime is a child, and why this process does no work and imports nothing heavy. It kills a child whose
+event loop does not turn, and keeps a child's parcel for the next one (`pw.cli.supervision`).
 
-Most of the time that a runtime needs to start goes into importing JAX. So another child stands by, which
-has imported everything and waits for the word to begin: then a host is back in a tenth of a second.
+A runtime spends most of its start on importing JAX. So a standby child has imported everything and
+waits for the word to begin: then a host is back in a tenth of a second.
 
-How a child ends decides what follows:
+What follows depends on how a child ends:
 
-    told to stop, drained, or an error that would
-    come again                                      -> this process ends as well
-    its epoch is over                               -> the next one, at once
-    it crashed or was killed                        -> the next one, after a pause unless it lived for
-                                                       long; only so many times
-    the controller cannot be reached                -> if it never was: the end; otherwise the next one,
-                                                       until nobody has been found for `reconnect_s`
+    told to stop, drained, or an error that
+    would come again                         -> this process ends as well
+    its epoch is over                        -> the next child, at once
+    it crashed or was killed                 -> the next child, after a pause unless it had lived long;
+                                                a bounded number of times
+    the controller cannot be reached         -> if it never was: the end; otherwise the next child, until
+                                                no controller is found for `reconnect_s`
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from pw.transport.secret import of_cluster
 RUNTIME = "pw.cli.host"
 STOP_S = 1.5
 LEAST_SILENCE_S = 3.0
-"""Before so long a silence a child is not killed: a busy machine may swallow a beat or two."""
+"""Shortest silence after which a child is killed: a busy machine may delay a beat or two."""
 CRASHES = 10
 WITHIN_S = 600.0
 LONGEST_PAUSE_S = 2.0
 LONG_LIFE_S = 10.0
-"""A child that crashes after such a life is replaced at once: it is not one that cannot live."""
+"""A child that crashes after such a life is replaced at once."""
 STANDBY_AFTER_S = 5.0
-"""How long a child runs before another one is made to stand by."""
+"""How long a child runs before a standby child is started."""
 
 
 class _Child:
@@ -89,7 +89,7 @@ class _Child:
         self.link.started()
 
     def end(self) -> None:
-        """Have it end, and wait for that."""
+        """End the process, and wait for it."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
@@ -106,11 +106,11 @@ class Supervisor:
     Args:
         name: the host's name, for logs.
         arguments: command line of the child.
-        reconnect_s: how long to look for a controller that was there and has gone.
+        reconnect_s: how long to look for a lost controller.
         heartbeat_s: how often the child beats.
-        spare: the host only fills gaps, from the first child on; later ones always do.
-        standby: keep another child ready.
-        parent_fd: a pipe whose end means that this process shall end; -1 for none.
+        spare: the first child, too, only takes the place of a lost host; later children always do.
+        standby: keep a standby child.
+        parent_fd: a pipe; this process ends when the pipe does. -1 for none.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
 
     def run(self) -> int:
-        """Watch over children until told to stop or it makes no sense to go on."""
+        """Restart children until told to stop, or another child would not help."""
         try:
             return self._run()
         finally:
@@ -165,7 +165,9 @@ class Supervisor:
             now = time.monotonic()
             short_lives = 0 if now - begun_s > LONG_LIFE_S else short_lives + 1
             if code == EXIT_UNAVAILABLE:
-                lost_since = lost_since or begun_s  # one that had a controller has looked for it
+                lost_since = (
+                    lost_since or begun_s
+                )  # a child that had a controller has looked for it
                 if not served:
                     return EXIT_ERROR
                 if now - lost_since >= self._reconnect_s:
@@ -201,14 +203,14 @@ class Supervisor:
         return child or self._new_child()
 
     def _wait(self, child: _Child) -> int | None:
-        """The child's exit code, or None when this process shall end."""
+        """Return the child's exit code, or None when this process must end."""
         begun_s = time.monotonic()
         while (code := child.process.poll()) is None:
             if self._told_to_stop(self._heartbeat_s, child.link):
                 return None
             self._parcel = child.link.listen(self._parcel)
             now_s = time.monotonic()
-            # Not before, so that two children do not compete for the processor while one starts.
+            # Not earlier, so that two children do not compete for the processor while one starts.
             if self._wants_standby and not self._standby and now_s - begun_s > STANDBY_AFTER_S:
                 self._standby = self._new_child()
             if child.link.watch.is_silent(now_s):
@@ -221,7 +223,7 @@ class Supervisor:
         return code
 
     def _pause(self, pause_s: float) -> bool:
-        """Wait; true at once when this process shall end."""
+        """Wait; return true at once when this process must end."""
         end_s = time.monotonic() + pause_s
         while not self._told_to_stop(max(0.0, end_s - time.monotonic())):
             if time.monotonic() >= end_s:
@@ -229,7 +231,7 @@ class Supervisor:
         return True
 
     def _told_to_stop(self, timeout_s: float, link: ChildLink | None = None) -> bool:
-        """Wait for a reason to stop (true), or for a child, or for the time (false)."""
+        """Wait for a reason to stop (true), for a message of a child, or for the time (false)."""
         watched: list[int] = [self._wake_read]
         if self._parent_fd >= 0:
             watched.append(self._parent_fd)
@@ -244,7 +246,7 @@ class Supervisor:
 
 
 def pause_before(code: int, short_lives: int) -> float:
-    """Seconds before a runtime that ended with this exit code is started again, after so many short lives."""
+    """Return the seconds before the next child, after this exit code and so many short lives."""
     if not short_lives or (code == EXIT_AGAIN and short_lives <= CRASHES):
         return 0.0
     return min(LONGEST_PAUSE_S, 0.05 * 2.0 ** min(short_lives, 10))
@@ -253,7 +255,7 @@ def pause_before(code: int, short_lives: int) -> float:
 def serve(
     controller: Annotated[str, typer.Option(help="The controller's address, tcp://host:port.")],
     island: Annotated[
-        str, typer.Option(help="Name of the island to join; a spare may do without.")
+        str, typer.Option(help="Name of the island to join; optional for a spare.")
     ] = "",
     island_hosts: Annotated[
         int,
@@ -278,7 +280,7 @@ def serve(
         ),
     ] = True,
     name: Annotated[
-        str, typer.Option(help="Unique name of this host in the cluster; by default made up.")
+        str, typer.Option(help="Unique name of this host in the cluster; made up by default.")
     ] = "",
     bind: Annotated[
         str,
@@ -292,14 +294,14 @@ def serve(
         float,
         typer.Option(
             min=LEAST_HEARTBEAT_S,
-            help="Seconds between signs of life; after three of them without one this host is given up.",
+            help="Seconds between heartbeats; a host that misses three of them counts as lost.",
         ),
     ] = 1.0,
     lease: Annotated[
         float,
         typer.Option(
             min=LEAST_LEASE_S,
-            help="Seconds after which a silent client, or the controller, is given up.",
+            help="Seconds after which a silent client, or the controller, counts as lost.",
         ),
     ] = 10.0,
     connect_timeout: Annotated[
@@ -307,21 +309,21 @@ def serve(
     ] = 8.0,
     reconnect: Annotated[
         float,
-        typer.Option(min=0, help="Seconds to look for a controller that was there and has gone."),
+        typer.Option(min=0, help="Seconds to look for a lost controller."),
     ] = 60.0,
     allow_python: Annotated[
         bool,
         typer.Option(
             "--allow-python",
-            help="Run Python functions that clients send (pw.host_function): whoever can connect can "
-            "then do here what this process can.",
+            help="Run Python functions that clients send (pw.host_function): each client can then do here "
+            "what this process can.",
         ),
     ] = False,
     compile_cache: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Where to keep what is compiled, across restarts and for all workers that see the folder; "
+            help="Folder for compiled computations, which outlive restarts and serve all workers that see it; "
             "by default ~/.cache/pw/executables, and '' keeps nothing.",
         ),
     ] = None,
@@ -337,15 +339,15 @@ def serve(
     Exit codes: 0 after SIGTERM or Ctrl-C, or when drained; 1 after an error, which is one line on
     standard error.
     """
-    if not hasattr(os, "memfd_create"):  # what one runtime leaves to the next lies in such files
+    if not hasattr(os, "memfd_create"):  # parcels are such files
         raise Error(
-            "workers run on Linux only; what works here is the cluster that a script starts beside itself "
-            "when it is given no address"
+            "workers run on Linux only; on this system, call pw.connect() without an address, which starts "
+            "a cluster beside the script"
         )
     if platform not in ("cpu", "cuda", "tpu"):
         raise typer.BadParameter(f"no platform {platform!r}; there are cpu, cuda and tpu")
     if not island and not spare:
-        raise typer.BadParameter("a host that is no --spare needs the name of its --island")
+        raise typer.BadParameter("a host needs the name of its --island, unless it is a --spare")
     check_log_level(log_level)
     if not controller.startswith(("tcp://", "ipc://")):
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
@@ -354,7 +356,7 @@ def serve(
     check_bind(bind, allow_remote)
     check_reachable(controller, bind)
     configure_logging(log_level)
-    of_cluster(controller, secret_file)  # what is wrong with it is said before anything is started
+    of_cluster(controller, secret_file)  # its errors come before anything is started
     name = name or f"{island or 'spare'}-{socket.gethostname()}-{os.getpid()}"
     arguments = [
         *("--controller", controller),
