@@ -137,7 +137,7 @@ class FakeBackend:
             return "finished"
         head = self.queue[0] if self.queue else None
         met = isinstance(head, ops.Execute) and value in head.results
-        return "entered" if met else "handed over"
+        return "entered" if met else "submitted"
 
     def whereabouts(self) -> tuple[ThreadReport, ...]:
         head = self.queue[0] if self.queue else None

@@ -37,7 +37,6 @@ from pw.core.messages import (
     EdgeProbe,
     FormIsland,
     GangBroken,
-    Held,
     Holding,
     Holdings,
     HoldsNoMore,
@@ -49,6 +48,7 @@ from pw.core.messages import (
     Leave,
     LeaveIsland,
     OfferReplica,
+    PassedLaunches,
     Peer,
     PeerLost,
     Progress,
@@ -266,14 +266,14 @@ def test_who_waits_for_an_edge_holds_up_no_other_client() -> None:
     assert installed == {waiting, alone}
     assert len(bench.host.backend.executed) == 2
     assert bench.finished().keys() == {2, 3}
-    (held,) = bench.told(Held)
+    (held,) = bench.told(PassedLaunches)
     assert [client_of(run_) for run_, _ in held.passed] == [1, 1]
     assert held.passed[0] == (run, segment)
     bench.edge(run, "b0", X + 1)
     assert bench.finished().keys() == {0, 1, 2, 3}
     np.testing.assert_array_equal(bench.value(late), X + 2)
-    (_, again) = bench.told(Held)
-    assert again == Held(1, (), held.passed)
+    (_, again) = bench.told(PassedLaunches)
+    assert again == PassedLaunches(1, (), held.passed)
 
 
 def test_a_gang_goes_after_all_that_came_before_it() -> None:

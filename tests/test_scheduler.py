@@ -24,7 +24,6 @@ from pw.core.messages import (
     EndEpoch,
     Finished,
     GangBroken,
-    Held,
     Install,
     Installed,
     InstallProgram,
@@ -32,6 +31,7 @@ from pw.core.messages import (
     IslandLost,
     Launch,
     LaunchGap,
+    PassedLaunches,
     ProgramInstalled,
     Progress,
     Release,
@@ -524,11 +524,11 @@ def test_a_launch_that_waits_for_an_input_is_behind_those_that_pass_it() -> None
     scheduler, held = bench.scheduler, executor_of("h0")
     at_work = scheduler.in_flight.programs_on
     assert at_work("h0") == [client_id(1, 1)]
-    bench.tell(Held(1, ((waits.run, 7),), ()), sender=held)
+    bench.tell(PassedLaunches(1, ((waits.run, 7),), ()), sender=held)
     assert at_work("h0") == [client_id(2, 1)]
-    bench.tell(Held(1, (), ((waits.run, 7),)), sender=held)
+    bench.tell(PassedLaunches(1, (), ((waits.run, 7),)), sender=held)
     assert at_work("h0") == [client_id(2, 1)]
-    bench.tell(Held(2, ((hangs.run, 7),), ()), sender=held)  # of another epoch
+    bench.tell(PassedLaunches(2, ((hangs.run, 7),), ()), sender=held)  # of another epoch
     bench.tell(CancelRun(hangs.run, "overdue", 0.0))
     assert len(bench.world.to(RESOURCES, EndEpoch)) == 1
     for launch in bench.launches():

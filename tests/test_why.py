@@ -408,7 +408,7 @@ def test_a_peer_that_is_late_for_a_collective_is_named(
         assert "test_why.py:" in story
         _, _, reduce = story.partition("\n  'all_reduce'")
         assert "island-0-host-0 (shard 0): entered" in reduce
-        assert "island-0-host-1 (shard 1): handed over" in reduce
+        assert "island-0-host-1 (shard 1): submitted" in reduce
     finally:
         Path(flag).touch()
     np.testing.assert_array_equal(np.asarray(used), [2, 2])

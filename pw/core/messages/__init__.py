@@ -30,7 +30,7 @@ Message = (
     | RequestFailed | CancelRequest | UploadAborted | DrainHost | Leave | Checkpoint | Inquire
     | Answered | UploadAgain | InputGone | ForgetInputs | ForgetRuns | Resumed | GangBroken | Replicate
     | Holdings | HoldsNoMore
-    | CallEnded | Held | Cancel | CancelRuns
+    | CallEnded | PassedLaunches | Cancel | CancelRuns
     | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
     | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described

@@ -319,15 +319,15 @@ class RunAdmitted(Base, frozen=True, tag=84):
     run: int
 
 
-class Held(Base, frozen=True, tag=134):
+class PassedLaunches(Base, frozen=True, tag=134):
     """HostExecutor to IslandScheduler: these launches (run, segment) wait for inputs, and others pass them.
 
-    `handed_over` are launches that were passed and have been enqueued, behind the others.
+    `enqueued` are launches that were passed and have been enqueued, behind the others.
     """
 
     epoch: int
     passed: tuple[tuple[int, int], ...]
-    handed_over: tuple[tuple[int, int], ...]
+    enqueued: tuple[tuple[int, int], ...]
 
 
 class CallEnded(Base, frozen=True, tag=130):

@@ -37,7 +37,7 @@ class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     """One launch on one host.
 
     `state` is `missing` (it has not arrived), `queued` behind another one, `waiting` for values that it reads,
-    `handed over` to the execute thread, `entered` by it, `enqueued` on the devices, or `finished`.
+    `submitted` to the execute thread, `entered` by it, `enqueued` on the devices, or `finished`.
     """
 
     run: int

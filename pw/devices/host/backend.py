@@ -235,7 +235,7 @@ class Backend(Protocol):
     def stage(self, value: Value) -> str:
         """Return how far the op that makes a value is, without waiting.
 
-        `handed over` to the execute thread, `entered` by it (collectives may hold it there), `enqueued`
+        `submitted` to the execute thread, `entered` by it (collectives may hold it there), `enqueued`
         on the devices, or `finished`, with or without success.
         """
 

@@ -21,7 +21,7 @@ from weakref import ref
 from pw.core.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address
-from pw.core.messages import CANCELLED, CallEnded, Held
+from pw.core.messages import CANCELLED, CallEnded, PassedLaunches
 from pw.core.plan import Execute, Instruction, Receive, Send
 from pw.core.watchdog import Watchdog
 from pw.devices.host import backend as ops
@@ -100,7 +100,9 @@ class Interpreter(Part):
             passed, enqueued = map(tuple, self._news)
             self._news = ([], [])
             if self._order.scheduler is not None:
-                self._env.send(self._order.scheduler, Held(self._order.epoch, passed, enqueued))
+                self._env.send(
+                    self._order.scheduler, PassedLaunches(self._order.epoch, passed, enqueued)
+                )
         self.queue.flush()
 
     def _on_pass(self, work: Work) -> None:

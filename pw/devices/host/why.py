@@ -24,7 +24,7 @@ from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.program import NO_SEGMENT, HostProgram
 from pw.devices.host.work import HostLaunch, Replicating, Work
 
-_STAGES = ("handed over", "entered", "enqueued", "finished")
+_STAGES = ("submitted", "entered", "enqueued", "finished")
 
 
 class Explanations(Part):

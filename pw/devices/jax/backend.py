@@ -197,14 +197,14 @@ class JaxBackend:
         while value.heir is not None:
             value, given = value.heir, True
         array, doing = value.payload, self.execution.doing
-        stage = "handed over"
+        stage = "submitted"
         try:
             if value.error is not None or (array is not None and array.is_ready()):
                 stage = "finished"
             elif array is not None:
                 stage = "enqueued"
             elif isinstance(doing, Execute) and value in doing.results:
-                stage = "handed over" if self.enqueuer.is_waiting else "entered"
+                stage = "submitted" if self.enqueuer.is_waiting else "entered"
         except Exception:  # noqa: BLE001 - it has failed, or is donated at this moment
             stage = "finished"
         return stage if stage == "finished" or not given else "enqueued"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
-from pw.core.messages import CancelRun, Held, IslandLost, Progress, SegmentDone
+from pw.core.messages import CancelRun, IslandLost, PassedLaunches, Progress, SegmentDone
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.launch_states import Event, SegmentTask
@@ -93,12 +93,12 @@ class InFlight(Part):
             before.update(task.at_work_on())
         return None
 
-    @handles(Held)
-    def _passed(self, sender: Address, message: Held) -> None:
+    @handles(PassedLaunches)
+    def _passed(self, sender: Address, message: PassedLaunches) -> None:
         """A passed launch is not at work; when enqueued, it is behind those that passed it."""
         if not self.members.is_current(message.epoch):
             return
-        passed, enqueued = set(message.passed), set(message.handed_over)
+        passed, enqueued = set(message.passed), set(message.enqueued)
         for key, task in list(self.launches.items()):
             name = (task.here.run, task.segment)
             if name in passed:

@@ -156,7 +156,7 @@ class SimBackend:
     def stage(self, value: Value) -> str:
         """How far a value is."""
         if value.error is None and value.payload is None:
-            return "handed over"
+            return "submitted"
         return "finished"
 
     def whereabouts(self) -> tuple[ThreadReport, ...]:

@@ -121,10 +121,10 @@ class _Story:
                 for name in head.unsettled
             ]
             if not found:
-                words = f"{who} has not handed {what} to its devices"
+                words = f"{who} has not enqueued {what}"
                 found = [Finding(BEHIND, host, words)]
             return [one._replace(words=one.words + behind) for one in found]
-        if _stage(report, work, launch) == "handed over":
+        if _stage(report, work, launch) == "submitted":
             return [Finding(LATE, host, f"{who} has not enqueued {what}{busy}")]
         if launch.state == "finished":
             return []
@@ -223,7 +223,7 @@ class _Story:
             return
         yield (
             f"{report.host}: {report.state or 'in its island'}, "
-            f"{_counted(report.queued, 'launch', 'es')} queued; nothing was handed over for "
+            f"{_counted(report.queued, 'launch', 'es')} queued; nothing was enqueued for "
             f"{report.quiet_s:.1f} s"
         )
         for edge in report.edges:
@@ -264,7 +264,7 @@ def _stage(report: HostReport, work: WorkReport, launch: LaunchReport | None) ->
     kinds = ("the computation", "the Python function")
     names = {f"{kind} {name!r}" for kind in kinds for name in work.computations}
     is_entered = any(thread.doing in names for thread in report.threads)
-    return "entered" if launch.state == "handed over" and is_entered else launch.state
+    return "entered" if launch.state == "submitted" and is_entered else launch.state
 
 
 def _first_waiting(report: HostReport, run: int) -> LaunchReport:
