@@ -16,7 +16,7 @@ with the time from its start, or the end of the launch before, to its own end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pw.core.actor import Env, Part, handles
@@ -42,42 +42,44 @@ class _SendProgress:
     late: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class LaunchEnds(Part):
     """Watches launches until they have ended, and tells the scheduler."""
 
-    def __init__(self, env: Env, order: LaunchOrder, queue: OpQueue, arriving: Arriving) -> None:
-        self._env = env
-        self._order = order
-        self._queue = queue
-        self._arriving = arriving
-        self._in_flight = 0
-        """Enqueued launches that are not reported yet."""
-        self._on_device: dict[int, dict[int, HostLaunch]] = {}
-        """Launches on each device by their numbers, in the order in which they were enqueued."""
-        self._busy_until_s: dict[int, float] = {}
-        """Until when the time of each device has been charged."""
-        self._finished: list[Finished] = []
-        self._is_sending = False
-        self._late = Ticker(env, PROGRESS_S, _SendProgress(late=True))
+    env: Env
+    order: LaunchOrder
+    queue: OpQueue
+    arriving: Arriving
+    _in_flight: int = 0
+    """Enqueued launches that are not reported yet."""
+    _on_device: dict[int, dict[int, HostLaunch]] = field(default_factory=dict)
+    """Launches on each device by their numbers, in the order in which they were enqueued."""
+    _busy_until_s: dict[int, float] = field(default_factory=dict)
+    """Until when the time of each device has been charged."""
+    _finished: list[Finished] = field(default_factory=list)
+    _is_sending: bool = False
+
+    def __post_init__(self) -> None:
+        self._late = Ticker(self.env, PROGRESS_S, _SendProgress(late=True))
 
     def watch_results(self, launch: HostLaunch) -> None:
         """Watch the last result of a computation, as soon as it may be used."""
         values, launch.to_watch = launch.to_watch, ()
         launch.pending += 1
-        if values[0] in self._arriving:
-            self._arriving[values[0]].append(partial(self._watch, launch, values, True))
+        if values[0] in self.arriving:
+            self.arriving[values[0]].append(partial(self._watch, launch, values, True))
         else:
             self._watch(launch, values, True)
 
     def enqueued(self, launch: HostLaunch, awaited: Sequence[Value]) -> None:
         """All instructions are ops; `awaited` are the results that are not made on this host."""
         if awaited:
-            self._arriving.when_here(awaited, partial(self._all_here, launch, tuple(awaited)))
+            self.arriving.when_here(awaited, partial(self._all_here, launch, tuple(awaited)))
         else:
             self._all_here(launch, ())
 
     def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
-        launch.enqueued_s = self._env.now_s()
+        launch.enqueued_s = self.env.now_s()
         has_watches = not awaited and launch.pending > 1
         if not has_watches:  # a watch without values waits for all that was submitted
             self._watch(launch, awaited, False)
@@ -92,19 +94,19 @@ class LaunchEnds(Part):
 
         def done(error: ErrorReport | None) -> None:
             if error is not None and is_made_here and values[0].alone:
-                self._order.break_gang(launch.run, error)
+                self.order.break_gang(launch.run, error)
             if error is not None and error.kind in INFRASTRUCTURE:
                 launch.lost = launch.lost or error
             self._watched_ended(launch)
 
         watch = Watch(values, done, hurried=self._in_flight < PROGRESS_SHARE)
-        self._queue.ops.append(watch)
+        self.queue.ops.append(watch)
 
     def _watched_ended(self, launch: HostLaunch) -> None:
         launch.pending -= 1
         if launch.pending:
             return
-        now_s = self._env.now_s()
+        now_s = self.env.now_s()
         for device in launch.segment.devices:
             launches = self._on_device[device]
             first = next(iter(launches.values()))
@@ -133,7 +135,7 @@ class LaunchEnds(Part):
             self._late.start()
         elif not self._is_sending:  # together with the launches that end in this turn
             self._is_sending = True
-            self._env.send(self._env.address, _SendProgress())
+            self.env.send(self.env.address, _SendProgress())
 
     @handles(_SendProgress)
     def _send_progress(self, sender: Address, note: _SendProgress) -> None:
@@ -142,5 +144,5 @@ class LaunchEnds(Part):
         else:
             self._is_sending = False
         finished, self._finished = tuple(self._finished), []
-        if self._order.scheduler is not None and finished:
-            self._env.send(self._order.scheduler, Progress(self._order.epoch, finished))
+        if self.order.scheduler is not None and finished:
+            self.env.send(self.order.scheduler, Progress(self.order.epoch, finished))

@@ -95,42 +95,32 @@ class HostProcess(Protocol):
         """End for good, without an error."""
 
 
+@dataclass(eq=False, repr=False)
 class Membership(Part):
     """Registers a host, joins an epoch and leaves it."""
 
-    def __init__(
-        self,
-        env: Env,
-        order: LaunchOrder,
-        registration: RegisterHost,
-        process: HostProcess,
-        store: ObjectStore,
-        coordinator: ShardCoordinator,
-        interpreter: Interpreter,
-        reconnect_s: float,
-    ) -> None:
-        self._env = env
-        self._order = order
-        self._registration = registration
-        self._process = process
-        self._store = store
-        self._coordinator = coordinator
-        self._interpreter = interpreter
-        self._reconnect_s = reconnect_s
-        self._place: FormIsland | None = None
-        self._leaving = False
-        self._is_known = False
-        """A controller has spoken to this host."""
-        self._lost_s: float | None = None
-        """When the controller was lost; None while there is one."""
-        self._is_calling = False
-        """This host has called a controller, and the call is not lost."""
+    env: Env
+    order: LaunchOrder
+    registration: RegisterHost
+    process: HostProcess
+    store: ObjectStore
+    coordinator: ShardCoordinator
+    interpreter: Interpreter
+    reconnect_s: float
+    _place: FormIsland | None = None
+    _leaving: bool = False
+    _is_known: bool = False
+    """A controller has spoken to this host."""
+    _lost_s: float | None = None
+    """When the controller was lost; None while there is one."""
+    _is_calling: bool = False
+    """This host has called a controller, and the call is not lost."""
 
     def register(self) -> None:
         """Announce the replicas that are kept here, and ask for a place in the island."""
-        place, registration = self._place, self._registration
+        place, registration = self._place, self.registration
         if place is None:
-            self._store.replicas.memory.announce()
+            self.store.replicas.memory.announce()
         else:
             registration = msgspec.structs.replace(
                 registration,
@@ -139,87 +129,87 @@ class Membership(Part):
                 epoch=place.epoch,
                 members=place.hosts,
             )
-        self._env.send(RESOURCES, registration)
+        self.env.send(RESOURCES, registration)
 
     @handles(HostRejected)
     def _rejected(self, sender: Address, message: HostRejected) -> None:
-        self._process.stop("rejected by the controller", message.error)
+        self.process.stop("rejected by the controller", message.error)
 
     @handles(PeerRefused)
     def _refused(self, sender: Address, message: PeerRefused) -> None:
         if message.node == RESOURCES.node:
-            self._process.stop("refused by the controller", message.error)
+            self.process.stop("refused by the controller", message.error)
 
     @handles(FormIsland)
     def _form(self, sender: Address, message: FormIsland) -> None:
-        if self._order.epoch:
+        if self.order.epoch:
             self._begin_again(f"asked to join {message.island} once more")
             return
-        self._order.epoch = message.epoch
+        self.order.epoch = message.epoch
         self._place = message
         self._heard()
-        self._store.joins(message.island, message.epoch, message.secret)
+        self.store.joins(message.island, message.epoch, message.secret)
 
         def joined(answer: IslandJoined | IslandJoinFailed) -> None:
             if self._leaving:
                 return
             event = "could not join" if isinstance(answer, IslandJoinFailed) else "joined"
             place = f"{message.rank + 1}/{len(message.hosts)}"
-            self._env.log("info", event, island=message.island, epoch=message.epoch, host=place)
-            self._env.send(RESOURCES, answer)
+            self.env.log("info", event, island=message.island, epoch=message.epoch, host=place)
+            self.env.send(RESOURCES, answer)
 
-        self._process.join(message, joined)
+        self.process.join(message, joined)
 
     @handles(Directory)
     def _directory(self, sender: Address, message: Directory) -> None:
         if sender.node != RESOURCES.node:
-            self._env.count("messages_refused")
+            self.env.count("messages_refused")
             return
-        host = self._order.host
+        host = self.order.host
         is_asked = self._lost_s is None or self._is_calling
-        if not self._order.epoch and is_asked and any(p.node == host for p in message.peers):
+        if not self.order.epoch and is_asked and any(p.node == host for p in message.peers):
             self._heard()  # only an answer proves that the controller has heard of the loss
         for peer in message.peers:
             if peer.node != host:
-                self._env.introduce(peer.node, peer.endpoint)
-        self._coordinator.hosts_are(frozenset(p.node for p in message.peers if p.member))
-        self._store.replicas.hosts_are(frozenset(peer.node for peer in message.peers))
+                self.env.introduce(peer.node, peer.endpoint)
+        self.coordinator.hosts_are(frozenset(p.node for p in message.peers if p.member))
+        self.store.replicas.hosts_are(frozenset(peer.node for peer in message.peers))
 
     @handles(LeaveIsland)
     def _leave(self, sender: Address, message: LeaveIsland) -> None:
-        if message.epoch != self._order.epoch:
+        if message.epoch != self.order.epoch:
             return
         reason = f"island {message.island} is formed anew: {message.reason}"
         if self._lost_s is None:
             self._begin_again(reason)
         else:
             self._heard()
-            look = _LookWhetherEnded(reason, self._env.now_s() + ENDING_S)
-            self._look_whether_ended(self._env.address, look)
+            look = _LookWhetherEnded(reason, self.env.now_s() + ENDING_S)
+            self._look_whether_ended(self.env.address, look)
 
     @handles(_LookWhetherEnded)
     def _look_whether_ended(self, sender: Address, look: _LookWhetherEnded) -> None:
-        if self._env.now_s() >= look.until_s:
+        if self.env.now_s() >= look.until_s:
             self._begin_again(look.reason)
-        elif self._interpreter.when_ended(lambda: self._begin_again(look.reason)):
+        elif self.interpreter.when_ended(lambda: self._begin_again(look.reason)):
             last = _LookWhetherEnded(look.reason, 0.0)
-            self._env.call_later(look.until_s - self._env.now_s(), last)
+            self.env.call_later(look.until_s - self.env.now_s(), last)
         else:
-            self._env.call_later(LOOK_S, look)
+            self.env.call_later(LOOK_S, look)
 
     def _begin_again(self, reason: str) -> None:
         """End this incarnation, and leave to the next one all that can be saved."""
         if self._leaving:
             return
-        self._leaving = self._order.is_broken = True
-        self._process.hand_over(self._store.save())
-        self._process.stop(reason, None)
+        self._leaving = self.order.is_broken = True
+        self.process.hand_over(self.store.save())
+        self.process.stop(reason, None)
 
     @handles(Leave)
     def _leave_for_good(self, sender: Address, message: Leave) -> None:
         if not self._leaving:
-            self._leaving = self._order.is_broken = True
-            self._process.finish(message.reason)
+            self._leaving = self.order.is_broken = True
+            self.process.finish(message.reason)
 
     # --- without a controller ------------------------------------------------------------------------
 
@@ -231,11 +221,11 @@ class Membership(Part):
             self._give_up_controller(f"the controller {message.reason}")
             return
         if self._lost_s is None:
-            self._lost_s = self._env.now_s()
-            self._env.log("warning", "controller lost", reason=message.reason)
-            self._env.call_later(self._reconnect_s, _GiveUp(self._lost_s))
+            self._lost_s = self.env.now_s()
+            self.env.log("warning", "controller lost", reason=message.reason)
+            self.env.call_later(self.reconnect_s, _GiveUp(self._lost_s))
         self._is_calling = False
-        self._env.call_later(REDIAL_S, _Redial())
+        self.env.call_later(REDIAL_S, _Redial())
 
     def _heard(self) -> None:
         self._is_known, self._lost_s = True, None
@@ -252,6 +242,6 @@ class Membership(Part):
             self._give_up_controller("the controller did not come back; giving up")
 
     def _give_up_controller(self, words: str) -> None:
-        self._leaving = self._order.is_broken = True
+        self._leaving = self.order.is_broken = True
         error = ErrorReport.of(ConnectionFailed(words))
-        self._process.stop("the controller was lost", error)
+        self.process.stop("the controller was lost", error)

@@ -6,7 +6,7 @@ makes the array. So is a request about an array that was lost, until the control
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,27 +46,18 @@ class _Request:
     """It was answered, failed or withdrawn."""
 
 
+@dataclass(eq=False, repr=False)
 class Requests(Part):
     """The open requests of a host."""
 
-    def __init__(
-        self,
-        env: Env,
-        backend: Backend,
-        bulk: Bulk,
-        arrays: Arrays,
-        clients: Clients,
-        printing: Printing,
-    ) -> None:
-        self._env = env
-        self._backend = backend
-        self._bulk = bulk
-        self._arrays = arrays
-        self._clients = clients
-        self._printing = printing
-        self._host = env.address.node
-        self._open: dict[tuple[str, int], _Request] = {}
-        self._parked: dict[int, list[_Request]] = {}
+    env: Env
+    backend: Backend
+    bulk: Bulk
+    arrays: Arrays
+    clients: Clients
+    printing: Printing
+    _open: dict[tuple[str, int], _Request] = field(default_factory=dict)
+    _parked: dict[int, list[_Request]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -83,7 +74,7 @@ class Requests(Part):
 
     def submitted(self, array: int, value: Value) -> None:
         """Serve the requests for an array: the op that makes its value has been submitted."""
-        entry = self._arrays.get(array)
+        entry = self.arrays.get(array)
         if entry is None or entry.value is not value:
             return
         entry.submitted = True
@@ -97,11 +88,11 @@ class Requests(Part):
         """Tell the controller: perhaps only this host knows that the array was lost."""
         if not entry.is_reported:
             entry.is_reported = True
-            self._env.send(CONTROL, ArraysLost((entry.array,)))
+            self.env.send(CONTROL, ArraysLost((entry.array,)))
 
     def dropped(self, array: int) -> None:
         """Fail the requests that are parked for a dropped array."""
-        if array in self._parked and (error := self._arrays.why_missing(array)) is not None:
+        if array in self._parked and (error := self.arrays.why_missing(array)) is not None:
             for request in self._parked.pop(array):
                 self._fail(request, error)
 
@@ -118,29 +109,29 @@ class Requests(Part):
         self._accept(sender, _Request(sender, message.request, set(arrays)), arrays)
 
     def _accept(self, sender: Address, request: _Request, arrays: tuple[int, ...]) -> None:
-        if self._clients.at(sender.node) is None:
-            self._fail(request, self._clients.refusal())
+        if self.clients.at(sender.node) is None:
+            self._fail(request, self.clients.refusal())
             return
-        if not all(self._clients.owns(sender, array) for array in arrays):
+        if not all(self.clients.owns(sender, array) for array in arrays):
             error = NotOwner(
                 "an array of another client was asked for; have that client pass its value"
             )
-            self._fail(request, ErrorReport.of(error, self._host))
+            self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
         if len(self._open) >= PARKED_REQUESTS:
             full = ProtocolError(
                 f"more than {PARKED_REQUESTS} arrays are waited for on this host; wait for fewer at a time"
             )
-            self._fail(request, ErrorReport.of(full, self._host))
+            self._fail(request, ErrorReport.of(full, self.env.address.node))
             return
         self._open[(sender.node, request.number)] = request
         if not arrays:
-            self._ready(request)
+            self._answer(request, Ready(request.number))
         for array in arrays:
-            entry = self._arrays.get(array)
+            entry = self.arrays.get(array)
             if entry is not None and entry.submitted:
                 self._serve(entry, request)
-            elif (missing := self._arrays.why_missing(array)) is not None:
+            elif (missing := self.arrays.why_missing(array)) is not None:
                 self._fail(request, missing)
                 return
             else:
@@ -159,13 +150,13 @@ class Requests(Part):
                 return
             request.waiting_for.discard(entry.array)
             if not request.waiting_for:
-                self._ready(request)
+                self._answer(request, Ready(request.number))
 
-        self._backend.submit([Watch((entry.value,), watched)])
+        self.backend.submit([Watch((entry.value,), watched)])
 
     def _missing(self, entry: Entry, request: _Request, error: ErrorReport) -> None:
         """There is no value: fail the request, or park it until a lost array is rebuilt."""
-        current = self._arrays.get(entry.array)
+        current = self.arrays.get(entry.array)
         if error.kind not in INFRASTRUCTURE or current is None:
             self._fail(request, error)
         elif current is not entry and current.submitted:
@@ -178,13 +169,14 @@ class Requests(Part):
     def _read(self, entry: Entry, request: _Request, fetch: Fetch) -> None:
         spec = entry.spec
         if fetch.spec != spec or any(
-            not 0 <= position < len(fetch.devices) or fetch.devices[position].host != self._host
+            not 0 <= position < len(fetch.devices)
+            or fetch.devices[position].host != self.env.address.node
             for position in fetch.positions
         ):
             error = ArgumentError(
                 f"the array {spec.short} does not lie on this host as it was asked for; make it again"
             )
-            self._fail(request, ErrorReport.of(error, self._host))
+            self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
 
         def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
@@ -194,42 +186,39 @@ class Requests(Part):
                 self._deliver(request, fetch, views)
 
         boxes = [(position, relative(spec.box(position))) for position in fetch.positions]
-        self._backend.submit([Read(entry.value, boxes, spec, fetch.devices, read)])
+        self.backend.submit([Read(entry.value, boxes, spec, fetch.devices, read)])
 
     def _deliver(self, request: _Request, fetch: Fetch, views: list[np.ndarray[Any, Any]]) -> None:
-        self._printing.flush()
         if fetch.landing is None:
-            self._open.pop((request.client.node, request.number), None)
-            self._env.send(request.client, Fetched(request.number, pack(views)))
+            self._answer(request, Fetched(request.number, pack(views)))
             return
+        self.printing.flush()
         offsets, total = packed_offsets([view.nbytes for view in views])
         if total > fetch.landing.size_bytes:
             error = ProtocolError(
                 f"there is no room for {total} bytes of the array {fetch.spec.short} where they are to go"
             )
-            self._fail(request, ErrorReport.of(error, self._host))
+            self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
 
         def pushed(error: Exception | None) -> None:
             if error is None:
                 self._open.pop((request.client.node, request.number), None)
             else:
-                self._fail(request, ErrorReport.of(error, self._host))
+                self._fail(request, ErrorReport.of(error, self.env.address.node))
 
-        self._bulk.push(fetch.landing, list(zip(offsets, views, strict=True)), pushed)
-
-    def _ready(self, request: _Request) -> None:
-        if not request.over:
-            self._open.pop((request.client.node, request.number), None)
-            self._printing.flush()
-            self._env.send(request.client, Ready(request.number))
+        self.bulk.push(fetch.landing, list(zip(offsets, views, strict=True)), pushed)
 
     def _fail(self, request: _Request, error: ErrorReport) -> None:
+        self._answer(request, RequestFailed(request.number, error))
+
+    def _answer(self, request: _Request, answer: Ready | Fetched | RequestFailed) -> None:
+        """End a request with an answer, after the output of the client's programs."""
         if not request.over:
             request.over = True
             self._open.pop((request.client.node, request.number), None)
-            self._printing.flush()
-            self._env.send(request.client, RequestFailed(request.number, error))
+            self.printing.flush()
+            self.env.send(request.client, answer)
 
     # --- requests that are withdrawn -----------------------------------------------------------------
 
@@ -243,7 +232,7 @@ class Requests(Part):
 
     def forget_node(self, node: str) -> None:
         """Withdraw the requests of a lost client; its arrays stay until the controller drops them."""
-        self._clients.forget(node)
+        self.clients.forget(node)
         for key in [key for key in self._open if key[0] == node]:
             self._withdraw(key)
 

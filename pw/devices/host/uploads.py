@@ -6,6 +6,7 @@ Each ends with one `Uploaded` to the controller, when the value is made or the b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,58 +35,47 @@ from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import Requests
 
 
+@dataclass(eq=False, repr=False)
 class Uploads(Part):
     """Arrays of a host that are made from bytes."""
 
-    def __init__(
-        self,
-        env: Env,
-        backend: Backend,
-        bulk: Bulk,
-        arrays: Arrays,
-        clients: Clients,
-        requests: Requests,
-        replicas: Replicas,
-        files: Files,
-    ) -> None:
-        self._env = env
-        self._backend = backend
-        self._bulk = bulk
-        self._arrays = arrays
-        self._clients = clients
-        self._requests = requests
-        self._replicas = replicas
-        self._files = files
-        self._host = env.address.node
-        self.place = ("", 0)
-        """The island and the epoch of this host."""
+    env: Env
+    backend: Backend
+    bulk: Bulk
+    arrays: Arrays
+    clients: Clients
+    requests: Requests
+    replicas: Replicas
+    files: Files
+    place: tuple[str, int] = ("", 0)
+    """The island and the epoch of this host."""
 
     def __len__(self) -> int:
-        return sum(entry.landing is not None for entry in self._arrays.values())
+        return sum(entry.landing is not None for entry in self.arrays.values())
 
     # --- from clients --------------------------------------------------------------------------------
 
     @handles(Upload)
     def _upload(self, sender: Address, message: Upload) -> None:
         array, spec = message.array, message.spec
-        entry = self._arrays.get(array)
-        if not self._clients.owns(sender, array):
-            self._env.count("uploads_refused")
+        entry = self.arrays.get(array)
+        if not self.clients.owns(sender, array):
+            self.env.count("uploads_refused")
             return
         if (message.island, message.epoch) != self.place:
             # It was meant for an earlier incarnation; the controller asks for what this one lacks.
-            self._env.count("uploads_stale")
+            self.env.count("uploads_stale")
             return
         if entry is not None and entry.value.error is None:
-            self._env.count("uploads_doubled")
+            self.env.count("uploads_doubled")
             if entry.arrived:
-                self._env.send(CONTROL, Uploaded(array, None, again=True))
+                self.env.send(CONTROL, Uploaded(array, None, again=True))
             if entry.landing is None:
                 return
             self._stop_landing(entry)  # the bytes may have come to a host that is no more
         else:
-            entry = self._arrays.expect(array, Value(), spec, message.devices)
-        boxes = self._arrays.boxes(entry)
+            entry = self.arrays.expect(array, Value(), spec, message.devices)
+        boxes = self.arrays.boxes(entry)
         offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
 
         def deliver(buffer: bytes | Bytes) -> None:
@@ -98,34 +88,34 @@ class Uploads(Part):
 
         def landed(buffer: Bytes) -> None:
             # The bytes may come to an earlier landing of this upload, but they are taken once.
-            if self._arrays.get(array) is entry and entry.landing is not None:
+            if self.arrays.get(array) is entry and entry.landing is not None:
                 deliver(buffer)
 
         if message.data is None:
             try:
-                landing = self._bulk.land(total, landed)
+                landing = self.bulk.land(total, landed)
             except Error as refused:
-                self._fail(entry, ErrorReport.of(refused, self._host))
+                self._fail(entry, ErrorReport.of(refused, self.env.address.node))
                 return
             entry.landing = landing.transfer
-            self._env.send(sender, UploadLanding(array, landing, message.attempt))
+            self.env.send(sender, UploadLanding(array, landing, message.attempt))
         elif len(message.data) != total:
             error = ProtocolError(
                 f"{len(message.data)} bytes came for the array {message.spec.short}, of which {total} lie here"
             )
-            self._fail(entry, ErrorReport.of(error, self._host))
+            self._fail(entry, ErrorReport.of(error, self.env.address.node))
         else:
             deliver(message.data)
 
     def _stop_landing(self, entry: Entry) -> None:
         if entry.landing is not None:
-            self._bulk.cancel(entry.landing)
+            self.bulk.cancel(entry.landing)
             entry.landing = None
 
     @handles(UploadAborted)
     def _upload_aborted(self, sender: Address, message: UploadAborted) -> None:
-        entry = self._arrays.get(message.array)
-        if entry is None or not self._clients.owns(sender, message.array):
+        entry = self.arrays.get(message.array)
+        if entry is None or not self.clients.owns(sender, message.array):
             return
         if entry.landing == message.transfer:
             self._stop_landing(entry)
@@ -134,14 +124,14 @@ class Uploads(Part):
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
         """Fail the uploads of a lost client: the controller asks for the bytes again."""
-        client = self._clients.at(message.node)
+        client = self.clients.at(message.node)
         if client is None:
             return
         words = (
             f"the connection to the client was lost while an array came from there: {message.words}"
         )
-        report = ErrorReport.of(TransferFailed(words), self._host)
-        for array, entry in list(self._arrays.items()):
+        report = ErrorReport.of(TransferFailed(words), self.env.address.node)
+        for array, entry in list(self.arrays.items()):
             if entry.landing is not None and client_of(array) == client:
                 self._stop_landing(entry)
                 self._fail(entry, report)
@@ -152,9 +142,9 @@ class Uploads(Part):
     def _restore(self, sender: Address, message: Restore) -> None:
         if self._is_refused(sender, message.array):
             return
-        entry = self._arrays.expect(message.array, Value(), message.spec, message.devices)
+        entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
         spec = message.spec
-        boxes = self._arrays.boxes(entry)
+        boxes = self.arrays.boxes(entry)
         sources: dict[Box, list[str]] = {box: [] for box, _ in boxes}
         for source in message.sources:
             if source.box in sources:
@@ -171,7 +161,7 @@ class Uploads(Part):
                 found = msgspec.structs.replace(found, kind=HostLost.__name__)
             self._fail(entry, found)
 
-        gathering = self._replicas.gather(message.copied, spec.dtype, sources, gathered)
+        gathering = self.replicas.gather(message.copied, spec.dtype, sources, gathered)
         if not gathering.over:
             entry.gathering = gathering
 
@@ -179,28 +169,28 @@ class Uploads(Part):
     def _read_array(self, sender: Address, message: ReadArray) -> None:
         if self._is_refused(sender, message.array):
             return
-        old = self._arrays.get(message.array)
+        old = self.arrays.get(message.array)
         if old is not None and old.value.error is None:
             if old.arrived:
-                self._env.send(CONTROL, Uploaded(message.array, None, again=True))
+                self.env.send(CONTROL, Uploaded(message.array, None, again=True))
             return  # otherwise it is being read, and its end is reported then
-        entry = self._arrays.expect(message.array, Value(), message.spec, message.devices)
+        entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
 
         def found(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
-            if self._arrays.get(message.array) is not entry:
+            if self.arrays.get(message.array) is not entry:
                 return
             if isinstance(views, ErrorReport):
                 self._fail(entry, views)
             else:
                 self._build(entry, boxes, views)
 
-        boxes = self._arrays.boxes(entry)
-        self._files.read(message.source, message.spec, [box for box, _ in boxes], found)
+        boxes = self.arrays.boxes(entry)
+        self.files.read(message.source, message.spec, [box for box, _ in boxes], found)
 
     def _is_refused(self, sender: Address, array: int) -> bool:
-        if sender.node == CONTROLLER and client_of(array) not in self._clients.gone_clients:
+        if sender.node == CONTROLLER and client_of(array) not in self.clients.gone_clients:
             return False
-        self._env.count("messages_refused")
+        self.env.count("messages_refused")
         return True
 
     # --- the end -------------------------------------------------------------------------------------
@@ -219,14 +209,14 @@ class Uploads(Part):
 
         def done(error: ErrorReport | None) -> None:
             entry.arrived = error is None
-            if self._arrays.get(entry.array) in (entry, None):
-                self._env.send(CONTROL, Uploaded(entry.array, error))
+            if self.arrays.get(entry.array) in (entry, None):
+                self.env.send(CONTROL, Uploaded(entry.array, error))
 
-        self._backend.submit([Build(entry.value, entry.spec, entry.devices, parts, done)])
-        self._requests.submitted(entry.array, entry.value)
+        self.backend.submit([Build(entry.value, entry.spec, entry.devices, parts, done)])
+        self.requests.submitted(entry.array, entry.value)
 
     def _fail(self, entry: Entry, error: ErrorReport) -> None:
         """Fail an array whose bytes will not come."""
         entry.value.error = error
-        self._env.send(CONTROL, Uploaded(entry.array, error))
-        self._requests.submitted(entry.array, entry.value)
+        self.env.send(CONTROL, Uploaded(entry.array, error))
+        self.requests.submitted(entry.array, entry.value)

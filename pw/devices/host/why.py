@@ -8,6 +8,7 @@ and a value that no component holds any more has been enqueued at least.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from weakref import ReferenceType
 
 from msgspec.structs import replace
@@ -27,44 +28,36 @@ from pw.devices.host.work import HostLaunch, Replicating, Work
 _STAGES = ("submitted", "entered", "enqueued", "finished")
 
 
+@dataclass(eq=False, repr=False)
 class Explanations(Part):
     """Answers the controller, and writes a line to the log when nothing goes on."""
 
-    def __init__(
-        self,
-        env: Env,
-        order: LaunchOrder,
-        interpreter: Interpreter,
-        coordinator: ShardCoordinator,
-        backend: Backend,
-        watchdog: Watchdog,
-    ) -> None:
-        self._env = env
-        self._order = order
-        self._interpreter = interpreter
-        self._coordinator = coordinator
-        self._backend = backend
-        self._watchdog = watchdog
+    env: Env
+    order: LaunchOrder
+    interpreter: Interpreter
+    coordinator: ShardCoordinator
+    backend: Backend
+    watchdog: Watchdog
 
     @handles(ExplainHost)
     def _explain(self, sender: Address, message: ExplainHost) -> None:
-        self._env.send(sender, self.describe(message.request, frozenset(message.work)))
+        self.env.send(sender, self.describe(message.request, frozenset(message.work)))
 
     @handles(Look)
     def _look(self, sender: Address, timer: Look) -> None:
-        if self._watchdog.stalled(bool(self._interpreter.lanes)):
-            self._env.count("stalls")
+        if self.watchdog.stalled(bool(self.interpreter.lanes)):
+            self.env.count("stalls")
             for line in _lines(self.describe(0, frozenset())):
-                self._env.log("warning", "stalled", why=line)
+                self.env.log("warning", "stalled", why=line)
 
     def describe(self, request: int, work: frozenset[tuple[int, int]]) -> HostReport:
         """Describe this host: the next work of each client first, then these launches."""
-        order, lanes = self._order, self._interpreter.lanes
+        order, lanes = self.order, self.interpreter.lanes
         launches = [self._head(head) for head in lanes.heads()]
         for queued in lanes.others():
             if isinstance(queued, HostLaunch) and queued.name in work:
                 launches.append(_report(*queued.name, queued.run.program, "queued"))
-        for run, segment, program, last in self._interpreter.recent:
+        for run, segment, program, last in self.interpreter.recent:
             if (run, segment) in work:
                 launches.append(_report(run, segment, program, self._stage(last)))
         found = {(launch.run, launch.segment) for launch in launches}
@@ -76,16 +69,16 @@ class Explanations(Part):
             request,
             order.host,
             state,
-            self._watchdog.quiet_s,
+            self.watchdog.quiet_s,
             len(lanes),
             tuple(launches),
-            self._coordinator.edges(),
-            self._backend.whereabouts(),
+            self.coordinator.edges(),
+            self.backend.whereabouts(),
         )
 
     def _stage(self, last: tuple[ReferenceType[Value], ...]) -> str:
         values = [one() for one in last]
-        stages = ["enqueued" if v is None else self._backend.stage(v) for v in values]
+        stages = ["enqueued" if v is None else self.backend.stage(v) for v in values]
         return min(stages, key=_STAGES.index, default="finished")
 
     def _head(self, head: Work) -> LaunchReport:
@@ -103,9 +96,9 @@ class Explanations(Part):
             elif isinstance(instruction, Receive):
                 slots = (instruction.source_slot,)
             values = [head.run.slots.get(slot) for slot in slots]
-        arriving = self._interpreter.arriving
+        arriving = self.interpreter.arriving
         awaited = [value for value in values if value is not None and value in arriving]
-        edge_of, unsettled = self._coordinator.receiving.edge_of, arriving.unsettled
+        edge_of, unsettled = self.coordinator.receiving.edge_of, arriving.unsettled
         edges = tuple(edge_of(value) for value in awaited if value not in unsettled)
         names = tuple(dict.fromkeys(unsettled[value] for value in awaited if value in unsettled))
         if isinstance(head, HostLaunch):
