@@ -7,7 +7,7 @@ When all routes have delivered, the backend builds the value.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,25 +46,23 @@ class _Probe:
     """Timer: some edges may have been lost with a link."""
 
 
+@dataclass(eq=False, repr=False)
 class EdgesIn(Part):
     """Receives the edges of the runs on this host."""
 
-    def __init__(
-        self, env: Env, backend: Backend, bulk: Bulk, runs: RunTable, early: EarlyMessages
-    ) -> None:
-        self._env = env
-        self._backend = backend
-        self._bulk = bulk
-        self._runs = runs
-        self._early = early
-        self._host = env.address.node
-        self._incoming: dict[tuple[int, int], Incoming] = {}
-        self._probes = Ticker(env, PROBE_S, _Probe())
+    env: Env
+    backend: Backend
+    bulk: Bulk
+    runs: RunTable
+    early: EarlyMessages
+    _incoming: dict[tuple[int, int], Incoming] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._host = self.env.address.node
+        self._probes = Ticker(self.env, PROBE_S, _Probe())
 
     def __len__(self) -> int:
         return len(self._incoming)
-
-    # --- what the executor asks for ------------------------------------------------------------------
 
     def expect(
         self,
@@ -76,7 +74,7 @@ class EdgesIn(Part):
     ) -> None:
         """Prepare for an edge of a run that was launched; `arrived` is called once."""
         routes = {route.source_host: route for route in receive.routes}
-        now_s = self._env.now_s()
+        now_s = self.env.now_s()
         incoming = Incoming(
             run, receive, value, devices, arrived, now_s, now_s + PROBE_S, set(routes)
         )
@@ -84,13 +82,13 @@ class EdgesIn(Part):
         for source, route in routes.items():
             if source == self._host:
                 continue
-            if self._runs.is_absent(source):
+            if self.runs.is_absent(source):
                 self._fail(incoming, source, self._lost(source, "it left its island"))
                 continue
             total = route_layout(route, receive.source)[1]
             if total > INLINE_BYTES and not self._grant(incoming, route, total):
                 continue
-            early = self._early.take((run, receive.edge, source))
+            early = self.early.take((run, receive.edge, source))
             if isinstance(early, EdgeData):
                 self._take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
@@ -104,9 +102,9 @@ class EdgesIn(Part):
         for source in [route.source_host for route in receive.routes]:
             if source == self._host:
                 continue
-            self._early.take((run, receive.edge, source))
-            if not self._runs.is_absent(source):
-                self._env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
+            self.early.take((run, receive.edge, source))
+            if not self.runs.is_absent(source):
+                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
 
     def local_read(
         self, run: int, receive: Receive, source: Value, devices: tuple[DeviceAddress, ...]
@@ -125,20 +123,18 @@ class EdgesIn(Part):
 
         return Read(source, source_boxes(route), receive.source, devices, read)
 
-    # --- routes --------------------------------------------------------------------------------------
-
     def _grant(self, incoming: Incoming, route: Route, total_bytes: int) -> bool:
         """Tell a sender where its bytes go; False if there is no room, which fails the edge."""
         run, edge, source = incoming.run, incoming.receive.edge, route.source_host
         try:
-            landing = self._bulk.land(total_bytes, partial(self._take, incoming, route))
+            landing = self.bulk.land(total_bytes, partial(self._take, incoming, route))
         except Error as error:
-            self._env.send(coordinator_of(source), EdgeCredit(run, edge, None))
-            self._early.take((run, edge, source))
+            self.env.send(coordinator_of(source), EdgeCredit(run, edge, None))
+            self.early.take((run, edge, source))
             self._fail(incoming, source, ErrorReport.of(error, self._host), alone=True)
             return False
         incoming.transfers[source] = landing.transfer
-        self._env.send(coordinator_of(source), EdgeCredit(run, edge, landing))
+        self.env.send(coordinator_of(source), EdgeCredit(run, edge, landing))
         return True
 
     @handles(EdgeData)
@@ -146,7 +142,7 @@ class EdgesIn(Part):
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is None:
             key = (message.run, message.edge, sender.node)
-            self._early.keep(key, message, len(message.data))
+            self.early.keep(key, message, len(message.data))
             return
         for route in incoming.receive.routes:
             if route.source_host == sender.node:
@@ -186,7 +182,7 @@ class EdgesIn(Part):
     def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:
         incoming = self._incoming.get((message.run, message.edge))
         if incoming is None:
-            self._early.keep((message.run, message.edge, sender.node), message)
+            self.early.keep((message.run, message.edge, sender.node), message)
         else:
             self._fail(incoming, sender.node, message.error, alone=message.alone)
 
@@ -202,7 +198,7 @@ class EdgesIn(Part):
         is_first = incoming.state is Receiving.ARRIVING
         incoming.happens(ReceiveEvent.FAILED)
         if source in incoming.transfers:
-            self._bulk.cancel(incoming.transfers[source])
+            self.bulk.cancel(incoming.transfers[source])
         incoming.missing -= {source, self._host}  # this host's own pieces are not read any more
         if not incoming.missing:
             self._complete(incoming)
@@ -223,9 +219,7 @@ class EdgesIn(Part):
             return
         # Ops that do not need a large value must not wait until it is built.
         build.done = lambda error: incoming.arrived(None)
-        self._backend.submit([build])
-
-    # --- lost edges ----------------------------------------------------------------------------------
+        self.backend.submit([build])
 
     def lose(self, node: str, reason: str) -> None:
         """Fail all routes from a lost host."""
@@ -240,13 +234,13 @@ class EdgesIn(Part):
     @handles(_Probe)
     def _probe(self, sender: Address, timer: _Probe) -> None:
         """Ask the senders of edges that take long: a link may have been lost, with the bytes."""
-        now_s = self._env.now_s()
+        now_s = self.env.now_s()
         for (run, edge), incoming in self._incoming.items():
             if now_s < incoming.probe_s:
                 continue
             incoming.probe_s = now_s + 2 * (now_s - incoming.since_s)
             for source in sorted(incoming.missing - {self._host}):
-                self._env.send(coordinator_of(source), EdgeProbe(run, edge))
+                self.env.send(coordinator_of(source), EdgeProbe(run, edge))
         self._probes.ticked(more=bool(self._incoming))
 
     @handles(EdgeGone)
@@ -255,8 +249,6 @@ class EdgesIn(Part):
         if incoming is not None:
             error = HostLost(f"the bytes from {sender.node} were lost with the link to it")
             self._fail(incoming, sender.node, ErrorReport.of(error, self._host))
-
-    # --- reports -------------------------------------------------------------------------------------
 
     def edge_of(self, value: Value) -> tuple[int, int]:
         """Return the run and edge of a value that is arriving; (0, 0) when all of it is here."""
@@ -267,7 +259,7 @@ class EdgesIn(Part):
 
     def reports(self) -> Iterator[EdgeReport]:
         """Describe every route that is missing."""
-        now_s = self._env.now_s()
+        now_s = self.env.now_s()
         for (run, edge), incoming in self._incoming.items():
             for route in incoming.receive.routes:
                 peer = route.source_host
@@ -282,6 +274,6 @@ class EdgesIn(Part):
                     "awaited" if transfer is None else "credit sent",
                     shards_of(route),
                     route_layout(route, incoming.receive.source)[1],
-                    0 if transfer is None else self._bulk.landed_bytes(transfer),
+                    0 if transfer is None else self.bulk.landed_bytes(transfer),
                     now_s - incoming.since_s,
                 )

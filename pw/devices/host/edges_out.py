@@ -7,6 +7,7 @@ when both its value and the receiver's credit are there (`pw.devices.host.edge_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,18 +34,17 @@ _TOLD = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class EdgesOut(Part):
     """Sends the edges of the runs on this host."""
 
-    def __init__(self, env: Env, bulk: Bulk, runs: RunTable, early: EarlyMessages) -> None:
-        self._env = env
-        self._bulk = bulk
-        self._runs = runs
-        self._early = early
-        self._host = env.address.node
-        self._outgoing: dict[EdgeKey, Outgoing] = {}
-        self._void_clients: set[int] = set()
-        """Clients whose edges need a credit that is here already, because they left long ago."""
+    env: Env
+    bulk: Bulk
+    runs: RunTable
+    early: EarlyMessages
+    _outgoing: dict[EdgeKey, Outgoing] = field(default_factory=dict)
+    _void_clients: set[int] = field(default_factory=set)
+    """Clients whose edges need a credit that is here already, because they left long ago."""
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -61,15 +61,15 @@ class EdgesOut(Part):
 
         `began` is the run's place (`RunTable.begin`).
         """
-        outgoing = Outgoing(run, send, self._env.now_s())
+        outgoing = Outgoing(run, send, self.env.now_s())
         key = outgoing.key
-        is_void = self._runs.has_left(key[2], began)
-        if not is_void and self._runs.was_cut_off(key[2], began):
+        is_void = self.runs.has_left(key[2], began)
+        if not is_void and self.runs.was_cut_off(key[2], began):
             is_void = True
             self._cut_off(key)
-        is_wanted = client_of(run) not in self._void_clients or self._early.has_credit(key)
-        self._runs.sends(key)
-        credit = self._early.take_credit(key)
+        is_wanted = client_of(run) not in self._void_clients or self.early.has_credit(key)
+        self.runs.sends(key)
+        credit = self.early.take_credit(key)
         self._outgoing[key] = outgoing
         if is_void or not is_wanted:
             self._happens(outgoing, SendEvent.DROPPED)
@@ -84,7 +84,7 @@ class EdgesOut(Part):
                 self._tell_failed(key, views, alone=is_alone(value))
             elif outgoing.is_small:
                 self._happens(outgoing, SendEvent.VALUE)
-                self._env.send(coordinator_of(key[2]), EdgeData(run, send.edge, pack(views)))
+                self.env.send(coordinator_of(key[2]), EdgeData(run, send.edge, pack(views)))
                 self._happens(outgoing, SendEvent.SENT)
             else:
                 outgoing.views = views
@@ -102,9 +102,7 @@ class EdgesOut(Part):
     def _tell_failed(self, key: EdgeKey, error: ErrorReport, *, alone: bool = False) -> None:
         """Tell the receiver of a route that its bytes do not come."""
         run, edge, destination = key
-        self._env.send(coordinator_of(destination), EdgeFailed(run, edge, error, alone))
-
-    # --- credits -------------------------------------------------------------------------------------
+        self.env.send(coordinator_of(destination), EdgeFailed(run, edge, error, alone))
 
     @handles(EdgeCredit)
     def _credit(self, sender: Address, message: EdgeCredit) -> None:
@@ -112,12 +110,12 @@ class EdgesOut(Part):
         outgoing = self._outgoing.get(key)
         if outgoing is not None and outgoing.state is not Sending.TRANSFER:
             self._take_credit(outgoing, message)
-        elif message.landing is None and not self._runs.is_to_come(key):
+        elif message.landing is None and not self.runs.is_to_come(key):
             return  # it was sent, or is never sent: no route would take the credit
-        elif client_of(message.run) in self._runs.gone_clients and not self._runs.is_queued(key):
+        elif client_of(message.run) in self.runs.gone_clients and not self.runs.is_queued(key):
             self._refuse(key)
         else:
-            self._early.keep(key, message)
+            self.early.keep(key, message)
 
     def _take_credit(self, outgoing: Outgoing, credit: EdgeCredit) -> None:
         outgoing.landing = credit.landing
@@ -127,7 +125,7 @@ class EdgesOut(Part):
 
     def _refuse(self, key: EdgeKey) -> None:
         """Answer a credit that no sender will use: its receiver must not wait."""
-        error = ErrorReport.of(Disconnected("the client has left"), self._host)
+        error = ErrorReport.of(Disconnected("the client has left"), self.env.address.node)
         self._tell_failed(key, error, alone=True)
 
     def _push(self, outgoing: Outgoing) -> None:
@@ -140,21 +138,19 @@ class EdgesOut(Part):
                 return
             self._happens(outgoing, SendEvent.SENT)
             if error is not None:
-                self._tell_failed(outgoing.key, ErrorReport.of(error, self._host))
+                self._tell_failed(outgoing.key, ErrorReport.of(error, self.env.address.node))
 
         if landing.size_bytes < outgoing.total_bytes:
             pushed(ProtocolError(f"edge {outgoing.key[1]} got a landing that is too small"))
             return
         parts = list(zip(outgoing.offsets, outgoing.views, strict=True))
-        self._bulk.push(landing, parts, pushed)
-
-    # --- lost receivers ------------------------------------------------------------------------------
+        self.bulk.push(landing, parts, pushed)
 
     def drop_orphans(self, is_meant: Callable[[EdgeKey], bool], client: int = 0) -> None:
         """Drop the routes without a credit, and refuse the credits without a route."""
         if client:
             self._void_clients.add(client)
-        for key in self._early.drop(is_meant):
+        for key in self.early.drop(is_meant):
             self._refuse(key)
         for key, outgoing in list(self._outgoing.items()):
             if is_meant(key) and outgoing.landing is None:
@@ -165,7 +161,7 @@ class EdgesOut(Part):
         for key, outgoing in list(self._outgoing.items()):
             if key[2] == node and outgoing.state is not Sending.TRANSFER:
                 self._happens(outgoing, SendEvent.DROPPED)
-                if not self._runs.is_absent(node):
+                if not self.runs.is_absent(node):
                     self._cut_off(key)
 
     def left(self, node: str) -> None:
@@ -177,20 +173,18 @@ class EdgesOut(Part):
     def _cut_off(self, key: EdgeKey) -> None:
         """Tell the receiver of a route that was lost with the link; it may still be there."""
         error = HostLost("the link between two hosts was lost")
-        self._tell_failed(key, ErrorReport.of(error, self._host))
+        self._tell_failed(key, ErrorReport.of(error, self.env.address.node))
 
     @handles(EdgeProbe)
     def _probed(self, sender: Address, message: EdgeProbe) -> None:
         """Answer a receiver whose bytes do not come any more."""
         key = (message.run, message.edge, sender.node)
-        if not (self._runs.is_to_come(key) or key in self._outgoing):
-            self._env.send(coordinator_of(sender.node), EdgeGone(message.run, message.edge))
-
-    # --- reports -------------------------------------------------------------------------------------
+        if not (self.runs.is_to_come(key) or key in self._outgoing):
+            self.env.send(coordinator_of(sender.node), EdgeGone(message.run, message.edge))
 
     def reports(self) -> Iterator[EdgeReport]:
         """Describe every route that has not ended."""
-        now_s = self._env.now_s()
+        now_s = self.env.now_s()
         for (run, edge, peer), outgoing in self._outgoing.items():
             yield EdgeReport(
                 run,

@@ -87,8 +87,6 @@ class HostExecutor(Actor):
             "queue": len(self.interpreter.lanes),
         }
 
-    # --- launches ------------------------------------------------------------------------------------
-
     @handles(Launch)
     def _launch(self, sender: Address, message: Launch) -> None:
         if not self.order.take(message.epoch, message.sequence, sender):
@@ -188,8 +186,6 @@ class HostExecutor(Actor):
             if index > launched:
                 for receive in segment.receives:
                     self._coordinator.receiving.decline(message.run, receive)
-
-    # --- replicas and drops --------------------------------------------------------------------------
 
     @handles(Replicate)
     def _replicate(self, sender: Address, message: Replicate) -> None:

@@ -88,8 +88,6 @@ class Files(Part):
         else:
             self._aside.call(work, ended)
 
-    # --- writing -------------------------------------------------------------------------------------
-
     def write(self, job: CopyFile, values: Sequence[Value | None]) -> list[Read]:
         """Return the ops that read the shards of a file; it is written when all are read."""
         shards: list[list[disk.Shard]] = [[] for _ in job.copies]
@@ -170,8 +168,6 @@ class Files(Part):
         if sender.node != CONTROLLER:
             self._env.count("messages_refused")
         return sender.node == CONTROLLER
-
-    # --- reading -------------------------------------------------------------------------------------
 
     @handles(Describe)
     def _describe(self, sender: Address, message: Describe) -> None:

@@ -79,8 +79,6 @@ class Interpreter(Part):
         self._news: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         """What the scheduler has to hear: launches that were passed, and that were enqueued then."""
 
-    # --- lanes ---------------------------------------------------------------------------------------
-
     def put(self, client: int, work: Work, together: bool = False) -> None:
         """Do a piece of work after all earlier work of its client."""
         if self.lanes.put(client, work, together):
@@ -141,8 +139,6 @@ class Interpreter(Part):
         for job, values in work.files:
             self.queue.ops += self._store.files.write(job, values)
         return True
-
-    # --- launches ------------------------------------------------------------------------------------
 
     def _go_on(self, launch: HostLaunch) -> bool:
         instructions = launch.segment.instructions

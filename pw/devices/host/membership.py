@@ -211,8 +211,6 @@ class Membership(Part):
             self._leaving = self.order.is_broken = True
             self.process.finish(message.reason)
 
-    # --- without a controller ------------------------------------------------------------------------
-
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
         if message.node != RESOURCES.node or self._leaving:

@@ -111,8 +111,6 @@ class ReplicaMemory(Part):
         """Size of all boxes together."""
         return sum(data.nbytes for boxes in self._boxes.values() for data in boxes.values())
 
-    # --- what the controller hears -------------------------------------------------------------------
-
     def announce(self) -> None:
         """Tell the controller all replicas that are kept, and that these are all."""
         keys = [(array, box) for array, boxes in self._boxes.items() for box in boxes]
@@ -132,8 +130,6 @@ class ReplicaMemory(Part):
         """Tell the controller that there will be no replica of an array here."""
         self._env.count("copies_skipped")
         self._env.send(CONTROL, Holdings((Holding(array, (), error),)))
-
-    # --- replicas come and go ------------------------------------------------------------------------
 
     def hold(self, array: int, boxes: Mapping[Box, Bytes]) -> None:
         """Add replicas; the controller hears of them when they are kept."""
@@ -157,8 +153,6 @@ class ReplicaMemory(Part):
                 self._unkept.pop((array, box), None)
         if gone and not self._boxes:
             self._keep_soon()  # nothing, in place of the earlier replicas
-
-    # --- keeping -------------------------------------------------------------------------------------
 
     def _keep_soon(self) -> None:
         if self._keep is not None:

@@ -70,8 +70,6 @@ class Requests(Part):
         """Return the arrays for which requests are parked."""
         return list(self._parked)
 
-    # --- what becomes of arrays ----------------------------------------------------------------------
-
     def submitted(self, array: int, value: Value) -> None:
         """Serve the requests for an array: the op that makes its value has been submitted."""
         entry = self.arrays.get(array)
@@ -95,8 +93,6 @@ class Requests(Part):
         if array in self._parked and (error := self.arrays.why_missing(array)) is not None:
             for request in self._parked.pop(array):
                 self._fail(request, error)
-
-    # --- requests ------------------------------------------------------------------------------------
 
     @handles(Fetch)
     def _fetch(self, sender: Address, message: Fetch) -> None:
@@ -219,8 +215,6 @@ class Requests(Part):
             self._open.pop((request.client.node, request.number), None)
             self.printing.flush()
             self.env.send(request.client, answer)
-
-    # --- requests that are withdrawn -----------------------------------------------------------------
 
     @handles(CancelRequest)
     def _cancel(self, sender: Address, message: CancelRequest) -> None:

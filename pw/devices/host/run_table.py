@@ -60,8 +60,6 @@ class RunTable:
         for series in [s for s in self._newest if client_of(s << SERIES_BITS) == client]:
             del self._newest[series]
 
-    # --- routes --------------------------------------------------------------------------------------
-
     def sends(self, key: EdgeKey) -> None:
         """Note that a route of a run is being sent."""
         if (sent := self._sent.get(key[0])) is not None:
@@ -76,8 +74,6 @@ class RunTable:
         run = key[0]
         is_newer = run > self._newest.get(run >> SERIES_BITS, 0)
         return (is_newer and client_of(run) not in self.gone_clients) or self.is_queued(key)
-
-    # --- lost hosts ----------------------------------------------------------------------------------
 
     @property
     def losses(self) -> frozenset[str]:

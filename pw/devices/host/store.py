@@ -70,8 +70,6 @@ class ObjectStore(Actor):
             self.printing,
         )
 
-    # --- what the executor of this host does with it ---------------------------------------------------
-
     def joins(self, island: str, epoch: int, secret: bytes) -> None:
         """Accept clients whose tickets were signed with this key, and uploads to this epoch."""
         self.uploads.place, self.clients.secret = (island, epoch), secret
@@ -121,8 +119,6 @@ class ObjectStore(Actor):
     def turn_ended(self) -> None:
         """Have files read for all that was asked for in this turn."""
         self.files.read_all()
-
-    # --- counters ------------------------------------------------------------------------------------
 
     def census(self) -> dict[str, int]:
         """Count the arrays and bytes that clients hold on this host, and the open requests."""

@@ -53,8 +53,6 @@ class Uploads(Part):
     def __len__(self) -> int:
         return sum(entry.landing is not None for entry in self.arrays.values())
 
-    # --- from clients --------------------------------------------------------------------------------
-
     @handles(Upload)
     def _upload(self, sender: Address, message: Upload) -> None:
         array, spec = message.array, message.spec
@@ -136,8 +134,6 @@ class Uploads(Part):
                 self._stop_landing(entry)
                 self._fail(entry, report)
 
-    # --- from replicas and files ---------------------------------------------------------------------
-
     @handles(Restore)
     def _restore(self, sender: Address, message: Restore) -> None:
         if self._is_refused(sender, message.array):
@@ -192,8 +188,6 @@ class Uploads(Part):
             return False
         self.env.count("messages_refused")
         return True
-
-    # --- the end -------------------------------------------------------------------------------------
 
     def _build(
         self,
