@@ -22,7 +22,7 @@ from pw.core.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address
 from pw.core.messages import CANCELLED, CallEnded, PassedLaunches
-from pw.core.plan import Execute, Instruction, Receive, Send
+from pw.core.plan import Execute, Free, Receive, Send
 from pw.core.watchdog import Watchdog
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Backend, Op, Value
@@ -143,7 +143,11 @@ class Interpreter(Part):
     def _go_on(self, launch: HostLaunch) -> bool:
         instructions = launch.segment.instructions
         while launch.position < len(instructions):
-            if not self._step(launch, instructions[launch.position]):
+            instruction = instructions[launch.position]
+            if isinstance(instruction, Execute):
+                if not self._execute(launch, instruction):
+                    return False
+            elif not self._step(launch, instruction):
                 return False
             if launch.to_watch and launch.position in launch.segment.watch_after:
                 self.ends.watch_results(launch)
@@ -154,11 +158,9 @@ class Interpreter(Part):
             self._news[1].append(launch.name)
         return True
 
-    def _step(self, launch: HostLaunch, instruction: Instruction) -> bool:
+    def _step(self, launch: HostLaunch, instruction: Send | Receive | Free) -> bool:
         """Do one instruction; return False if a value that it reads has not arrived."""
         run = launch.run
-        if isinstance(instruction, Execute):
-            return self._execute(launch, instruction)
         if isinstance(instruction, Send):
             value = run.slots[instruction.slot]
             if value in self.arriving:
@@ -260,8 +262,10 @@ class Interpreter(Part):
 
     @handles(CallEnded)
     def _call_ended(self, sender: Address, message: CallEnded) -> None:
-        if not self._order.is_stale(message.epoch):
+        if message.epoch == self._order.epoch and not self._order.is_broken:
             self._outcomes.ended(message)
+        else:
+            self._env.count("messages_stale")
 
     def _receive(self, launch: HostLaunch, receive: Receive) -> None:
         """Do the local part of an edge: all of it, or this host's pieces."""
@@ -294,7 +298,7 @@ class Interpreter(Part):
     def _end(self, launch: HostLaunch) -> None:
         """All instructions of a launch have become ops."""
         message, run = launch.message, launch.run
-        self.recent.append(RecentLaunch(*launch.name, run.program, launch.last))
+        self.recent.append((run.run, message.segment, run.program, launch.last))
         awaited: list[Value] = []
         if message.arguments is not None:
             for slot in run.program.passed_on:

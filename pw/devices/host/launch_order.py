@@ -27,16 +27,10 @@ class LaunchOrder:
         """The host does nothing more in this epoch."""
         self.scheduler: Address | None = None
 
-    def is_stale(self, epoch: int) -> bool:
-        """Whether a message of this epoch comes too late; if so, it is counted."""
-        if epoch == self.epoch and not self.is_broken:
-            return False
-        self._env.count("messages_stale")
-        return True
-
     def take(self, epoch: int, sequence: int, sender: Address) -> bool:
         """Return whether the host may do the launch with this number, and expect the next one."""
-        if self.is_stale(epoch):
+        if epoch != self.epoch or self.is_broken:
+            self._env.count("messages_stale")
             return False
         if sequence != self.expected:
             self._env.log("error", "launch gap", expected=self.expected, got=sequence)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 from weakref import ReferenceType
 
 from pw.core.errors import ErrorReport
@@ -86,13 +85,8 @@ class Replicating:
 Work = HostLaunch | Forgetting | Replicating
 
 
-class RecentLaunch(NamedTuple):
-    """A launch that was enqueued; it holds no value, so that memory is freed as if it were not kept."""
-
-    run: int
-    segment: int
-    program: HostProgram
-    last: tuple[ReferenceType[Value], ...]
+RecentLaunch = tuple[int, int, HostProgram, tuple[ReferenceType[Value], ...]]
+"""The run, segment and program of an enqueued launch, and its last values, which it does not hold."""
 
 
 class Arriving(dict[Value, list[Callable[[], None]]]):
