@@ -1,15 +1,13 @@
-"""Lays the nodes and edges of a program out in segments, before anything is written host by host.
+"""Divides the nodes and edges of a program into segments; the first step of lowering.
 
-A value that lies as its consumer asks for is read from its slot. Otherwise there is an *edge*: one
-for each distinct pair of a value and a wanted spec, shared by all consumers, with a slot of its
-own.
+A value that has the spec its consumer wants is read from its slot. Otherwise there is an *edge*:
+one for each pair of a value and a wanted spec, shared by all consumers, with a slot of its own.
 
-There is one open segment an island. A segment may gain dependencies only while it is empty: a
-consumer of another island's work that is not yet among the dependencies of the open segment closes
-it and opens the next. Every dependency is therefore older than the first instruction of the segment
-that has it, and so is every earlier segment of the same island: whatever the program, segments
-never wait for each other in a circle (DESIGN G4). Sends that join a segment later do not matter,
-for a `Send` waits for nobody.
+Each island has one open segment. A segment gains dependencies only while it is empty: a consumer
+that needs another dependency closes the open segment and opens the next. So each dependency, and
+each earlier segment of the same island, is older than the first instruction of a segment, and
+segments never wait for each other in a circle (DESIGN G4). Later sends do not matter: a `Send` does
+not wait.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from pw.core.sharding import ArraySpec
 
 @dataclass(slots=True)
 class Edge:
-    """A value on its way to where a consumer wants it."""
+    """The transfer of a value to the spec that a consumer wants."""
 
     index: int
     slot: int
@@ -38,11 +36,11 @@ class Edge:
     routes: tuple[Route, ...]
 
     def sends(self) -> Iterator[Route]:
-        """The routes that leave their host."""
+        """The routes between two hosts."""
         return (r for r in self.routes if r.source_host != r.destination_host)
 
     def receives(self) -> dict[str, list[Route]]:
-        """All routes by the host they go to."""
+        """All routes, by destination host."""
         incoming: dict[str, list[Route]] = {}
         for route in self.routes:
             incoming.setdefault(route.destination_host, []).append(route)
@@ -51,7 +49,7 @@ class Edge:
 
 @dataclass(slots=True)
 class Draft:
-    """A segment being laid out: steps are node numbers, or edges to receive."""
+    """An unfinished segment; its steps are numbers of nodes, and edges to receive."""
 
     index: int
     island: str
@@ -70,7 +68,7 @@ class Schedule:
         self.results: list[tuple[int, ...]] = []
         self.sends_after: defaultdict[int, list[Edge]] = defaultdict(list)
         self.last_node: dict[int, int | None] = {}
-        """The node that uses a slot last, or None where a receive on the same host does."""
+        """The last node that uses a slot, or None if a receive on the same host does."""
         self._program = program
         self._first: dict[str, Draft] = {}
         self._open: dict[str, Draft] = {}
@@ -84,10 +82,10 @@ class Schedule:
         for number in range(len(program.nodes)):
             self._place_node(number)
         self.output_slots = self._place_outputs()
-        """Where each program output is."""
+        """The slot of each program output."""
 
     def first_segment(self, island: str) -> Draft:
-        """The first segment of `island`, made now if there is none."""
+        """The first segment of `island`; made if there is none."""
         return self._first.get(island) or self._new_segment(island)
 
     def _new_segment(self, island: str) -> Draft:
@@ -131,7 +129,7 @@ class Schedule:
         return tuple(slots)
 
     def _slot(self, value: Value, wanted: ArraySpec, arriving: list[Edge]) -> int:
-        """The slot where `value` lies as `wanted`; an edge not on its way yet is `arriving`."""
+        """The slot of `value` with the spec `wanted`; a new edge is added to `arriving`."""
         own = self._program.spec_of(value)
         slot = value.index if value.node < 0 else self.results[value.node][value.index]
         routes = None if own == wanted else self.physical.routes(own, wanted)
@@ -146,7 +144,7 @@ class Schedule:
         return edge.slot
 
     def _receive(self, island: str, arriving: list[Edge]) -> Draft:
-        """The segment of `island` to go on in, once it has received `arriving`."""
+        """The open segment of `island`, after it has received `arriving`."""
         remote: list[Edge] = []
         local: list[Edge] = []
         for edge in arriving:
@@ -166,7 +164,7 @@ class Schedule:
         return segment
 
     def _send(self, edge: Edge) -> Draft:
-        """Have `edge` sent where its value is made, and say in which segment that is."""
+        """Add the send of `edge` to the segment that makes its value; that segment."""
         if edge.producer >= 0:
             self.sends_after[edge.producer].append(edge)
             return self.segments[self._segment_of_node[edge.producer]]

@@ -1,1 +1,2 @@
-"""Environments and networks: how actors on different nodes reach each other, and how buffers travel."""
+"""Environments and networks: how actors on different nodes reach each other, and how buffers
+travel."""

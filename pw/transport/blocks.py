@@ -1,38 +1,40 @@
-"""Shared-memory blocks: the receiver's pool of warm pages that senders write and JAX aliases.
+"""Blocks of shared memory: the receiver's pool of warm pages, which senders write and JAX aliases.
 
-A block is an anonymous memfd. The receiver makes it, a sender maps it by descriptor, and when the
-last process that has it mapped is gone so are its pages: there is no name to clean up, not even
-after SIGKILL. Writing to fresh pages costs ten times what writing to touched ones does, therefore
-blocks come in power-of-two sizes and are reused, most recently used first.
+A block is an anonymous memfd. The receiver makes it, and a sender maps it by descriptor. Its pages
+are freed with the last process that has it mapped, even after SIGKILL. Writing to fresh pages costs
+ten times as much as to warm ones, so blocks have power-of-two sizes and are reused, the most
+recently used first.
 
 A block is in one of three states:
 
-    idle     in the pool, warm, owned by nobody
-    leased   promised to one transfer; a sender may be writing
-    lent     delivered; an array (or anything that aliases one, such as a JAX array) reads it,
-             here or in the processes that it is shared with
+    idle     in the pool, warm
+    leased   reserved for one transfer; a sender may be writing
+    lent     delivered; an array (or a JAX array that aliases one) reads it, here or in the
+    processes
+             that it is shared with
 
     idle -lease-> leased -lend-> lent -the last alias dies, all shares come back-> idle
                   leased -restore-> idle        leased -retire-> gone
                   idle -too much is idle-> gone
 
-Four rules keep somebody's bytes from changing under them:
+Four rules keep delivered bytes from changing:
 
-1. A lease that is given up is *retired*, never made idle: a sender that has the pages mapped may
-   still be copying, and nobody can tell it to stop. Its pages live until that sender lets go.
-2. Each block ends in one page that holds the number of the transfer it is leased to, or 0. A
-   sender looks at it before every piece it copies, so a landing that was cancelled, or is replayed
-   after its block went to somebody else, is noticed before anything is written.
+1. A cancelled lease is *retired*, never made idle: a sender that has the pages mapped may still be
+   copying. The pages live until that sender unmaps them.
+2. Each block ends in one page that holds the number of the transfer it is leased to, or 0. A sender
+reads
+   it before each piece, so it does not write for a cancelled or replayed landing.
+3. No process writes to a lent block: JAX treats aliased memory as immutable, even when it is
+donated. So
+   the pages may be shared with other processes. A process that ends without returning its share may
+   have readers left, so that block is never used again.
+4. A process that is forked while a block is lent may read its pages without a sign. Such a block is
+never
+   used again.
 
-3. Nobody writes to a lent block: JAX takes what it aliases for immutable, even when it is donated. So
-   its pages may be shared with other processes, but one that is gone without having given its share
-   back may still have readers, so that block is never used again.
-4. A process that is forked while a block is lent reads its very pages, and nothing is heard of that either:
-   such a block is never used again, wherever it belongs.
-
-The end of a lent block is noticed by a weak reference to the *exporter* at the bottom of the
-array's chain of bases, because numpy shortens that chain and an intermediate array may die long
-before its views. Such a callback can run anywhere, in any thread, so it only appends to a deque.
+A weak reference to the *exporter*, at the bottom of an array's chain of bases, notices the end of a
+lent block; numpy shortens that chain, so an intermediate array may die before its views. The
+callback can run in any thread, so it only appends to a deque.
 """
 
 from __future__ import annotations
@@ -59,14 +61,12 @@ Bytes = npt.NDArray[np.uint8]
 PAGE_BYTES = mmap.PAGESIZE
 SMALLEST_BYTES = 64 * 1024
 ALIGNMENT_BYTES = 64
-"""What JAX needs in order to alias host memory instead of copying it."""
+"""JAX aliases host memory with this alignment, and copies other memory."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 SHARE = 1 / 2
-"""How many of the descriptors that a process may have are for blocks: each has one for as long as it lives,
-also while it lies idle, and files and sockets need some as well."""
+"""The part of a process's descriptors that blocks may use; each block has one while it lives."""
 
-# Python's own mmap keeps a duplicate of the descriptor open as long as the mapping lives, which
-# would double the descriptors of a pool, so the C functions are called directly.
+# Python's mmap keeps a duplicate of the descriptor open, which would double the descriptors of a pool.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -86,14 +86,14 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
 def machine_identity() -> str:
-    """Two processes with the same answer can hand each other descriptors over abstract sockets."""
+    """Equal in processes that can send each other descriptors over abstract sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
 def aligned_buffer(size_bytes: int) -> Bytes:
-    """Private memory that starts on a boundary JAX can alias."""
+    """Private memory that JAX can alias."""
     raw: Bytes = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES
     return raw[start : start + size_bytes]
@@ -115,7 +115,7 @@ class _Exporter:
 
 
 class Mapping:
-    """The pages of a block in this process; unmapped when the last array over them is gone."""
+    """The pages of a block in this process; unmapped with the last array over them."""
 
     def __init__(self, descriptor: int, capacity_bytes: int, *, writable: bool = True) -> None:
         self.address = 0
@@ -134,7 +134,7 @@ class Mapping:
             code = ctypes.get_errno()
             raise OSError(code, f"mmap of {self.size_bytes} bytes: {os.strerror(code)}")
         self.address = address
-        # Only advice: kernels that keep huge pages from shared memory answer with an error.
+        # Only advice: it fails on kernels without huge pages for shared memory.
         _libc.madvise(address, capacity_bytes, _MADV_HUGEPAGE)
 
     def export(self) -> tuple[_Exporter, Bytes]:
@@ -142,7 +142,7 @@ class Mapping:
         return exporter, np.asarray(exporter)
 
     def views(self) -> tuple[Bytes, npt.NDArray[np.uint64]]:
-        """The bytes, and the one word that names the transfer they are leased to."""
+        """The bytes, and the word with the number of the transfer they are leased to."""
         _, everything = self.export()
         word = everything[self.capacity_bytes : self.capacity_bytes + 8].view(np.uint64)
         return everything[: self.capacity_bytes], word
@@ -154,11 +154,12 @@ class Mapping:
 
 
 def map_received(descriptor: int, capacity_bytes: int, *, writable: bool = True) -> Mapping:
-    """Map a descriptor that a peer sent, after making sure that it cannot shrink under us.
+    """Map a descriptor that a peer sent.
 
     Raises:
-        ValueError: the descriptor is not a sealed block of that capacity. Writing past the end
-            of a file that was cut would kill this process with SIGBUS.
+        ValueError: the descriptor is not a sealed block of that capacity. Without the seal, the
+        peer
+            could cut the file, and an access would kill this process with SIGBUS.
         OSError: the kernel refused the mapping.
     """
     actual_bytes = os.fstat(descriptor).st_size
@@ -186,7 +187,7 @@ class Block:
     def __init__(self, number: int, capacity_bytes: int) -> None:
         self.number = number
         self.shares = 0  # transfers that other processes read it for
-        self.unsafe = False  # somebody may read it of whom nothing will be heard
+        self.unsafe = False  # a process may read it that will never say so
         self.capacity_bytes = capacity_bytes
         self.descriptor = os.memfd_create("pw-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -206,11 +207,11 @@ def _most_descriptors() -> int:
 
 
 class _Alias(weakref.ref[_Exporter]):
-    """Tells, by being called back, which pages nobody aliases any more."""
+    """A weak reference whose callback reports that no array aliases the pages any more."""
 
     __slots__ = ("safe", "unaliased")
     safe: bool
-    """Nor does a process that was forked from this one."""
+    """Whether no forked process aliases them either."""
     unaliased: Callable[[bool], None]
 
 
@@ -226,8 +227,9 @@ class BlockPool:
     """Leases warm blocks; belongs to one thread, except for what garbage collection does.
 
     Args:
-        keep_bytes: how much may lie idle; live blocks are not bounded by it.
-        on_drop: told the number of every block that leaves the pool, so that senders unmap it.
+        keep_bytes: the bound on idle memory.
+        on_drop: called with the number of each block that leaves the pool, so that senders unmap
+        it.
     """
 
     def __init__(self, keep_bytes: int, on_drop: Callable[[int], None]) -> None:
@@ -260,9 +262,9 @@ class BlockPool:
         """A block of at least that size that only this transfer may write.
 
         Args:
-            size_bytes: what the transfer brings.
+            size_bytes: of the transfer.
             transfer: its number.
-            sparing: do without one rather than leave too few descriptors to others.
+            sparing: raise rather than use more than `SHARE` of the descriptors.
 
         Raises:
             OSError: out of memory or descriptors (`NO_DESCRIPTORS`).
@@ -298,7 +300,7 @@ class BlockPool:
         return block
 
     def lend(self, block: Block, size_bytes: int) -> Bytes:
-        """Turn a completed lease into an array; the block is idle again when its aliases die."""
+        """Make an array of a completed lease; the block is idle again when its aliases die."""
         block.word[0] = 0
         self._lent[block.mapping.address] = block
         return self.borrow(block.mapping, size_bytes, partial(self._unlent, block))
@@ -306,8 +308,8 @@ class BlockPool:
     def borrow(self, mapping: Mapping, size_bytes: int, unaliased: Callable[[bool], None]) -> Bytes:
         """An array over a mapping.
 
-        `unaliased` is called by `reclaim` when its aliases are dead: with False if a process that was
-        forked meanwhile may still read it.
+        `reclaim` calls `unaliased` when its aliases are dead: with False if a forked process may
+        still read it.
         """
         exporter, everything = mapping.export()
         alias = _Alias(exporter, self._unaliased.append)
@@ -316,7 +318,7 @@ class BlockPool:
         return everything[:size_bytes]
 
     def restore(self, block: Block) -> None:
-        """Take back a lease that nobody has written to, nor will."""
+        """Take back a lease that no sender has written to, or will."""
         block.word[0] = 0
         self._rest(block)
 
@@ -328,7 +330,7 @@ class BlockPool:
         return block
 
     def unshare(self, block: Block, *, safe: bool) -> None:
-        """A share has come back, or (not `safe`) will never do so while somebody may read it."""
+        """Take back a share; not `safe` if a process may still read it."""
         block.shares -= 1
         block.unsafe = block.unsafe or not safe
         if block.mapping.address not in self._lent and block.number in self._blocks:
@@ -336,7 +338,7 @@ class BlockPool:
             self.reclaim()
 
     def forked(self) -> None:
-        """Another process reads from now on all that is lent; from any thread."""
+        """Mark all lent blocks as read by a forked process; from any thread."""
         for alias in tuple(self._aliases):
             alias.safe = False
 
@@ -356,14 +358,14 @@ class BlockPool:
         self.pooled_bytes += block.capacity_bytes
 
     def retire(self, block: Block) -> None:
-        """Let go of a block that somebody may still be writing to; it is never used again."""
+        """Release a block that a sender may still be writing to; it is never used again."""
         block.word[0] = 0
         del self._blocks[block.number]
         os.close(block.descriptor)
         self._on_drop(block.number)
 
     def reclaim(self) -> None:
-        """Make idle what garbage collection freed, and drop the longest idle beyond the bound."""
+        """Make blocks idle whose aliases died, and drop the longest idle beyond the bound."""
         while self._unaliased:
             alias = self._unaliased.popleft()
             assert isinstance(alias, _Alias)
@@ -394,11 +396,11 @@ class BlockPool:
 
 
 def _fork() -> None:
-    for known in tuple(_pools):  # at once: other threads go on, and may make pools
+    for known in tuple(_pools):  # a copy: other threads may make pools meanwhile
         pool = known()
         if pool is not None:
             pool.forked()
 
 
-# Afterwards as well: another thread may have lent something before this one was copied.
+# Afterwards as well: another thread may have lent a block between the call and the fork.
 os.register_at_fork(before=_fork, after_in_parent=_fork)

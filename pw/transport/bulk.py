@@ -1,18 +1,18 @@
 """The bulk plane: how large buffers go straight from process to process.
 
-Control messages and buffers never share a socket. A receiver reserves a buffer and gets a `Landing`;
-the landing travels to the sender in a control message; the sender pushes. Between processes of one
-machine the bytes are copied once, into pages that the receiver then aliases (`pw.transport.shared`);
-otherwise they go in chunks over tcp (`pw.transport.chunks`).
+Control messages and buffers never share a socket. A receiver reserves a buffer and gets a
+`Landing`; the landing travels to the sender in a control message; the sender pushes. Between
+processes of one machine the bytes are copied once, into pages that the receiver then aliases
+(`pw.transport.shared`); otherwise they go in chunks over tcp (`pw.transport.chunks`).
 
     loop thread      land, cancel, push, deliver, done; the pool of blocks; `SharedReceiver`
     bulk thread      copying; tcp connections; `SharedSender` (`pw.transport.bulk_thread`)
 
-The two share the queue of pushes, the dictionary of expected transfers, of which the bulk thread reads
-single entries, and `call_soon_threadsafe`.
+The two share the queue of pushes, the dictionary of expected transfers, of which the bulk thread
+reads single entries, and `call_soon_threadsafe`.
 
-One push is one transfer: it is complete when all parts of that push are in. Parts need not cover the
-landing; the bytes between them are unspecified.
+One push is one transfer: it is complete when all parts of that push are in. Parts need not cover
+the landing; the bytes between them are unspecified.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """A landing whose bytes are not all in yet."""
+    """A landing that is not complete."""
 
     block: Block | None
     inflow: Inflow
@@ -72,9 +72,9 @@ class BulkPlane:
     Args:
         loop: the process's event loop.
         bind_host: the address at which other machines reach this one.
-        pool_bytes: how much warm shared memory is kept when nobody uses it.
-        folder: the private directory of the cluster, where this plane listens then, and on no port.
-        secret: of the cluster; both ends of every connection prove that they know it.
+        pool_bytes: how much idle shared memory is kept warm.
+        folder: the private directory of the cluster, in which this plane listens instead of on a
+        port. secret: of the cluster; both ends of every connection prove that they know it.
         channel: `shared` (one machine only), `tcp`, or `auto` for the better of the two; the
             environment variable PW_BULK overrides `auto`.
 
@@ -130,7 +130,7 @@ class BulkPlane:
     # Receiving
 
     def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
-        """Reserve a buffer for one transfer, to be described to whoever shall send it.
+        """Reserve a buffer for one transfer, and describe it for the sender.
 
         Args:
             size_bytes: the size of the transfer.
@@ -146,7 +146,7 @@ class BulkPlane:
                 "this process has closed its connections, so no array can come here"
             )
         if size_bytes < 0:
-            raise ValueError(f"nothing can have {size_bytes} bytes")
+            raise ValueError(f"a transfer cannot have {size_bytes} bytes")
         transfer = secrets.randbits(63) or 1
         block = None
         try:
@@ -168,7 +168,7 @@ class BulkPlane:
         )
 
     def _lease(self, size_bytes: int, transfer: int) -> Block | None:
-        """Shared memory; None where descriptors are short and the bytes can come over tcp instead."""
+        """A block; None if descriptors are short and the bytes can come over tcp."""
         try:
             return self._pool.lease(size_bytes, transfer, sparing=bool(self._endpoint))
         except OSError as error:
@@ -177,10 +177,9 @@ class BulkPlane:
             return None
 
     def cancel(self, transfer: int) -> None:
-        """Give up a landing: its bytes, should they still come, are discarded.
+        """Cancel a landing: later bytes are discarded. Unknown and delivered transfers stay as they are.
 
-        A sender may be writing at this moment, so the buffer is never used again; its pages are
-        freed when that sender lets go. Unknown and delivered transfers are left alone.
+        A sender may be writing now, so the block is never used again.
         """
         expected = self._expected.pop(transfer, None)
         if expected is None:
@@ -190,7 +189,7 @@ class BulkPlane:
             self._pool.retire(expected.block)
 
     def landed_bytes(self, transfer: int) -> int:
-        """How much of a landing has come in chunks; of shared memory only its end is heard."""
+        """How much of a landing has come in chunks; 0 for one in shared memory."""
         expected = self._expected.get(transfer)
         return expected.inflow.received_bytes if expected is not None else 0
 
@@ -208,9 +207,8 @@ class BulkPlane:
             landing: what the receiver's `land` returned.
             parts: byte offset in the landing, and the array whose bytes go there in row-major
                 order; of any layout and any dtype that is not object.
-            done: called once when the arrays are no longer needed, with None, or with
-                TransferFailed (or ValueError, TypeError: the parts cannot go there) if the
-                receiver will not have them.
+            done: called once when the arrays are no longer needed: with None, TransferFailed, or
+                ValueError or TypeError for parts that do not fit.
         """
         sender: SharedSender | ChunkSender
         try:
@@ -231,7 +229,7 @@ class BulkPlane:
         self._thread.push(sender, push)
 
     def _shareable(self, push: Push) -> Block | None:
-        """The block in which all that is pushed lies already, if it is worth sharing."""
+        """The block of this process in which the pushed array lies, if sharing it pays."""
         if push.size_bytes < SHARE_BYTES or push.size_bytes != push.landing.size_bytes:
             return None
         (_, array), *others = push.parts
@@ -242,7 +240,7 @@ class BulkPlane:
     # Housekeeping
 
     def counters(self) -> dict[str, int]:
-        """What this plane has moved, holds and has turned away, for status pages and tests."""
+        """Counters of transfers, blocks and refused peers."""
         self._pool.reclaim()
         return {
             "sent_bytes": self.sent_bytes,
@@ -257,10 +255,9 @@ class BulkPlane:
         }
 
     def close(self) -> None:
-        """Stop the thread and close everything; pushes still under way fail.
+        """Stop the thread and close all connections; unfinished pushes fail, delivered arrays stay
+        valid."""
 
-        Arrays that were delivered stay valid.
-        """
         if self._closed:
             return
         self._closed = True
@@ -280,7 +277,7 @@ class BulkPlane:
         self._reclaim_later()
 
     def _reclaim_later(self) -> None:
-        # Garbage collection only leaves a note; somebody has to read it even when nothing lands.
+        # A timer, because garbage collection only appends to a deque.
         if self._reclaiming is None and self._pool.lent_blocks and not self._closed:
             self._reclaiming = self._loop.call_later(_RECLAIM_S, self._reclaim)
 
@@ -288,13 +285,13 @@ class BulkPlane:
         if self._receiver is not None and not self._closed:
             self._receiver.drop(number)
 
-    # What the listener asks and tells (loop thread)
+    # Called by the shared-memory receiver (loop thread)
 
     def block(self, number: int) -> Block | None:
         return self._pool.get(number)
 
     def arrived(self, transfer: int, block: int) -> bool:
-        """False if that transfer was not to arrive there."""
+        """Deliver a transfer; False if it does not belong to that block."""
         expected = self._expected.get(transfer)
         if expected is None:
             self._late += 1
@@ -319,7 +316,7 @@ class BulkPlane:
     def arrived_shared(
         self, transfer: int, mapping: Mapping, give_back: Callable[[bool], None]
     ) -> None:
-        """Its bytes lie in pages of the sender, which waits for them to be given back."""
+        """Deliver a transfer that lies in pages of the sender, which waits for their return."""
         expected = self._expected.get(transfer)
         if expected is None:
             self._late += 1
@@ -338,7 +335,7 @@ class BulkPlane:
 
     def _deliver(self, transfer: int) -> None:
         expected = self._expected.pop(transfer, None)
-        if expected is None:  # cancelled while the news was on its way from the bulk thread
+        if expected is None:  # cancelled before the bulk thread's call arrived
             return
         buffer = expected.inflow.target
         if expected.block is not None:
@@ -352,7 +349,7 @@ class BulkPlane:
                 {"message": f"the receiver of transfer {transfer} failed", "exception": error}
             )
 
-    # What the chunk receiver asks and tells (bulk thread)
+    # Called by the chunk receiver (bulk thread)
 
     def inflow(self, transfer: int) -> Inflow | None:
         expected = self._expected.get(transfer)

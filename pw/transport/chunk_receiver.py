@@ -33,17 +33,17 @@ _UNREAD_REPLY_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Inflow:
-    """A landing as the bulk thread sees it."""
+    """A landing, for the bulk thread."""
 
     transfer: int
     target: Bytes
     peer: object = None
     received_bytes: int = 0
-    sealed: bool = False  # complete or given up; nothing may be written any more
+    sealed: bool = False  # complete or cancelled: nothing may be written any more
 
 
 class Inflows(Protocol):
-    """What a receiver needs of the plane it belongs to; called on the bulk thread."""
+    """The plane of a receiver; called on the bulk thread."""
 
     def inflow(self, transfer: int) -> Inflow | None: ...
     def inflow_complete(self, transfer: int) -> None: ...
@@ -79,14 +79,14 @@ class _Caller:
         self.woken_bytes = 1
 
     def read_header(self) -> None:
-        """Have the next bytes be a header, or a part of the proof."""
+        """Receive a header next, or a part of the proof."""
         size = HEADER.size if self.proof is None else self.proof.missing_bytes
         if len(self.header) != size:
             self.header = memoryview(bytearray(size))
         self.inflow, self.missing, self.reading_header = None, self.header, True
 
     def wait_for_bytes(self) -> None:
-        """Be told when there are many bytes, or all that are missing, and not of each packet."""
+        """Wake when many bytes have come, or all that are missing, and not for each packet."""
         wanted_bytes = min(len(self.missing), _WORTH_WAKING_BYTES)
         if wanted_bytes != self.woken_bytes:
             self.woken_bytes = wanted_bytes
@@ -99,13 +99,11 @@ class ChunkReceiver:
     Args:
         endpoint: where to listen.
         inflows: the plane.
-        watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
-            readable; or writable, if asked.
-        unwatch: forgets it.
+        watch, unwatch: those of the bulk thread.
         secret: of the cluster, if it has one.
 
     Raises:
-        ConnectionFailed: nobody can listen there.
+        ConnectionFailed: the endpoint cannot be listened on.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class ChunkReceiver:
 
     @property
     def owed(self) -> bool:
-        """Whether connections wait for a descriptor to become free, or a sender has to prove something."""
+        """Whether it waits for a descriptor, or for a sender's proof."""
         return bool(self._unproven) or not self._listening
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
@@ -146,7 +144,7 @@ class ChunkReceiver:
                 caller.wait_for_bytes()
 
     def expire(self) -> None:
-        """Listen again, if that was given up for want of descriptors; do without what proves nothing."""
+        """Listen again after a lack of descriptors, and drop senders without a proof."""
         if not self._listening:
             self._listening = True
             self._watch(self._listener.fileno(), self.ready, False)
@@ -177,7 +175,7 @@ class ChunkReceiver:
             return
         try:
             prepare(connection)
-        except OSError:  # gone already
+        except OSError:  # the sender is gone
             connection.close()
             return
         proof = None if self._secret is None else Proof(self._secret, PLANE, listens=True)
@@ -194,7 +192,7 @@ class ChunkReceiver:
             caller.socket.close()
 
     def _receive(self, caller: _Caller) -> None:
-        """Take a burst of what has arrived."""
+        """Receive a burst of bytes."""
         for _ in range(_READS_AT_ONCE):
             inflow, wanted_bytes = caller.inflow, len(caller.missing)
             if inflow is not None and inflow.sealed:
@@ -222,7 +220,7 @@ class ChunkReceiver:
                 return
 
     def _prove(self, caller: _Caller) -> bool:
-        """Take a part of the sender's proof; False if it proves nothing."""
+        """Check a part of the sender's proof; False if it proves nothing."""
         assert caller.proof is not None
         try:
             answer = caller.proof.answer(bytes(caller.header))
@@ -236,7 +234,7 @@ class ChunkReceiver:
         return True
 
     def _take(self, caller: _Caller) -> bool:
-        """Do what a header says; False if it makes no sense."""
+        """Obey a header; False if it is invalid."""
         magic, kind, transfer, offset, length = HEADER.unpack(caller.header)
         caller.missing = caller.header
         if magic != MAGIC or kind not in (CHUNK, FINISH):

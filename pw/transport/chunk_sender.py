@@ -31,9 +31,9 @@ from pw.transport.pieces import Push, Unwatch, Watch, cut, packed
 from pw.transport.proof import Proof, ProofError
 
 TRANSFERS_AT_ONCE = 4
-"""Long ones per receiver; others queue, because more at a time would make none of them faster."""
+"""Long transfers per receiver; more at a time would make none of them faster."""
 _LINES_AT_ONCE = 256
-"""Below what the kernel takes in one call."""
+"""Less than the kernel's limit for one call."""
 _REPLIES_AT_ONCE = 128
 
 
@@ -91,10 +91,8 @@ class ChunkSender:
     """The sending ends of a plane's tcp connections.
 
     Args:
-        watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
-            readable; or writable, if asked.
-        unwatch: forgets it.
-        finish: settles a push.
+        watch, unwatch: those of the bulk thread.
+        finish: ends a push.
         secret: of the cluster, if it has one.
     """
 
@@ -145,7 +143,7 @@ class ChunkSender:
             self._receive(peer)
 
     def expire(self) -> None:
-        """Give up on receivers that have been silent for too long."""
+        """Drop receivers that have been silent for too long."""
         now_s = time.monotonic()
         for peer in list(self._receivers.values()):
             if peer.active and now_s - peer.heard_s > SILENCE_S:
@@ -196,7 +194,7 @@ class ChunkSender:
             peer.turn.append(outflow)
 
     def _send_next(self, peer: _Receiver) -> None:
-        """Send the rest of a chunk, or the next one, as far as the connection takes it."""
+        """Send the rest of a chunk, or the next one, until the socket is full."""
         if not peer.lines and not self._cut_next(peer):
             return
         try:
@@ -215,7 +213,7 @@ class ChunkSender:
             self._sent(peer, peer.sending)
 
     def _cut_next(self, peer: _Receiver) -> bool:
-        """Prepare the lines of whose turn it is; False if there are none."""
+        """Prepare the lines of the next transfer; False if there is none."""
         if peer.proof is not None or not (peer.short or peer.turn):
             peer.sending_next = False
             self._watch(peer.socket.fileno(), self.ready, False)
@@ -275,7 +273,7 @@ class ChunkSender:
                 self._settle(peer, outflow, None)
 
     def _is_proven(self, peer: _Receiver, proof: Proof) -> bool:
-        """Whether the receiver knows the secret, as far as it has spoken; then it is told that we do."""
+        """Whether the receiver has proven that it knows the secret; then send our proof."""
         try:
             answer = proof.take(peer.inbox)
         except ProofError as error:
@@ -289,7 +287,7 @@ class ChunkSender:
         return proof.is_done
 
     def _refused(self, peer: _Receiver, outflow: _Outflow) -> None:
-        if outflow is peer.sending:  # the chunk that was announced has to be sent to its end
+        if outflow is peer.sending:  # an announced chunk must be sent to its end
             outflow.refused = True
             return
         why = "the receiver does not want these bytes any more"

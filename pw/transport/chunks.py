@@ -10,20 +10,19 @@ with control messages. A receiver listens; a sender has one connection per recei
       | FINISH transfer, total bytes          -->  |   delivers
       |  <------------------------- ACK transfer   |   or REFUSE, at any time
 
-The kernel copies the bytes out of the sender's array and into the receiver's buffer, and nobody
-else copies them: libzmq would once more on either side, mostly into fresh pages. No credits are
-needed, because a landing is memory that waits: what is on its way is bounded by the kernel's
-socket buffers. Transfers to one receiver take turns by the chunk, and those of no more than one
-chunk go first, so a small one waits for a chunk of the large ones and not for their ends.
+Only the kernel copies the bytes: out of the sender's array, and into the receiver's buffer. A
+landing is reserved memory, so no credits are needed. Transfers to one receiver take turns by the
+chunk, and those of at most one chunk go first, so a small transfer waits for one chunk of the large
+ones.
 
-Whatever arrives is checked before a byte is written: the header, that the transfer is open, that
-it belongs to this connection (the first to know its number), and that the chunk lies inside it.
-What fails is counted, answered with REFUSE, and its bytes are thrown away; after what is no header
-at all nobody knows where the next one begins, so that connection is closed, and only that.
+The receiver checks each header before it writes a byte: the transfer is open, it belongs to this
+connection (the first that named it), and the chunk lies inside it. If not, it counts the chunk,
+answers REFUSE, and drops the bytes. If the bytes are no header, it closes the connection.
 
-A peer that is gone is noticed by the kernel (a reset, or probes that nobody answers); a receiver
-that is connected but takes and says nothing is given up after a while. A connection that ends is
-never resumed: its pushes fail, and the next push makes another one.
+The kernel notices a peer that is gone; a silent receiver is dropped after `SILENCE_S`. A connection
+is never resumed: its pushes fail, and the next push makes another one.
+
+The receiver is in `chunk_receiver.py`, the sender in `chunk_sender.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import struct
 
 CHUNK_BYTES = 4 << 20
 SILENCE_S = 20
-"""Whoever owes an answer for so long is taken for dead: a receiver by its sender, a machine by the kernel."""
+"""After so long without an answer, the sender counts a receiver as dead, and the kernel a machine."""
 
 HEADER = struct.Struct("<4sIQQQ")
 MAGIC = b"pwc2"
@@ -42,12 +41,12 @@ CHUNK, FINISH, ACK, REFUSE = range(1, 5)
 
 
 def header(kind: int, transfer: int, offset: int = 0, length: int = 0) -> bytes:
-    """What goes before a chunk's bytes, or is a whole message."""
+    """The header of a chunk, or a whole message of another kind."""
     return HEADER.pack(MAGIC, kind, transfer, offset, length)
 
 
 def prepare(connection: socket.socket) -> None:
-    """Set what both ends of a connection want of the kernel."""
+    """Set the socket options of both ends."""
     connection.setblocking(False)
     if connection.family == socket.AF_UNIX:
         return

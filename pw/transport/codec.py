@@ -1,14 +1,13 @@
-"""Frames: what leaves for one peer in one loop turn, as bytes.
+"""Encodes the messages for one peer in one loop turn as a frame, and decodes frames.
 
-A frame is the msgpack array `[sequence, [[to_actor, from_actor, message], ...]]`. It is put
-together from pieces that are encoded separately, because msgpack concatenates: a message that goes
-to many peers is encoded once, and the two names in front of it once per pair of actors.
+A frame is the msgpack array `[sequence, [[to_actor, from_actor, message], ...]]`. Its pieces are
+encoded separately: a message to many peers is encoded once, and the two names before it once per
+pair of actors.
 
-What comes in is not trusted. Three bounds hold before any object is made: the size of a frame, the
-nesting depth (msgspec's own), and the number of msgpack objects. The last one is there because
-small objects grow when decoded: 10 MiB of heartbeats become 205 MiB of tuples. A frame of up to
-`MAX_OBJECTS` bytes cannot hold more objects than that, so only the few larger ones, whose weight
-should be in blobs, are walked through, which costs about 0.1 µs per object.
+Input is not trusted. Three bounds hold before any object is made: the size of a frame, the nesting
+depth (msgspec's own), and the number of msgpack objects, because small objects grow when decoded:
+10 MiB of heartbeats become 205 MiB of tuples. Only frames of more than `MAX_OBJECTS` bytes can
+exceed that number, so only these are walked through, at about 0.1 µs per object.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ MAX_OBJECTS = 1 << 20
 """Most msgpack objects in one frame, which bounds what decoding it can allocate."""
 
 BATCH_BYTES = 256 << 10
-"""A frame is closed when it has grown to this size, even if the loop turn goes on."""
+"""A frame of this size is sent before the loop turn ends."""
 
 _OVERHEAD_BYTES = 4096
-"""Room in a frame for all that is not the message: sequence, headers, names."""
+"""Room in a frame for the sequence, headers and names."""
 
 _REMOTE_KINDS = frozenset(get_args(messages.Message))
 
 
 class MalformedFrame(ProtocolError):
-    """Bytes that are not a frame of this protocol."""
+    """Bytes that are no frame of this protocol."""
 
 
 class MessageTooLarge(ProtocolError):
-    """A message that no frame can hold; says how large it is and what the bound is."""
+    """A message that no frame can hold."""
 
 
 class TooManyObjects(MessageTooLarge):
-    """A message of more objects than a frame may hold, whatever its size."""
+    """A message of more objects than a frame may hold."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +62,7 @@ def encode_message(message: object) -> bytes:
     """Encode one message, to be joined into frames for any number of peers.
 
     Raises:
-        ProtocolError: the message is a local note, or holds what msgpack cannot express.
+        ProtocolError: the message is a timer, or msgpack cannot express it.
         MessageTooLarge: no frame could hold it.
     """
     if type(message) not in _REMOTE_KINDS:
@@ -87,7 +86,7 @@ def encode_message(message: object) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def encode_names(to_actor: str, from_actor: str) -> bytes:
-    """What stands before a message in a frame."""
+    """The names before a message in a frame."""
     names = b"\x93" + _encoder.encode(to_actor) + _encoder.encode(from_actor)
     if len(names) > _OVERHEAD_BYTES // 2:
         raise ProtocolError(f"actor names of {len(names)} bytes are too long")
@@ -112,7 +111,7 @@ def decode(data: bytes) -> Frame:
     """Decode and check a frame.
 
     Raises:
-        MalformedFrame: `data` is anything but a frame; nothing else is ever raised.
+        MalformedFrame: `data` is no frame; nothing else is raised.
     """
     size = len(data)
     if size > MAX_FRAME_BYTES:

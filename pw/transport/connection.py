@@ -1,10 +1,10 @@
-"""One ZMTP connection on an event loop: written to at once, read when there is something.
+"""One ZMTP connection on an event loop.
 
-Nothing stands between the loop and the socket, no thread and no stream object: what is sent is in
-the kernel when `send` returns, or waits here, in order, until the socket is writable.
+There is no thread and no stream object between the loop and the socket. When `send` returns, the
+frame is in the kernel, or waits here, in order, until the socket is writable.
 
-A connection that was dialled tries again until a peer has answered its greeting; what was sent
-until then waits. Once it has been open, its end is final: nobody could say what has arrived.
+A connection that was dialled tries again until a peer has answered its greeting; frames wait until
+then. After it has been open, its end is final, because nothing tells which frames have arrived.
 
     dialling -connected, greetings exchanged-> open
     dialling -refused, cut off, no greeting in time-> dialling, after a pause
@@ -30,7 +30,7 @@ from pw.transport.peers import is_trusted
 from pw.transport.zmtp import Mechanism, Refusal, Zmtp, ZmtpError
 
 LOST = "connection lost"
-"""What the end of the peer's process looks like."""
+"""The reason when the peer's process has ended."""
 HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
@@ -39,19 +39,19 @@ _WRITES_AT_ONCE = 64
 
 
 class Owner(Protocol):
-    """Whoever made a connection."""
+    """The network that made a connection."""
 
     def received(self, connection: Connection, parts: list[bytes]) -> None:
         """A message has come."""
 
     def ended(self, connection: Connection, reason: str) -> None:
-        """The connection has closed, and not by us."""
+        """The connection has been closed by the peer, or the kernel."""
 
     def refused(self, connection: Connection, reason: str) -> None:
         """The connection has closed, because one end does not trust the other."""
 
     def is_behind(self) -> bool:
-        """Whether nothing should be received now; senders feel it when buffers are full."""
+        """Whether nothing is received now; senders wait when buffers are full."""
 
 
 class Connection:
@@ -59,9 +59,9 @@ class Connection:
 
     Args:
         loop: the event loop to live on.
-        owner: who hears of messages, and of the end.
-        end: where to dial, or the socket of somebody who has dialled.
-        send_buffer_bytes: what the kernel holds of what the peer does not read; 0 for what it likes.
+        owner: gets messages, and the end.
+        end: the address to dial, or the socket of an accepted connection.
+        send_buffer_bytes: the size of the kernel's buffer; 0 for its choice.
         mechanism: makes one for an end of either kind, b"ROUTER" or b"DEALER"; None for NULL.
     """
 
@@ -75,7 +75,7 @@ class Connection:
     ) -> None:
         self.closed = False
         self.heard_s = loop.time()
-        """When bytes came that were not one whole message, which the owner hears of."""
+        """When bytes came that were not one whole message; of those, the owner knows."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
@@ -103,7 +103,7 @@ class Connection:
         return bool(self._waiting)
 
     def send(self, frame: bytes) -> bool:
-        """Send now, or in order as soon as the socket is writable; False if the peer is too slow."""
+        """Send now, or in order when the socket is writable; False if it is not."""
         if not self._open:
             self._early.append(frame)
             return True
@@ -114,11 +114,11 @@ class Connection:
         return self._write(data)
 
     def receive(self) -> bool:
-        """Receive what can be received now; True if something may be left."""
+        """Receive all that has come; True if there may be more."""
         return all(self._read() for _ in range(_READS_AT_ONCE))
 
     def withdraw(self) -> list[bytes]:
-        """Close the connection if it is not open yet, and return the frames that it would have sent.
+        """Close a connection that is not open yet, and return its unsent frames.
 
         Returns an empty list, and changes nothing, if it is open.
         """
@@ -129,7 +129,7 @@ class Connection:
         return unsent
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the socket; what waits may still leave within `linger_s`, for which this blocks."""
+        """Close the socket; blocks up to `linger_s` to send the waiting frames."""
         if self.closed:
             return
         self.closed = True
@@ -163,7 +163,7 @@ class Connection:
         self._set_timer()
         near = nearby.dial(where) if self._tries_nearby else None
         if near is not None:
-            # If nothing comes of it, the next attempt goes the usual way.
+            # If this fails, the next attempt uses tcp.
             self._tries_nearby = False
             self._begin(near, b"DEALER")
             return
@@ -224,7 +224,7 @@ class Connection:
             sent = self._socket.send(data)
         except (BlockingIOError, InterruptedError):
             sent = 0
-        except OSError:  # the peer is gone; what it said last is to be read before its end
+        except OSError:  # the peer is gone; its last messages are read before the end
             return True
         if sent == len(data):
             return True
@@ -251,7 +251,7 @@ class Connection:
         self._loop.remove_writer(self._socket)
 
     def _say(self) -> None:
-        """Send what the protocol itself wants to say."""
+        """Send the bytes of the protocol itself."""
         data = b"".join(self._zmtp.output)
         self._zmtp.output.clear()
         if self._open and self._waiting:
@@ -262,7 +262,7 @@ class Connection:
     # --- reading -------------------------------------------------------------------------------
 
     def _read(self) -> bool:
-        """Read once and deliver; False if there was nothing, or it cannot be taken now."""
+        """Read once and deliver; False if nothing came, or the owner is behind."""
         if self._socket is None or self._undelivered or self._owner.is_behind():
             return False
         size = min(max(READ_BYTES, self._zmtp.missing_bytes), READ_MAX_BYTES)
@@ -306,7 +306,7 @@ class Connection:
             self._waiting.clear()
             owner.refused(self, str(error))
         except ZmtpError as error:
-            self._end(f"what it says is not ZMTP: {error}")
+            self._end(f"not ZMTP: {error}")
         if self.closed or self._socket is None:
             return
         if zmtp.output:

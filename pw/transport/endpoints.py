@@ -1,4 +1,4 @@
-"""Endpoints, tcp://host:port and ipc://path, and listening at them; every failure in words."""
+"""Parses endpoints, tcp://host:port and ipc://path, and listens at them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pw.core.errors import ConnectionFailed
 BACKLOG = 512
 LOOPBACK = "127.0.0.1"
 PATH_BYTES = 107
-"""Bytes that the path of a unix socket may have."""
+"""The most bytes in the path of a unix socket."""
 _WILDCARDS = ("*", "0.0.0.0")
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 
 class SocketAddress(NamedTuple):
-    """Where an endpoint is, for the kernel."""
+    """The address of an endpoint, as the kernel needs it to dial or to listen."""
 
     family: int
     address: str | tuple[str, int]
 
 
 def parse(endpoint: str) -> SocketAddress:
-    """What an endpoint says; a tcp one may hold the name of a host.
+    """The address in an endpoint; a tcp one may hold the name of a host.
 
     Raises:
-        ConnectionFailed: it makes no sense.
+        ConnectionFailed: it is no endpoint.
     """
     scheme, separator, rest = endpoint.partition("://")
     if separator and scheme == "ipc" and rest:
@@ -45,7 +45,7 @@ def parse(endpoint: str) -> SocketAddress:
 
 
 def is_numeric(where: SocketAddress) -> bool:
-    """Whether no name has to be looked up to dial there."""
+    """Whether an address holds no name that has to be looked up."""
     try:
         _look_up(where, _NUMERIC)
     except OSError:
@@ -93,7 +93,7 @@ def listen(endpoint: str) -> socket.socket:
 
 
 def unlisten(listener: socket.socket) -> None:
-    """Close a listener, and remove what it has left in the file system."""
+    """Close a listener, and remove its socket file."""
     path = listener.getsockname()
     listener.close()
     if listener.family == socket.AF_UNIX and isinstance(path, str) and path:
@@ -102,10 +102,10 @@ def unlisten(listener: socket.socket) -> None:
 
 
 def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
-    """What others should dial to reach `listener`; `advertise` stands in for a wildcard address.
+    """The endpoint at which others reach `listener`; `advertise` replaces a wildcard address.
 
     Raises:
-        ConnectionFailed: it is a wildcard, and nothing says at which address others reach this machine.
+        ConnectionFailed: it is a wildcard, and this machine has no default route.
     """
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
@@ -117,7 +117,7 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
 
 
 def is_on_loopback(endpoint: str) -> bool:
-    """Whether the numeric tcp endpoint of somebody who listens can be dialled on his own machine only."""
+    """Whether a numeric tcp endpoint can be dialled on its own machine only."""
     return endpoint.startswith("tcp://127.")
 
 
@@ -127,9 +127,9 @@ def is_off_loopback(endpoint: str) -> bool:
 
 
 def advertised(bind: str, towards: str) -> str | None:
-    """What others are told in place of a wildcard in `bind`: the address on the way to the endpoint `towards`.
+    """The address to advertise for a wildcard in `bind`: the one on the way to the endpoint `towards`.
 
-    None, for the address on the default route, if `towards` is on this machine: others need not be.
+    None, for the address on the default route, if `towards` is on this machine: peers may not be.
 
     Raises:
         ConnectionFailed: an endpoint makes no sense.
@@ -142,10 +142,10 @@ def advertised(bind: str, towards: str) -> str | None:
 
 
 def address_towards(endpoint: str) -> str:
-    """The address of this machine at which whoever is at `endpoint` can dial it, if nothing is in between.
+    """The address of this machine at which the process at `endpoint` can dial it, without NAT in between.
 
-    That of the loopback for this machine itself, and if there is no way to the endpoint: dialling it will say
-    what is wrong. Looking up the name of a host may take seconds.
+    The loopback for an endpoint on this machine, or an unreachable one: dialling it will report the
+    error. Looking up the name of a host may take seconds.
 
     Raises:
         ConnectionFailed: the endpoint makes no sense.
@@ -164,13 +164,13 @@ def _look_up(where: SocketAddress, flags: int) -> SocketAddress:
         return where
     try:
         found = socket.getaddrinfo(*where.address, socket.AF_INET, socket.SOCK_STREAM, flags=flags)
-    except ValueError as error:  # what no name of a host can be
+    except ValueError as error:  # no host can have this name
         raise OSError(str(error)) from error
     return where._replace(address=(str(found[0][4][0]), where.address[1]))
 
 
 def _remove_remains(where: SocketAddress) -> None:
-    """Remove the socket file of a process that was killed, which would be in the way."""
+    """Remove the socket file of a process that was killed, which would prevent listening."""
     path = where.address
     if not isinstance(path, str) or path.startswith("\0"):
         return
@@ -188,8 +188,8 @@ def _own_address() -> str:
         )  # reserved for examples
     except OSError as error:
         raise ConnectionFailed(
-            "nobody could be told at which of its addresses to dial this machine, which has no default route; "
-            "listen at that address (--bind tcp://ADDRESS:PORT) instead of at all of them"
+            "this machine has no default route, so peers cannot be told which of its addresses to dial; listen "
+            "at one address (--bind tcp://ADDRESS:PORT) instead of at all of them"
         ) from error
 
 

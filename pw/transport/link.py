@@ -57,8 +57,8 @@ def objection(here: str, ours: Versions, hello: Hello) -> ErrorReport | None:
 class Link:
     """The link to one peer.
 
-    Frames to the peer leave on `out`; frames from it are accepted from `source` only. Both are fixed
-    when first used, so each direction is FIFO. The two differ if both ends have dialled.
+    Frames to the peer leave on `out`; frames from it are accepted from `source` only. Both are
+    fixed when first used, so each direction is FIFO. The two differ if both ends have dialled.
     """
 
     def __init__(self, node: str, out: Connection, endpoint: str, now_s: float) -> None:

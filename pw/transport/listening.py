@@ -1,4 +1,5 @@
-"""Accepts connections to a node: over its endpoint and, from the same machine, over a unix socket beside it."""
+"""Accepts connections to a node: over its endpoint and, from the same machine, over a unix socket
+beside it."""
 
 from __future__ import annotations
 

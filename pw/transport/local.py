@@ -1,9 +1,8 @@
 """Nodes inside one process: messages travel by a direct call in the next turn of one event loop.
 
-A `LocalHub` is the ether between `LocalNetwork`s, one for each node. All messages pass through one
-queue, so they are FIFO for every pair, and the news that a node has left comes after all it said.
-With `codec=True` every batch is encoded and decoded, which proves that it could have crossed to
-another process.
+A `LocalHub` joins `LocalNetwork`s, one for each node. All messages pass through one queue, so they
+are FIFO for every pair, and a `PeerLost` comes after all messages of that node. With `codec=True`
+every message is encoded and decoded, as if it crossed to another process.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class LocalHub:
         return LocalNetwork(self, name)
 
     def cut(self, name: str, reason: str = "killed") -> None:
-        """Take a node away as if it had crashed: what it said and was not delivered yet is lost."""
+        """Remove a node as if it had crashed: its undelivered messages are lost."""
         network = self._networks.pop(name, None)
         if network is not None:
             self._queue = deque(
@@ -114,11 +113,11 @@ class LocalNetwork:
         return None
 
     def close(self) -> None:
-        """Leave the hub; the others get a PeerLost after all that was said."""
+        """Leave the hub; the others get a PeerLost after all messages."""
         self.hub._leave(self)
 
     def unreachable(self, node: str) -> None:
-        """A message found nobody; the first time, actors that count on `node` are told."""
+        """Count a message to an absent node; the first time, report the loss of an introduced node."""
         self.mailroom.counters["messages_unroutable"] += 1
         if node in self._introduced and node not in self._reported:
             self._reported.add(node)

@@ -1,11 +1,10 @@
-"""The short way to a tcp endpoint that is on this machine: a unix socket that has its name.
+"""The short way to a tcp endpoint on this machine: an abstract unix socket with its name.
 
-Sending a small frame over the loopback costs two to three times as much as over a unix socket, since the
-sender does all that a network card and its interrupt would do. So who listens at tcp://host:port also
-listens at an abstract unix socket called after that endpoint, and who dials the endpoint tries it first. Such
-names belong to a network namespace, as ports do: one that is found can only be of the process that has the
-port. Any user could take the name of an endpoint on another machine, though, so only root and the dialler's
-own user are believed. Where nothing is found, at the cost of a refused connection, the way is tcp as ever.
+A small frame over the loopback costs two to three times as much as over a unix socket. So a
+listener at tcp://host:port also listens at an abstract unix socket with the name of that endpoint,
+and diallers try it first. Such names belong to a network namespace, as ports do. Any user could
+take the name of an endpoint on another machine, so diallers trust only root and their own user.
+Otherwise they use tcp.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ _IS_LINUX = sys.platform == "linux"
 
 
 def listen(endpoint: str) -> socket.socket | None:
-    """A socket that listens for diallers of this tcp endpoint on this machine; None where that cannot be."""
+    """A socket that listens for diallers of this tcp endpoint on this machine; None if there can be
+    none."""
     try:
         where = parse(endpoint)
     except ConnectionFailed:
@@ -32,7 +32,7 @@ def listen(endpoint: str) -> socket.socket | None:
     try:
         listener.bind(_name(where))
         listener.listen(BACKLOG)
-    except OSError:  # somebody has taken the name: tcp is there for all
+    except OSError:  # the name is taken: diallers use tcp
         listener.close()
         return None
     listener.setblocking(False)
@@ -40,12 +40,12 @@ def listen(endpoint: str) -> socket.socket | None:
 
 
 def dial(where: SocketAddress) -> socket.socket | None:
-    """A connection to whoever listens at this place and is on this machine; None if it is not."""
+    """A connection to the listener at this address, if it is on this machine; else None."""
     if not _IS_LINUX or where.family != socket.AF_INET:
         return None
     try:
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError:  # no descriptors left: who cannot dial tcp either tries again
+    except OSError:  # no descriptors left: dialling tcp reports it
         return None
     try:
         dialled.setblocking(False)

@@ -1,8 +1,7 @@
-"""What a node and a network know of each other.
+"""The interface between a node and its network.
 
-A `Network` carries messages to other nodes; the node behind it is seen only as a `Mailroom`.
-Neither knows which kind it is given, so that a node runs over sockets or inside one process
-unchanged.
+A `Network` carries messages to other nodes, and sees its node as a `Mailroom`. So the same node
+runs over sockets and inside one process.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ class Network(Protocol):
         """
 
     def flush(self) -> None:
-        """Let everything go that was sent in this loop turn, in one frame for each peer."""
+        """Send all messages of this loop turn, in one frame for each peer."""
 
     def introduce(self, node: str, endpoint: str) -> None:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
 
     def heard_s(self, node: str) -> float | None:
-        """How many seconds ago anything came from `node`; None if there is no link, or no telling."""
+        """How many seconds ago anything came from `node`; None without a link."""
 
     def forget(self, node: str) -> None:
-        """Drop the link to `node`, its endpoint, and all that waits to be sent to it."""
+        """Drop the link to `node`, its endpoint, and its unsent messages."""
 
     def close(self) -> None:
-        """Say goodbye to all peers and give everything back."""
+        """Say goodbye to all peers, and close all connections."""

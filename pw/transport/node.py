@@ -1,14 +1,12 @@
-"""The one generic actor shell: every process of the runtime is a `Node`.
+"""The actor shell: every process of the runtime is a `Node`.
 
-A node owns the mailbox of its actors and hands one message at a time to one actor. Whatever
-happens outside (a frame comes in, a timer is due, a thread has finished something) only puts a
-message into the mailbox and asks for a turn; handlers run in that turn, never inside the caller. A
-turn ends with `turn_ended` on the actors that had something to do, and with one flush of the
-network, so that all they said to one peer leaves in one frame. A turn that begins with hardly anything
-to do also flushes in between: somebody waits for just this message.
+A node owns the mailbox of its actors and gives one message at a time to one actor. An event outside
+(a frame, a timer, a call from a thread) only puts a message into the mailbox and requests a turn;
+handlers run in that turn. A turn ends with `turn_ended` on the actors that had a message, and with
+one flush of the network, so that all messages to one peer leave in one frame. A turn that begins
+with few messages also flushes between them, because a peer probably waits for the answer.
 
-A turn is bounded, so that a flood of messages cannot keep sockets and timers waiting; what is left
-over is handled in the next one.
+A turn handles a bounded number of messages, so that a flood does not delay sockets and timers.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ A = TypeVar("A", bound=Actor)
 
 MESSAGES_PER_TURN = 1000
 FEW_MESSAGES = 2
-"""With so few, what has been said leaves before the next is handled: there is hardly a frame to be saved."""
+"""With so few messages, a turn flushes between them: one frame for all would save little."""
 
 
 class _Alarm:
-    """A note in waiting; it can still be cancelled while it lies in the mailbox."""
+    """A timer; it can be cancelled while it lies in the mailbox."""
 
     __slots__ = ("cancelled", "handle", "note")
 
@@ -49,12 +47,12 @@ class _Alarm:
 
 
 class ActorEnv:
-    """What one actor sees of its node (see `pw.core.actor.Env`)."""
+    """The environment of one actor (see `pw.core.actor.Env`)."""
 
     def __init__(self, node: Node, actor: str) -> None:
         self._node = node
         self._address = Address(node.name, actor)
-        self.now_s = time.monotonic  # the loop's own clock, of which uvloop tells milliseconds only
+        self.now_s = time.monotonic  # uvloop's clock has a resolution of milliseconds
         self.introduce = node.network.introduce
         self.forget = node.network.forget
 
@@ -125,7 +123,7 @@ class Node:
         return made
 
     def remove(self, actor: str) -> None:
-        """Forget an actor; what is still sent to it counts as undeliverable."""
+        """Forget an actor; later messages to it count as undeliverable."""
         self._actors.pop(actor, None)
 
     @property
@@ -145,7 +143,7 @@ class Node:
             self.post(actor, message)
 
     def post_threadsafe(self, actor: str, message: object) -> None:
-        """Like `post`, from any thread; the loop is woken once for all that is pending."""
+        """Like `post`, from any thread; wakes the loop once for all pending messages."""
         self._from_threads.append((actor, message))
         if not self._woken_by_thread:
             self._woken_by_thread = True
@@ -156,7 +154,7 @@ class Node:
                     raise
 
     def request_turn(self) -> None:
-        """Have the mailbox handled and the network flushed soon."""
+        """Handle the mailbox and flush the network soon."""
         if not self._turn_requested and not self._closed:
             self._turn_requested = True
             self.loop.call_soon(self._turn)
@@ -170,13 +168,13 @@ class Node:
             self.network.close()
 
     def _collect(self) -> None:
-        # The flag goes down first: a thread that still saw it up has appended before this.
+        # Cleared first: a thread that saw it set has appended before.
         self._woken_by_thread = False
         while self._from_threads:
             actor, message = self._from_threads.popleft()
             self._mailbox.append((actor, None, message))
         if not self._turn_requested and not self._closed:
-            # At once: a turn that is asked for is the loop's next round, which looks at all sockets first.
+            # At once: a requested turn comes after the loop has polled all sockets.
             self._turn_requested = True
             self._turn()
 
@@ -195,7 +193,7 @@ class Node:
                     self.request_turn()
 
     def _handle(self, budget: int) -> int:
-        """Empty the mailbox, or spend the budget; tell the actors. Returns the budget left."""
+        """Empty the mailbox, or spend the budget, then call `turn_ended`; the budget left."""
         mailbox = self._mailbox
         eager = len(mailbox) if len(mailbox) <= FEW_MESSAGES else 0
         touched: dict[str, Actor] = {}

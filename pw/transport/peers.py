@@ -1,4 +1,4 @@
-"""Which user runs the process at the other end of a unix connection."""
+"""Finds the user of the process at the other end of a unix connection."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _KNOWS_PEERS = hasattr(socket, "SO_PEERCRED")
 
 
 def peer_user(connection: socket.socket) -> int:
-    """The user of the process that dialled, or that listens, at the other end of a unix connection."""
+    """The user of the process at the other end of a unix connection."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1])
 
 
 def is_trusted(connection: socket.socket) -> bool:
-    """Whether the other end is of this process's user, or of root; of tcp nothing is known, so it passes.
+    """Whether the other end belongs to this process's user, or to root; always true for tcp.
 
     Without SO_PEERCRED (on macOS) only the mode of a socket's directory keeps other users out.
     """
@@ -25,5 +25,5 @@ def is_trusted(connection: socket.socket) -> bool:
         return True
     try:
         return peer_user(connection) in (0, os.geteuid())
-    except OSError:  # it is gone already
+    except OSError:  # it is gone
         return False

@@ -1,9 +1,8 @@
 """Cutting arrays into pieces, so that one bulk thread can serve many transfers fairly.
 
-A source may be any array: a strided view, a scalar, empty, of a type that numpy itself does not
-know (bfloat16, int4, float8). Only its bytes matter here, so wherever an item has the size of an
-unsigned integer it is moved as one; numpy copies those without holding the interpreter lock, which
-it does not do for the types that extensions bring.
+A source may be any array: a strided view, a scalar, empty, of an extension type (bfloat16, int4,
+float8). Items with the size of an unsigned integer are copied as such, because numpy then releases
+the interpreter lock, which it does not do for extension types.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pw.transport.blocks import Array, Block, Bytes
 
 Done = Callable[[Exception | None], None]
 Ready = Callable[[int, bool, bool], None]
-"""Told of a descriptor that it is readable, and whether it is writable."""
+"""Called with a descriptor, and whether it is readable and writable."""
 Watch = Callable[[int, Ready, bool], None]
 Unwatch = Callable[[int], None]
 
@@ -27,14 +26,14 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(slots=True, eq=False)
 class Push:
-    """One transfer on its way out of this process."""
+    """One outgoing transfer."""
 
     landing: Landing
     parts: Sequence[tuple[int, Array]]
     size_bytes: int
     done: Done
     shared: Block | None = None
-    """Where all of it lies already, for a receiver that can read it there."""
+    """The block of this process in which all parts lie, if the receiver can read them there."""
 
 
 def checked(landing: Landing, parts: Sequence[tuple[int, Array]], done: Done) -> Push:

@@ -1,9 +1,9 @@
-"""The private directory of a cluster on one machine: its unix sockets lie there.
+"""The private directory with the unix sockets of a cluster on one machine.
 
-Only its owner can enter it (mode 0700), so no other user can reach a socket in it. The command that starts a
-cluster makes the directory. Every process that keeps a part of the cluster running holds a shared lock on it
-(`flock`): the last of them removes it, and a directory that is not locked by anything is one whose cluster was
-killed, which the next cluster to be started removes. (systemd-tmpfiles also leaves locked directories alone.)
+Only its owner can enter it (mode 0700), so no other user can reach a socket in it. The command that
+starts a cluster makes the directory. Each process of the cluster holds a shared lock on it
+(`flock`), and the last one removes it. A directory without a lock belongs to a cluster that was
+killed; the next cluster that starts removes it. (systemd-tmpfiles leaves locked directories alone.)
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pw.transport.endpoints import PATH_BYTES, parse
 PREFIX = "pw-cluster-"
 CONTROLLER = "controller"
 LONGEST_NAME = 20
-"""Bytes of the longest name of a socket in such a directory."""
+"""Bytes of the longest name of a socket in the directory."""
 STALE_S = 60.0
-"""A directory without a lock may belong to a cluster that is being started, unless it is older."""
+"""A younger directory without a lock may belong to a cluster that is starting."""
 
 
 def is_private(folder: str | Path) -> bool:
@@ -41,10 +41,10 @@ def is_private(folder: str | Path) -> bool:
 
 
 def beside(endpoint: str) -> Path | None:
-    """The directory of an `ipc://` endpoint, if it is private; sockets of the same cluster may lie there.
+    """The directory of an `ipc://` endpoint, if it is private.
 
     Raises:
-        ConnectionFailed: the endpoint makes no sense.
+        ConnectionFailed: it is no endpoint.
     """
     path = parse(endpoint).address
     if not isinstance(path, str) or not path.startswith("/"):
@@ -54,15 +54,15 @@ def beside(endpoint: str) -> Path | None:
 
 
 def free_endpoint(folder: Path | None, kind: str, host: str = "127.0.0.1") -> str:
-    """Where to listen: under a new name in a private directory or, without one, at a free port of `host`."""
+    """An endpoint to listen at: in a private directory or, without one, at a free port of `host`."""
     return f"tcp://{host}:0" if folder is None else f"ipc://{folder}/{kind}-*"
 
 
 class PrivateFolder:
-    """A process's stay in a private directory, from when it is made to `leave`."""
+    """A process's lock on a private directory, until `leave`."""
 
     def __init__(self, path: Path) -> None:
-        """Enter a directory that is there. Raises OSError."""
+        """Enter an existing directory. Raises OSError."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -77,7 +77,7 @@ class PrivateFolder:
         """Make a directory for a new cluster, and enter it.
 
         Raises:
-            ConnectionFailed: there is no place for one.
+            ConnectionFailed: it can be made nowhere.
         """
         for base in _bases():
             _remove_stale(base)
@@ -90,7 +90,7 @@ class PrivateFolder:
 
     @classmethod
     def of(cls, endpoint: str) -> PrivateFolder | None:
-        """Enter the directory of an endpoint; None if it is not private, or going away."""
+        """Enter the directory of an endpoint; None if it is not private, or is being removed."""
         folder = beside(endpoint)
         if folder is None:
             return None
@@ -101,11 +101,11 @@ class PrivateFolder:
 
     @property
     def controller(self) -> str:
-        """Where the cluster's controller listens."""
+        """The endpoint of the cluster's controller."""
         return f"ipc://{self.path}/{CONTROLLER}"
 
     def leave(self) -> None:
-        """Leave; the last process to leave removes a directory that was made by `make`. Idempotent."""
+        """Leave; the last process removes a directory that was made by `make`. Idempotent."""
         if self._descriptor < 0:
             return
         if self.path.name.startswith(PREFIX):
@@ -123,7 +123,7 @@ _entered: weakref.WeakSet[PrivateFolder] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """The lock is the parent's."""
+    """Leave the lock to the parent."""
     for folder in _entered:
         folder.let_go()
 
@@ -132,7 +132,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _bases() -> list[str]:
-    """Where private directories can be made, the best first."""
+    """The directories in which private ones can be made, the best first."""
     bases = []
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and is_private(runtime):
@@ -144,7 +144,7 @@ def _bases() -> list[str]:
 
 
 def _keeps_names(folder: str) -> bool:
-    """Whether no other user, but root, can rename what this user has in a directory."""
+    """Whether no other user, except root, can rename this user's files in a directory."""
     try:
         found = os.stat(folder)
     except OSError:
@@ -156,7 +156,7 @@ def _keeps_names(folder: str) -> bool:
 
 
 def _remove_stale(base: str) -> None:
-    """Remove the directories of clusters of which no process is left."""
+    """Remove the directories of clusters without processes."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and is_private(entry.path):

@@ -4,13 +4,13 @@
     listener -> dialler   CHALLENGE  a nonce, and a digest of both nonces as listener
     dialler -> listener   PROOF      a digest of both nonces as dialler
 
-Both nonces are drawn for this connection, so nothing that was recorded proves anything, and the digests of the
-two ends differ, so neither can be sent back. The dialler says nothing before the listener has proven itself.
-What follows is neither encrypted nor signed: this keeps out processes that do not belong to the cluster, not a
-network that changes what is sent.
+Both nonces are new for each connection, so a recording proves nothing. The digests of the two ends
+differ, so neither can be sent back. The dialler sends nothing else before the listener has proven
+itself. Later messages are neither encrypted nor signed: this keeps foreign processes out, but does
+not protect against a network that changes messages.
 
-`Proof` knows no sockets. The bulk plane sends its messages as they are; `ProofMechanism` carries them in the
-handshake of a control link.
+`Proof` has no sockets. The bulk plane sends its messages as they are; `ProofMechanism` carries them
+in the handshake of a control link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 from pw.transport.zmtp import SECRET, Refusal, ZmtpError, metadata
 
 PROOF_S = 5.0
-"""How long a listener waits for the proof of a process that has dialled."""
+"""How long a listener waits for a dialler's proof."""
 _NONCE_BYTES = 32
 _DIGEST_BYTES = 32
 _DIALLER, _LISTENER = b"dialler", b"listener"
@@ -43,7 +43,7 @@ class Proof:
 
     Args:
         secret: the cluster's.
-        plane: what the connection is for; a proof for one plane is none for another.
+        plane: the purpose of the connection; a proof for one plane is invalid for another.
         listens: whether this end was dialled.
     """
 
@@ -63,10 +63,10 @@ class Proof:
         return self._nonce
 
     def answer(self, message: bytes) -> bytes:
-        """What to send in answer to the peer's next message; empty for nothing.
+        """The answer to the peer's next message; empty for none.
 
         Raises:
-            ProofError: that message is not what it should be.
+            ProofError: the message proves nothing.
         """
         if len(message) != self.missing_bytes:
             raise ProofError("a message of the wrong size")
@@ -82,7 +82,8 @@ class Proof:
         return b""
 
     def take(self, inbox: bytearray) -> bytes:
-        """Answer the message at the front of what came, if it is all there, and take it off (see `answer`)."""
+        """Remove the message at the front of `inbox`, if it is complete, and answer it (see
+        `answer`)."""
         if self.is_done or len(inbox) < self.missing_bytes:
             return b""
         message = bytes(inbox[: self.missing_bytes])
@@ -100,7 +101,7 @@ class Proof:
 
 
 class ProofMechanism:
-    """The exchange as a security mechanism of ZMTP; once it is over, messages travel as with none."""
+    """The exchange as a security mechanism of ZMTP."""
 
     name = SECRET
 
@@ -120,7 +121,7 @@ class ProofMechanism:
 
         Raises:
             Refusal: the peer does not know the secret.
-            ZmtpError: it does not keep to the protocol.
+            ZmtpError: it breaks the protocol.
         """
         proof, size = self._proof, self._proof.missing_bytes
         expected, self._expected = self._expected, b""

@@ -1,8 +1,8 @@
 """Where a process finds the secret of its cluster (see `pw.transport.proof`).
 
-The secret of a cluster on one machine is a file beside its sockets, so its address is all that others need.
-That of a cluster on several machines is given to each process: as a file that only this user can read, or in
-the environment; never on a command line, which all users can read.
+The secret of a cluster on one machine is a file beside its sockets, so a process needs only the
+address. On several machines, each process is given the secret: in a file that only this user can
+read, or in the environment; never on a command line, which all users can read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MOST_BYTES = 4096
 
 
 def of_cluster(endpoint: str, file: str | Path | None = None) -> bytes | None:
-    """The secret of the cluster whose controller is at `endpoint`; None if nothing says that it has one.
+    """The secret of the cluster whose controller is at `endpoint`; None if no secret is found.
 
     Args:
-        endpoint: the controller's address. A file beside a unix socket counts more than the environment.
-        file: where the secret is, if the user has said so.
+        endpoint: the controller's address. A file beside a unix socket precedes the environment.
+        file: the file with the secret, if the user names one.
 
     Raises:
         Error: a secret cannot be read, is too short, or others could read it.
@@ -45,7 +45,7 @@ def of_cluster(endpoint: str, file: str | Path | None = None) -> bytes | None:
 
 
 def create(folder: Path) -> bytes:
-    """Draw the secret of a new cluster, and leave it beside the cluster's sockets."""
+    """Make the secret of a new cluster, and write it beside the cluster's sockets."""
     secret = secrets.token_hex(32).encode()
     descriptor = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -54,7 +54,8 @@ def create(folder: Path) -> bytes:
 
 
 def read(file: Path) -> bytes:
-    """The secret in a file. Raises Error if it cannot be read, is too short, or others could read it."""
+    """The secret in a file. Raises Error if it cannot be read, is too short, or others could read
+    it."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as opened:
@@ -64,8 +65,8 @@ def read(file: Path) -> bytes:
         raise Error(f"the cluster's secret cannot be read from {file}: {error.strerror}") from error
     if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o077:
         raise Error(
-            f"the cluster's secret in {file} is not this user's alone, so it is no secret: give the file to "
-            f"this user, and chmod 600 {file}"
+            f"other users can read the cluster's secret in {file}: give the file to this user, and "
+            f"chmod 600 {file}"
         )
     return _checked(content, str(file))
 

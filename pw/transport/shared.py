@@ -1,8 +1,8 @@
 """Transfers between processes of one machine: one copy, into a block that the receiver aliases.
 
-Each receiver listens on a unix socket: in the private directory of its cluster or, without one, under
-an abstract name (no file, gone with its process). A sender's bulk thread connects to it once and then,
-for each transfer,
+Each receiver listens on a unix socket: in the private directory of its cluster or, without one,
+under an abstract name (no file, gone with its process). A sender's bulk thread connects to it once
+and then, for each transfer,
 
     sender                                        receiver (on its loop)
       | WANT block              ------------------->  |     only if it is not mapped yet
@@ -10,9 +10,9 @@ for each transfer,
       | copies the parts                              |
       | FINISH transfer         ------------------->  |     delivers
 
-Small transfers need no block: INLINE carries their bytes on the socket. DROP tells senders to unmap a
-block that the receiver has released. An array that lies in a block of the sender, because it was itself
-received, is not copied:
+Small transfers need no block: INLINE carries their bytes on the socket. DROP tells senders to unmap
+a block that the receiver has released. An array that lies in a block of the sender, because it was
+itself received, is not copied:
 
       | SHARE transfer, descriptor  -------------->  |     delivers an array over the sender's pages
       |  <------------------------  RETURN transfer  |     no array aliases them any more

@@ -46,7 +46,7 @@ _NO_DESCRIPTORS_S = 1.0
 
 
 class Arrivals(Protocol):
-    """What the listener needs of the plane it belongs to; called on the loop thread."""
+    """The plane of a receiver; called on the loop thread."""
 
     def block(self, number: int) -> Block | None: ...
     def arrived(self, transfer: int, block: int) -> bool: ...
@@ -73,7 +73,7 @@ class _Caller:
 
 
 class SharedReceiver:
-    """The receiving end, on the loop thread: hands out blocks and hears of completed ones."""
+    """Sends blocks to senders, and reports completed transfers; on the loop thread."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class SharedReceiver:
         self._listen()
 
     def drop(self, number: int) -> None:
-        """Tell those who mapped a block that it will not be used again."""
+        """Tell the senders that have mapped a block to unmap it."""
         for caller in list(self._callers):
             if number in caller.mapped:
                 caller.mapped.discard(number)
@@ -119,7 +119,7 @@ class SharedReceiver:
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError:  # no descriptors left: whoever dials can wait
+        except OSError:  # no descriptors left: senders wait
             self._arrivals.reject()
             self._loop.remove_reader(self._socket.fileno())
             self._loop.call_later(_NO_DESCRIPTORS_S, self._listen)
@@ -170,12 +170,12 @@ class SharedReceiver:
             self._hang_up(caller)
 
     def _is_proven(self, caller: _Caller) -> bool:
-        """Whether the sender knows the secret, as far as it has spoken."""
+        """Whether the sender has proven that it knows the secret."""
         proof = caller.proof
         if proof is None:
             return True
         if answer := proof.take(caller.inbox):
-            caller.socket.send(answer)  # the first that is sent there: there is room
+            caller.socket.send(answer)  # the first bytes: the buffer has room
         if proof.is_done:
             caller.proof = None
         elif caller.descriptors:
@@ -224,7 +224,7 @@ class SharedReceiver:
             self._send(caller, RETURN if safe else RETIRE, transfer)
 
     def _take_payload(self, caller: _Caller) -> bool:
-        """False while the payload of an inline transfer is still under way."""
+        """Take the payload of an inline transfer, if one is announced; False if it is not complete."""
         if caller.inline is None:
             return True
         transfer, size_bytes = caller.inline

@@ -1,4 +1,5 @@
-"""The sending end of transfers through shared memory (see `pw.transport.shared`), on the bulk thread."""
+"""The sending end of transfers through shared memory (see `pw.transport.shared`), on the bulk
+thread."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ WANTS_AT_ONCE = 64
 
 @dataclass(slots=True, eq=False)
 class _Target:
-    """A pushed block in this process: where the bytes go, and who may write there now."""
+    """A receiver's block, mapped here: its bytes, and the transfer that may write there now."""
 
     mapping: Mapping
     bytes: Bytes
@@ -88,14 +89,12 @@ class _Copy:
 
 
 class SharedSender:
-    """The sending end, on the bulk thread.
+    """Copies pushes into the receivers' blocks, on the bulk thread.
 
     Args:
-        watch: (re-)registers a descriptor with the thread's poller, and who is to be told that it is
-            readable; or writable, if asked.
-        unwatch: forgets it.
-        finish: settles a push.
-        unshare: takes back a shared block, which may be used again or not.
+        watch, unwatch: those of the bulk thread.
+        finish: ends a push.
+        unshare: takes back a shared block, and whether it may be used again.
         secret: of the cluster, if it has one.
     """
 
@@ -118,7 +117,7 @@ class SharedSender:
 
     @property
     def owed(self) -> bool:
-        """Whether some receiver has yet to answer or to read."""
+        """Whether a receiver has yet to answer or to read."""
         return any(peer.waiting or peer.outbox for peer in self._receivers.values())
 
     def push(self, push: Push) -> None:
@@ -145,7 +144,7 @@ class SharedSender:
             self._ask(name, peer)
 
     def work(self) -> bool:
-        """Copy one piece of one transfer, each in turn; True if there is more to do."""
+        """Copy one piece of one transfer, each in turn; True if there is more to copy."""
         if not self._copies:
             return False
         copy = self._copies.popleft()
@@ -181,7 +180,7 @@ class SharedSender:
             self._receive(name, peer)
 
     def expire(self) -> None:
-        """Give up on receivers that have owed an answer for too long."""
+        """Drop receivers that have owed an answer for too long."""
         now_s = time.monotonic()
         for name, peer in list(self._receivers.items()):
             if (peer.waiting or peer.outbox) and now_s - peer.heard_s > SILENCE_S:
@@ -281,7 +280,7 @@ class SharedSender:
             line, push = peer.outbox[0]
             try:
                 if push is not None and push.shared is not None:
-                    # So small a record goes whole or not at all.
+                    # The kernel takes so small a record whole or not at all.
                     sent = socket.send_fds(peer.socket, [line], [push.shared.descriptor])
                 else:
                     sent = peer.socket.send(line)
@@ -375,6 +374,7 @@ class SharedSender:
             self._begin(peer, push, target)
 
     def _copy_shared(self, landing: Landing, block: Block) -> None:
-        """Whoever pushed this has been told that it is done; its bytes stay here until it is."""
+        """Copy a share that the receiver could not map; its push has ended, and its bytes stay
+        until then."""
         pages = block.bytes[: landing.size_bytes]
         self.push(Push(landing, [(0, pages)], pages.nbytes, lambda _: self._unshare(block, True)))

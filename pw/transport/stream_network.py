@@ -1,9 +1,9 @@
 """Messages between processes, over connections that speak ZeroMQ's wire protocol.
 
-To ZeroMQ, a node that can be dialled is a ROUTER, and a node that dials is a DEALER. A link works in
-both directions: a node answers a hello on the connection on which it came. So the controller and
-hosts reach clients, which do not listen. When two nodes dial each other at the same time, each sends
-on the connection that it has made. A link and its connections end together.
+To ZeroMQ, a node that can be dialled is a ROUTER, and a node that dials is a DEALER. A link works
+in both directions: a node answers a hello on the connection on which it came. So the controller and
+hosts reach clients, which do not listen. When two nodes dial each other at the same time, each
+sends on the connection that it has made. A link and its connections end together.
 
 The life of a link, as one end sees it:
 
@@ -146,7 +146,7 @@ class StreamNetwork:
         link.pieces_bytes += size
 
     def flush(self) -> None:
-        """Let everything go that was sent in this loop turn, in one frame for each peer."""
+        """Send all messages of this loop turn, in one frame for each peer."""
         if self._to_ship:
             links, self._to_ship = self._to_ship, []
             for link in links:
@@ -165,7 +165,7 @@ class StreamNetwork:
             self._lose(link, f"moved to {endpoint}", Goodbye())
 
     def forget(self, node: str) -> None:
-        """Drop the link to `node`, its endpoint, and all that waits to be sent to it."""
+        """Drop the link to `node`, its endpoint, and its unsent messages."""
         self._endpoints.pop(node, None)
         link = self.links.get(node)
         if link is not None:

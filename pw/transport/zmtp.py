@@ -1,15 +1,14 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ, as one end of one connection sees it.
 
-No sockets here: bytes that came in are fed, messages come out, and `output` holds what is to be
-sent. The mechanism is NULL, which does not authenticate, unless another one is given.
+It has no socket: the connection feeds received bytes, takes messages, and sends `output`. The
+mechanism is NULL, which does not authenticate, unless another one is given.
 
     greeting -64 bytes of the peer's-> handshake, our READY goes out
     handshake -READY-> open
     any -bytes that are not ZMTP, or too many-> ZmtpError; the connection is of no more use
 
-What comes in is not trusted. A message is bounded in bytes, each part of it counting as a few more
-than it has, so that neither large nor many parts can fill the memory; no buffer is made before the
-bytes for it are there.
+Input is not trusted. The size of a message is bounded, and each part counts as some more bytes, so
+neither large nor many parts can fill the memory. No buffer is made before its bytes have come.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from typing import Protocol
 
 LARGEST_COMMAND_BYTES = 4096
 _PART_BYTES = 64
-"""What a part of a message is counted for, besides its bytes."""
+"""Added to the size of each part of a message."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
 _PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _NULL, SECRET = (name.ljust(20, b"\0") for name in (b"NULL", b"PW-SECRET"))
-"""How mechanisms are called in greetings: none, and that of `pw.transport.proof`."""
+"""Names of mechanisms in greetings: none, and that of `pw.transport.proof`."""
 _SHORT = [bytes((0, size)) for size in range(256)]
 
 
 class ZmtpError(Exception):
-    """The peer does not speak ZMTP 3, or does not want to speak with us; says why."""
+    """The peer does not speak ZMTP 3, or refuses this end."""
 
 
 class Refusal(ZmtpError):
-    """One of the two ends does not trust the other, and another try would end the same way."""
+    """One end does not trust the other, so another try would fail as well."""
 
 
 class Mechanism(Protocol):
@@ -43,7 +42,7 @@ class Mechanism(Protocol):
     name: bytes
     as_server: bool
     peer_metadata: bytes | None
-    """What the peer says of itself; None until it is trusted."""
+    """The peer's metadata; None until the peer is trusted."""
 
     def begin(self) -> list[tuple[bytes, bytes]]:
         """Commands, name and body, to send when the greetings have been exchanged."""
@@ -53,7 +52,7 @@ class Mechanism(Protocol):
 
 
 def metadata(kind: bytes) -> bytes:
-    """What an end says of itself in a handshake."""
+    """The metadata of an end of this kind in a handshake."""
     return _property(b"Socket-Type", kind) + _property(b"Identity", b"")
 
 
@@ -85,7 +84,7 @@ class Zmtp:
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._between = False
-        """Everything that came has been taken, and was whole messages."""
+        """All bytes so far were whole messages, and have been taken."""
 
     @property
     def missing_bytes(self) -> int:
@@ -98,9 +97,9 @@ class Zmtp:
         return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
 
     def whole(self, data: bytes) -> bytes | None:
-        """What `data` says if it is one message of one part, and nothing else; otherwise it is to be fed.
+        """The body, if `data` is exactly one message of one part; otherwise `data` is to be fed.
 
-        Most of what comes is that, one small frame for each message, and someone waits for it.
+        Most reads return exactly one small frame, so this is the hot path.
         """
         if not self._between:
             return None
@@ -126,10 +125,10 @@ class Zmtp:
         self._data, self._at = data, 0
 
     def next_message(self) -> list[bytes] | None:
-        """The parts of the next message; None if it is not all here.
+        """The parts of the next message; None if it is not complete.
 
         Raises:
-            ZmtpError: what came is not ZMTP, or over a bound.
+            ZmtpError: the bytes are not ZMTP, or over a bound.
         """
         if self._missing or not (self._greeted or self._greet()):
             return None

@@ -8,12 +8,14 @@ A question waits for the computations that make its values, and for no others:
       +- a value is not made, as its op has not run: the thread that makes it looks again
 
 So the loop answers at once what is ready, even while the execute thread is blocked. All threads but
-the watchers are in a hurry: they read only arrays that numpy can alias, and leave the rest to a watcher.
+the watchers are in a hurry: they read only arrays that numpy can alias, and leave the rest to a
+watcher.
 
-Donation. The loop may read an array while the execute thread donates it, and JAX would then block the
-loop until that call returns. So each announces its step before it checks for the other's: a read is
-counted in `Value.reads_begun`, and the execute thread sets `Value.given` (see `may_donate`). If both
-see the other, the execute thread donates a copy, and a watcher reads the array.
+Donation. The loop may read an array while the execute thread donates it, and JAX would then block
+the loop until that call returns. So each announces its step before it checks for the other's: a
+read is counted in `Value.reads_begun`, and the execute thread sets `Value.given` (see
+`may_donate`). If both see the other, the execute thread donates a copy, and a watcher reads the
+array.
 """
 
 from __future__ import annotations

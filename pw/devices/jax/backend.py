@@ -158,7 +158,8 @@ class JaxBackend:
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]
     ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
-        """Host views of a ready value; None if it is not ready. The execute thread may donate it meanwhile."""
+        """Host views of a ready value; None if it is not ready. The execute thread may donate it
+        meanwhile."""
         array = value.payload
         if array is None or value.error is not None or value.given:
             return None

@@ -128,15 +128,16 @@ def _temporary_bytes(compiled: jax.stages.Compiled) -> int:
 def may_be_kept(devices: Iterable[jax.Device]) -> bool:
     """Whether one process may load an executable for `devices` while others compile it.
 
-    On accelerators, processes that compile together divide the search for the quickest kernels among them,
-    and wait for what the others have found.
+    On accelerators, processes that compile together divide the search for the quickest kernels
+    among them, and wait for what the others have found.
     """
     first, *others = devices
     return first.platform == "cpu" or all(d.process_index == first.process_index for d in others)
 
 
 def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
-    """What determines an executable: the code, the devices, and the layouts of arguments and results."""
+    """What determines an executable: the code, the devices, and the layouts of arguments and
+    results."""
     located = dict(zip(computation.placement.devices, devices, strict=True))
 
     def wished(spec: ArraySpec) -> tuple[Any, ...]:
@@ -155,10 +156,9 @@ class Compiler:
         host: the name of the host, for errors.
         layouts: where arrays lie.
         completions: the way to the loop.
-        publish: makes an executable known to the execute thread, or with None unknown, in order with ops.
-        executables: where compiled computations outlive this process.
-        python: loads Python functions.
-        output: takes the lines that compilations write.
+        publish: makes an executable known to the execute thread, or with None unknown, in order
+        with ops. executables: where compiled computations outlive this process. python: loads
+        Python functions. output: takes the lines that compilations write.
     """
 
     def __init__(
@@ -237,7 +237,8 @@ class Compiler:
         artifact: bytes,
         devices: tuple[DeviceAddress, ...],
     ) -> None:
-        """Compile or load, and publish; on the compile thread. Raises CompileError, or what JAX raises."""
+        """Compile or load, and publish; on the compile thread. Raises CompileError, or what JAX
+        raises."""
         if computation.python:
             wish: Any = key
             function = self._python.load(computation, artifact, devices)

@@ -1,25 +1,21 @@
 """The process that holds the coordination services of islands: `python -m pw.devices.jax.coordination`.
 
-The hosts of an island find each other through a coordination service of XLA's runtime. Whoever
-holds it takes every member down when it dies, so it lives in no worker. It cannot live in the
-controller either: that would load jaxlib into it, and a crash of jaxlib would be the controller's.
-So it lives here, in a small child of the controller that knows nothing else.
+The hosts of an island find each other through a coordination service of XLA's runtime. When the
+process of the service dies, all members abort, so it is no worker. In the controller, a crash of
+jaxlib would end the controller. So the service runs here, in a small child of the controller.
 
 Two properties of the runtime shape this file (jaxlib 0.10):
 
-- A client that connects before all members are there, and waits in vain, *aborts its process*; no
-  exception can be caught. Therefore a **roll-call** comes first: each worker dials the port, says
-  who it is, and waits. Only when every rank is on the line does the roll-call close, the service
-  open on the same port, and everyone hear "go". A worker that waits in vain hangs up and lives on.
-- The service reports no port, shares one silently with another service (`SO_REUSEPORT`), and
-  kills the process when it cannot bind. Therefore the port is bound here first: the kernel gives
-  it to nobody else, and a bad address is an ordinary error.
+- A client that connects before all members are there, and waits in vain, *aborts its process*. So a
+  **roll-call** comes first: each worker dials the port, sends its rank, and waits. When every rank
+  is connected, the roll-call closes, the service opens on the same port, and all hear "go".
+- The service reports no port, shares one silently with another service (`SO_REUSEPORT`), and kills the
+  process when it cannot bind. So this process binds the port first, and a bad address is an
+  ordinary error.
 
-A worker's call stays on the line for as long as it is in the group: its **lifeline**. An epoch ends when it
-has been stopped, or nobody is left in the group; but members that are still in it would abort, so
-its service ends with the last lifeline only. Two things follow. Hosts that are told to leave have the time to
-save what they hold. And a controller that was killed takes no island along: this process stays
-until the last lifeline is gone, however long computations go on.
+A worker keeps its connection while it is in the group: its **lifeline**. The service of an epoch
+ends with the last lifeline, because members that are still in the group would abort. So hosts that
+must leave have time to save their arrays, and islands survive a controller that was killed.
 
 The parent speaks JSON, one object a line, on stdin, and is answered on stdout:
 
@@ -29,8 +25,8 @@ The parent speaks JSON, one object a line, on stdin, and is answered on stdout:
     {"stop": {"island": "east", "epoch": 3}}
 
 A worker sends `{"epoch": 3, "hosts": 2, "rank": 0}` and hears `{"go": true}` or
-`{"refused": "..."}`. The end of stdin means that the parent is gone without a word (one that ends in order
-kills this process): roll-calls are given up then, and without lifelines this process ends at once.
+`{"refused": "..."}`. The end of stdin means that the parent was killed (one that ends in order
+kills this process): then roll-calls are refused, and this process ends with the last lifeline.
 """
 
 from __future__ import annotations
@@ -49,15 +45,15 @@ from typing import Any, NoReturn
 
 TESTED_JAXLIB = "0.10."
 CALL_LIMIT_BYTES = 4096
-# A machine that lost its power closes no connection; this finds out within half a minute.
+# A machine without power closes no connection; this detects it within half a minute.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def private_runtime() -> Any:
-    """jaxlib's private module with the coordination service and its client, version-checked.
+    """jaxlib's private module with the coordination service and its client.
 
     Raises:
-        RuntimeError: the installed jaxlib is not one that these entry points were tested with.
+        RuntimeError: these entry points were not tested with the installed jaxlib.
     """
     version = importlib.import_module("jaxlib").__version__
     if not version.startswith(TESTED_JAXLIB):
@@ -70,21 +66,21 @@ def private_runtime() -> Any:
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 host needs."""
+    """`host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class IslandEpoch:
-    """One island under one epoch: a roll-call, then the service on the same port, until it is deserted.
+    """One epoch of an island: a roll-call, then the service on the same port, until the last lifeline ends.
 
     Args:
         epoch: the island's epoch.
-        hosts: how many hosts there will be.
+        hosts: the number of hosts.
         bind: the numeric address to bind to.
-        ended: called once, when the roll-call was given up or the last member has hung up.
+        ended: called once, when the roll-call was stopped or the last member has hung up.
 
     Raises:
-        ValueError: these are no numbers of an epoch.
+        ValueError: `hosts` or `bind` makes no sense.
         OSError: `bind` is no address of this machine.
     """
 
@@ -100,7 +96,7 @@ class IslandEpoch:
         self._open = True
         self._roll_call: asyncio.Server | None = None
         self._service: Any = None
-        # Held while the roll-call gives way to the service, so that the port is never free between.
+        # Keeps the port taken between the roll-call and the service.
         self._reserved = _bound_socket(bind, 0)
         self._bind = bind
         self._port: int = self._reserved.getsockname()[1]
@@ -125,7 +121,7 @@ class IslandEpoch:
                     self._go()
                 await reader.read()
         except (OSError, ValueError):
-            pass  # a caller that hangs up or talks nonsense is not on the line, and is no loss
+            pass  # the caller has hung up, or sent something else
         finally:
             if rank is not None and self._lines.get(rank) is writer:
                 del self._lines[rank]
@@ -136,7 +132,7 @@ class IslandEpoch:
     def _admit(self, line: bytes, writer: asyncio.StreamWriter) -> tuple[int | None, str]:
         call = json.loads(line)
         if not isinstance(call, dict):
-            return None, "this is the roll-call of an island of pw, and that was not a call"
+            return None, "this is the roll-call of an island of pw"
         rank, hosts, epoch = call.get("rank"), call.get("hosts"), call.get("epoch")
         if epoch != self.epoch:
             return None, f"this is the roll-call of epoch {self.epoch}, not of epoch {epoch}"
@@ -154,7 +150,7 @@ class IslandEpoch:
         self._roll_call.close()
         answer: dict[str, Any] = {"go": True}
         try:
-            # A recoverable service lets one member die without taking the others along.
+            # With a recoverable service, the others survive the death of a member.
             self._service = private_runtime().get_distributed_runtime_service(
                 self.address, self.hosts, recoverable=True
             )
@@ -165,7 +161,7 @@ class IslandEpoch:
             _say(writer, answer)
 
     def stop(self) -> None:
-        """Give up the roll-call. Once there is a service, it is for its members to end it, by leaving."""
+        """Stop the roll-call. A service that has begun ends when its members leave."""
         if self._service is None:
             for writer in self._lines.values():
                 _say(writer, {"refused": f"epoch {self.epoch} was given up"})
@@ -180,13 +176,13 @@ class IslandEpoch:
             self._roll_call.close()
         self._reserved.close()
         if self._service is not None:
-            # A thread, because the runtime may wait for its own callbacks.
+            # On a thread, because the runtime may wait for its own callbacks.
             threading.Thread(target=self._service.shutdown, daemon=True).start()
         self._ended()
 
 
 class Coordination:
-    """Serves the parent's requests until it is gone, and members until they are."""
+    """Serves the parent and the members until both are gone."""
 
     def __init__(self, requests_fd: int, replies_fd: int) -> None:
         self._requests_fd = requests_fd
@@ -197,7 +193,7 @@ class Coordination:
         self._work: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def serve(self) -> NoReturn:
-        """Answer requests in the order in which they come."""
+        """Answer requests in order."""
         asyncio.get_running_loop().add_reader(self._requests_fd, self._read)
         while True:
             await self._handle(await self._work.get())
@@ -257,11 +253,11 @@ class Coordination:
 
     def _end_if_useless(self) -> None:
         if self._orphaned and not self._epochs:
-            # Not sys.exit: a service that is shutting down must not hold up the end.
+            # Not sys.exit, which would wait for a service that is shutting down.
             os._exit(0)
 
     def _reply(self, **reply: object) -> None:
-        # Without a parent nobody listens; that it has gone is heard on the other pipe.
+        # `_read` notices that the parent is gone.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._replies_fd, json.dumps(reply).encode() + b"\n")
 
@@ -282,7 +278,7 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 def _keep_alive(line: socket.socket) -> None:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
-        if hasattr(socket, option):  # not on every system, under these names
+        if hasattr(socket, option):  # not on every system
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
@@ -293,10 +289,10 @@ def _say(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
 
 def main() -> NoReturn:
     """Serve the parent on stdin and stdout until it and all members are gone."""
-    # The parent decides when this ends: a Ctrl-C at the terminal goes to the whole process group.
+    # A Ctrl-C at the terminal goes to the whole process group, but the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    # Whatever a library prints goes to stderr: stdout carries the protocol and nothing else.
+    # Libraries print to stderr: stdout carries the protocol only.
     replies_fd = os.dup(1)
     os.dup2(2, 1)
 

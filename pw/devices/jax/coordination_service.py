@@ -1,13 +1,11 @@
 """The controller's side of the coordination child (`pw.devices.jax.coordination`), free of jax.
 
-The child is started by the first request, serves all islands, and is started again by the next
-request after it died. A service that dies with it takes the members of its epoch along, so
-nothing is resumed: the controller sees its hosts restart and forms new epochs. The child outlives a
-controller that was killed, for as long as members are connected; one that ends in order (`close`)
-takes it along.
+The first request starts the child, which serves all islands; a request after its death starts it
+again. With the child die all members, so no epoch is resumed: the controller sees its hosts restart
+and forms new epochs.
 
-Every `start` is answered exactly once, on the loop and never from inside `start`, unless the whole
-object is closed first.
+Each `start` is answered exactly once, on the loop and after it has returned, unless this object is
+closed.
 """
 
 from __future__ import annotations
@@ -31,12 +29,11 @@ class CoordinationServices:
     """Starts and stops one coordination service per island epoch, in a child process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, bind_host: str = "127.0.0.1") -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
         Args:
-            loop: the loop on whose thread all methods are called and all answers are given.
-            bind_host: the numeric address to bind to; workers dial it, so it must reach this
-                machine from theirs.
+            loop: where all methods are called and all answers are given.
+            bind_host: the numeric address to bind to; workers dial it.
         """
         self._loop = loop
         self._bind_host = bind_host
@@ -55,9 +52,9 @@ class CoordinationServices:
 
         Args:
             island: the island's name.
-            epoch: the epoch to form; each epoch has a service of its own.
+            epoch: the epoch to form.
             hosts: how many hosts will join.
-            done: called once with (address, None), or with (None, what went wrong).
+            done: called once with (address, None), or with (None, an error).
         """
         key = (island, epoch)
         if self._closed:
@@ -72,7 +69,7 @@ class CoordinationServices:
         )
 
     def stop(self, island: str, epoch: int) -> None:
-        """Give up the roll-call of one island epoch, or let its service end with its last member."""
+        """Stop the roll-call of one island epoch; a service ends with its last member."""
         done = self._pending.pop((island, epoch), None)
         if done is not None:
             self._loop.call_soon(done, None, f"epoch {epoch} of {island!r} was given up")
@@ -80,39 +77,32 @@ class CoordinationServices:
             self._request(stop={"island": island, "epoch": epoch})
 
     def close(self) -> None:
-        """End the child; outstanding answers are not given. May be called again, and at exit."""
+        """End the child; pending requests get no answer. May be called again, and at exit."""
         self._closed = True
         self._pending.clear()
-        self._end_child()
+        self._part(kill=True)
 
     def leave(self) -> None:
-        """Let the child end by itself, when the last member has left; for a controller that may be replaced."""
-        child, self._child = self._child, None
+        """Let the child end when the last member has left, because another controller may take
+        over."""
         self._closed = True
         self._pending.clear()
-        if child is not None:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            if not self._loop.is_closed():
-                self._loop.remove_reader(child.stdout.fileno())
-            child.stdin.close()
-            child.stdout.close()
+        self._part(kill=False)
 
     def _request(self, **request: object) -> None:
         try:
             child = self._child or self._start_child()
             assert child.stdin is not None
             line = json.dumps(request).encode() + b"\n"
-            # Non-blocking: a child that no longer reads is a dead one, and must not stop the loop.
+            # Non-blocking: a child that does not read counts as dead.
             if os.write(child.stdin.fileno(), line) != len(line):
                 raise BlockingIOError("it does not read its requests")
         except OSError as error:
             self._lost(f"the coordination process cannot be reached: {error}")
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        # By path: what the packages around the module import would only make it slower. -P keeps
-        # the module's folder off sys.path, and a session of its own keeps the terminal's Ctrl-C
-        # away even before the child can ignore it.
+        # By path, so that the packages around the module are not imported; -P keeps its folder off
+        # sys.path. In a session of its own, the child gets no Ctrl-C of the terminal.
         script = Path(__file__).with_name("coordination.py")
         child = subprocess.Popen(
             [sys.executable, "-P", str(script)],
@@ -154,14 +144,14 @@ class CoordinationServices:
             logger.warning("coordination process: %s", body.get("error"))
 
     def _lost(self, reason: str) -> None:
-        """Give up the child, and answer with the reason whoever waits for it."""
-        self._end_child()
+        """End the child, and answer all pending requests with the reason."""
+        self._part(kill=True)
         pending, self._pending = self._pending, {}
         logger.warning("%s", reason)
         for done in pending.values():
             self._loop.call_soon(done, None, reason)
 
-    def _end_child(self) -> None:
+    def _part(self, *, kill: bool) -> None:
         child, self._child = self._child, None
         if child is None:
             return
@@ -169,7 +159,9 @@ class CoordinationServices:
         assert child.stdout is not None
         if not self._loop.is_closed():
             self._loop.remove_reader(child.stdout.fileno())
-        child.kill()
+        if kill:
+            child.kill()
         child.stdin.close()
         child.stdout.close()
-        child.wait()
+        if kill:
+            child.wait()

@@ -1,16 +1,16 @@
 """Enqueues computations on devices, and moves arrays between devices, in the order of the ops.
 
-JAX is asynchronous, but not always. On CPU it blocks the caller of a collective until the peers have
-come, blocks the caller of a 33rd computation until one has ended, and runs computations with few
-operations in the calling thread.
+JAX is asynchronous, but not always. On CPU it blocks the caller of a collective until the peers
+have come, blocks the caller of a 33rd computation until one has ended, and runs computations with
+few operations in the calling thread.
 
-Donation. A donated buffer is deleted while earlier ops may still need it. An op that aliases a value
-marks it `shared`, and a read is counted; of such values a copy is donated. An existing host view needs
-no copy: either it is one, or JAX knows it and does not donate. A `Watch` that finds its array
-deleted follows the value's `heir`, a result of the computation that took the buffer.
+Donation. A donated buffer is deleted while earlier ops may still need it. An op that aliases a
+value marks it `shared`, and a read is counted; of such values a copy is donated. An existing host
+view needs no copy: either it is one, or JAX knows it and does not donate. A `Watch` that finds its
+array deleted follows the value's `heir`, a result of the computation that took the buffer.
 
-Gangs. After this host has failed to enqueue a computation of several hosts, it enqueues no other one:
-the peers could meet it in the wrong collective.
+Gangs. After this host has failed to enqueue a computation of several hosts, it enqueues no other
+one: the peers could meet it in the wrong collective.
 """
 
 from __future__ import annotations

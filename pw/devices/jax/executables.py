@@ -1,16 +1,15 @@
-"""What workers have compiled, for whoever is to compile the same: an island is back in a second, not in ten.
+"""Keeps compiled executables in a folder, so that a restarted island need not compile again.
 
-Executables lie in a folder, a file each, and are found by what was to be compiled, for which devices, by
-which versions and on what kind of processor. A worker's next incarnation finds those of the one before, a
-spare those of the host whose rank it takes, if they see the same folder, and tomorrow's cluster those of today.
+Each executable is a file. Its name is a digest of the code, the devices, the versions and the kind
+of processor. The next incarnation of a worker finds it, and so does a spare that takes the worker's
+rank.
 
-To load an executable is to run code that somebody has written down. So a folder is used only if it belongs to
-this user and no other user may write to it, or put another one in its place; a file in it only if the same is
-true of the file. Otherwise everything is compiled, and a warning says so. A file that is written half, or by
-another version, is no harm: its digest does not fit, and what it was for is compiled again.
+Loading an executable runs code from a file. So a folder is used only if it belongs to this user and
+no other user may write to it, or replace it; the same holds for each file. Otherwise everything is
+compiled, and a warning says so. A half-written file, or one of another version, does not fit its
+digest.
 
-JAX's own persistent cache is not used: on CPU it keeps nothing that was compiled by a rank other than 0, and
-finds under no other rank what it keeps.
+JAX's own persistent cache does not serve: on CPU it keeps only the executables of rank 0.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 2 << 30
-"""A folder with more than this loses what was used longest ago."""
+"""A larger folder loses the executables that were used longest ago."""
 
 _DIGEST_BYTES = 32
 
 
 def default_folder() -> Path:
-    """Where this user's workers keep their executables if they are told nothing else."""
+    """The folder for the executables of this user's workers, by default."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(caches).expanduser() / "pw" / "executables"
 
 
 class Executables:
-    """Keeps executables beyond the life of this process; used by the compile thread only.
+    """The folder of executables; used by the compile thread only.
 
     Args:
-        folder: where; it is made if it is not there. None keeps nothing.
-        limit_bytes: how much the folder may hold.
+        folder: made if it does not exist. None keeps nothing.
+        limit_bytes: the most that the folder may hold.
     """
 
     def __init__(self, folder: Path | None, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -58,7 +57,7 @@ class Executables:
         self._limit_bytes = limit_bytes
         self.loaded = 0
         self.failed = 0
-        """Executables that could not be kept, or loaded, here: they are compiled instead."""
+        """Executables that could not be kept or loaded, and were compiled instead."""
         if folder is not None:
             try:
                 self._folder = _prepared(folder)
@@ -66,18 +65,19 @@ class Executables:
                 self._distrust(f"{folder}: {error}")
 
     def _distrust(self, reason: str) -> None:
-        """Say once why the folder is not used, or a file in it."""
+        """Log once why the folder, or a file in it, is not used."""
         self.failed += 1
         if self.failed == 1:
             logger.warning(
-                "compiled executables are not kept, or not taken from where they are why=%r next=%r",
+                "compiled executables are not kept or not loaded why=%r next=%r",
                 reason,
                 "give the folder to this user alone (chown, chmod -R go-w), or name another one with "
                 "--compile-cache or XDG_CACHE_HOME",
             )
 
     def load(self, key: bytes) -> Any:
-        """The executable that was saved under `key` (32 bytes) on a machine like this; None if none was."""
+        """The executable saved under `key` (32 bytes) on a machine like this; None if there is
+        none."""
         if self._folder is None:
             return None
         try:
@@ -107,15 +107,15 @@ class Executables:
         return executable
 
     def save(self, key: bytes, executable: Any) -> None:
-        """Keep an executable, where the platform can write it down and there is room."""
+        """Keep an executable, if the platform can serialize it and there is room."""
         if self._folder is None:
             return
         try:
-            # JAX writes down for which devices it is, and by default loads it for all there are.
+            # JAX records the devices, but by default loads an executable for all devices.
             devices = executable._executable._unloaded_executable.device_list
             numbers = [device.id for device in devices]
             data = pickle.dumps((numbers, serialize_executable.serialize(executable)))
-        except Exception:  # noqa: BLE001 - not every platform can, and none has to
+        except Exception:  # noqa: BLE001 - not every platform can serialize
             self.failed += 1
             return
         written = f"writing-{secrets.token_hex(8)}"
@@ -135,12 +135,12 @@ class Executables:
                 self._make_room(inside)
         except _Untrusted as error:
             self._distrust(str(error))
-        except OSError:  # the disk is full, or somebody has taken the folder away
+        except OSError:  # the disk is full, or the folder is gone
             self.failed += 1
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the folder, which is still this user's alone. Raises OSError or _Untrusted."""
+        """A descriptor of the checked folder. Raises OSError or _Untrusted."""
         assert self._folder is not None
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -154,10 +154,10 @@ class Executables:
 
     def _make_room(self, inside: int) -> None:
         files = []
-        # Every compilation comes here, and there may be thousands.
+        # Each compilation calls this, and there may be thousands of files.
         with os.scandir(inside) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # another worker makes room as well
+                with suppress(FileNotFoundError):  # another worker has removed it
                     found = entry.stat(follow_symlinks=False)
                     files.append((found.st_mtime, found.st_size, entry.name))
         total = sum(size for _, size, _ in files)
@@ -172,11 +172,12 @@ class Executables:
 
 
 class _Untrusted(Exception):
-    """Another user can write there, or has; says where."""
+    """Another user can write to a file or folder; the message names it."""
 
 
 def _check(found: os.stat_result, what: str) -> None:
-    """Raise _Untrusted unless a file or folder belongs to this user and no other user may write to it."""
+    """Raise _Untrusted unless a file or folder belongs to this user and no other user may write to
+    it."""
     if found.st_uid != os.geteuid():
         raise _Untrusted(f"{what} belongs to user {found.st_uid}")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -184,7 +185,7 @@ def _check(found: os.stat_result, what: str) -> None:
 
 
 def _prepared(folder: Path) -> Path:
-    """Make a folder if it is not there; where it really is. Raises OSError or _Untrusted."""
+    """Make and check a folder; its real path. Raises OSError or _Untrusted."""
     folder = folder.absolute()
     missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     for each in reversed(missing):
@@ -198,7 +199,7 @@ def _prepared(folder: Path) -> Path:
 
 
 def _check_parent(folder: Path) -> None:
-    """Raise _Untrusted if another user can put something else in the place of what is in a folder."""
+    """Raise _Untrusted if another user can replace the entries of a folder."""
     found = os.lstat(folder)
     if found.st_uid not in (0, os.geteuid()):
         raise _Untrusted(f"{folder} belongs to user {found.st_uid}")
@@ -210,7 +211,7 @@ def _check_parent(folder: Path) -> None:
 
 
 def _read(name: str, inside: int) -> bytes:
-    """What is in a file of a folder. Raises OSError, or _Untrusted if it is not this user's alone."""
+    """The content of a file in a folder. Raises OSError, or _Untrusted."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -223,7 +224,7 @@ def _read(name: str, inside: int) -> bytes:
 
 @functools.cache
 def _machine() -> bytes:
-    """What an executable is made for, beside its devices: versions, flags and the kind of processor."""
+    """The versions, flags and kind of processor that an executable depends on."""
     try:
         cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         processor = [line for line in cpu if line.startswith(("model name", "flags", "Features"))]

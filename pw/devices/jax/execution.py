@@ -2,8 +2,8 @@
 
 Ops run one after the other in the order of `submit`, so hosts that submit alike enqueue alike, and
 their collectives pair up. While the execute thread has nothing to do, the loop may run quick
-computations itself (`pw.devices.jax.quick`): it holds the lock meanwhile, so the execute thread gets
-nothing, and the order stays.
+computations itself (`pw.devices.jax.quick`): it holds the lock meanwhile, so the execute thread
+gets nothing, and the order stays.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Execution:
     def _pays_here(self, ops: deque[Op]) -> bool:
         """Whether the loop runs `ops` in less time than a change of threads takes.
 
-        With many ops at once, or one soon after the other, the execute thread stays awake and works at
-        the same time as the loop.
+        With many ops at once, or one soon after the other, the execute thread stays awake and works
+        at the same time as the loop.
         """
         if len(ops) > _FEW_OPS or not self._takes_no_time(ops[0]):
             return False
@@ -104,7 +104,8 @@ class Execution:
         self._ended += 1
 
     def _run(self, ops: deque[Op]) -> None:
-        """Run `ops`. A delay between two collectives costs ten times itself: their threads fall asleep."""
+        """Run `ops`. A delay between two collectives costs ten times itself: their threads fall
+        asleep."""
         handlers = self.handlers
         while ops and not self._closed:
             # Removed from the batch, so that its arguments can be freed while later ops run.

@@ -1,7 +1,7 @@
-"""The threads on which a host writes and reads files: neither the loop nor the devices wait for a disk.
+"""The threads on which a host writes and reads files, so that the loop does not wait for a disk.
 
-They are not those of an executor, because Python ends these before it calls what was registered for the end of
-a script; a cluster in the client's process still writes the checkpoints then that the session waits for.
+They are not those of a `ThreadPoolExecutor`: Python ends these before it calls exit handlers, and a
+cluster in the client's process still writes checkpoints then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class FileThreads:
-    """What `pw.devices.host.files.Aside` promises; threads are started when first needed."""
+    """Runs work aside (see `pw.devices.host.files.Aside`); threads start when first needed."""
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self._completions = Completions(loop)
@@ -36,7 +36,7 @@ class FileThreads:
         self._calls.put((work, done))
 
     def close(self) -> None:
-        """Call nobody any more; what is being written is written to its end."""
+        """Make no `done` call any more; files that are being written are completed."""
         self._completions.close()
         for _ in range(self._threads):
             self._calls.put(None)
@@ -46,7 +46,7 @@ class FileThreads:
             work, done = call
             try:
                 result = work()
-            except Exception as error:  # noqa: BLE001 - `done` hears of it
+            except Exception as error:  # noqa: BLE001 - `done` gets it
                 result = error
             self._completions.post(done, result)
             del call, work, done, result  # an idle thread must not keep the last buffers alive

@@ -1,20 +1,18 @@
-"""How a worker enters and leaves the group of its island (`jax.distributed`, as a client only).
+"""Enters and leaves the group of an island's hosts (`jax.distributed`, as a client only).
 
-The hosts of an island are one group of XLA's runtime, formed anew under each epoch. The service
-that introduces them to each other runs elsewhere (`pw.devices.jax.coordination`), so any host may
-die: the others `leave` and `join` the next epoch in the same process. Device arrays do not
-survive that; copy them to host memory first.
+The hosts of an island are one group of XLA's runtime, formed again under each epoch. The
+coordination service runs in another process (`pw.devices.jax.coordination`), so any host may die.
+Device arrays do not survive `leave`; copy them to host memory first.
 
-What the runtime does not forgive decides the order of things here:
+Properties of the runtime that shape this file:
 
-- a client that connects and waits in vain aborts the process, so a roll-call comes before it: by
-  then every member is known to be there, and only a death within the next milliseconds aborts;
-- the public `jax.distributed.initialize` puts the service into rank 0 and offers no way back, so
-  the client is put into JAX's own state by hand. These private names are used in this file only;
-- the service's end aborts its clients: the connection of the roll-call stays open for as long as this
-  host is in the group, and the service stays for as long as there is such a lifeline;
-- nothing in here is tied to a thread, but joining holds JAX's backend lock: while it runs, any
-  other use of JAX in the process waits for it.
+- A client that connects and waits in vain aborts the process. So a roll-call comes first: after it, only
+  a death within milliseconds aborts.
+- The public `jax.distributed.initialize` runs the service in rank 0 and cannot be undone. So the client is
+  put into JAX's own state by hand; only this file uses these private names.
+- The end of the service aborts its clients. So the connection of the roll-call stays open as a lifeline
+  while this host is in the group, and the service stays while there is a lifeline.
+- Joining holds JAX's backend lock: any other use of JAX in the process waits for it.
 """
 
 from __future__ import annotations
@@ -35,20 +33,20 @@ from jax._src import distributed, xla_bridge
 from pw.core.errors import Error
 from pw.devices.jax.coordination import private_runtime
 
-# XLA sizes its CPU pool from these; with fewer threads than device threads in flight, collectives
-# enqueued back to back starve each other and abort the process.
+# XLA sizes its CPU pool from these. With too few threads, collectives that are enqueued back to back
+# starve each other and abort the process.
 POOL_VARIABLES = ("PJRT_NPROC", "NPROC")
 MINIMUM_POOL = 64
-# All hosts connect within milliseconds of the roll-call. If one of them died just then, this is
-# how long the others wait before the runtime aborts them.
+# All hosts connect within milliseconds of the roll-call. If one dies just then, the runtime aborts the
+# others after this time.
 CONNECT_S = 15
 
 _lifeline: list[socket.socket] = []
-"""The connection of the roll-call, while this process is in a group; it ends with the process."""
+"""The connection of the roll-call, while this process is in a group."""
 
 
 class GroupError(Error):
-    """This host could not join its island's group; the message says why and what to do."""
+    """This host could not join its island's group."""
 
 
 def prepare(platform: str, local_devices: int) -> None:
@@ -66,15 +64,15 @@ def prepare(platform: str, local_devices: int) -> None:
     pool = str(max(MINIMUM_POOL, 2 * local_devices))
     for variable in POOL_VARIABLES:
         os.environ[variable] = pool
-    # The client's types are kept as they are: narrowing is its decision, made when it traces.
+    # A worker must not narrow the types that a client has traced.
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_platforms", platform)
-    # It would catch SIGTERM, which is the supervisor's way to end a worker.
+    # It would catch SIGTERM, with which the supervisor ends a worker.
     jax.config.update("jax_enable_preemption_service", False)
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", local_devices)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # The smallest bound there is on waiting for a host that died right after the roll-call.
+        # The smallest bound on waiting for a host that died right after the roll-call.
         jax.config.update("jax_cpu_get_local_topology_timeout_minutes", 1)
         jax.config.update("jax_cpu_get_global_topology_timeout_minutes", 1)
 
@@ -87,24 +85,22 @@ def join(
     timeout_s: float = 60.0,
     host: str = "127.0.0.1",
 ) -> list[jax.Device]:
-    """Enter the island's group and see all its devices.
-
-    It blocks until every host has come, so call it from no event loop; any thread will do.
+    """Enter the island's group; blocks until every host has come.
 
     Args:
-        address: where the epoch's coordination service is, `host:port`; unused for one host.
+        address: of the epoch's coordination service, `host:port`; unused for one host.
         rank: this host's position in the island, 0 <= rank < size.
         size: the number of hosts. With 1 there is no group, on any platform.
         epoch: the island's epoch.
-        timeout_s: how long to wait for the other hosts, in seconds. Should one of them die within
-            milliseconds after all have come, exchanging topologies may take a minute more.
+        timeout_s: how long to wait for the other hosts, in seconds. If one dies within milliseconds
+            after all have come, it takes up to a minute more.
         host: the address of this machine at which the other hosts' CPU collectives dial it.
 
     Returns:
-        The devices of the whole island, those of rank 0 first. `jax.local_devices()` are ours.
+        The devices of the whole island, those of rank 0 first.
 
     Raises:
-        GroupError: the group was not formed. `leave()` makes this process ready for another try.
+        GroupError: the group was not formed. After `leave()` this process may try again.
         RuntimeError: with one host, JAX cannot open its devices.
     """
     if not 0 <= rank < size:
@@ -131,7 +127,7 @@ def join(
             f"the devices of {where} could not be opened: {error}. A host that died meanwhile "
             "must be replaced under a new epoch"
         ) from error
-    # Without a group the only process may still call itself something else than our rank.
+    # Without a group, the rank of the only process may differ from ours.
     if size > 1 and {device.process_index for device in devices} != set(range(size)):
         raise GroupError(
             f"{where} shows only the devices of ranks "
@@ -141,10 +137,9 @@ def join(
 
 
 def leave() -> None:
-    """Leave the group and forget all devices, so that this process can join the next epoch.
+    """Leave the group, if there is one, and forget all devices; this process can join another epoch.
 
-    All device arrays of this process are lost. It is safe to call at any time outside a
-    computation, in a group or not.
+    All its device arrays are lost. Do not call it during a computation.
     """
     state = distributed.global_state
     client, state.client = state.client, None
@@ -158,8 +153,8 @@ def leave() -> None:
         while _lifeline:
             _lifeline.pop().close()
         jax.extend.backend.clear_backends()
-        # The old backend sits in reference cycles, with all its threads and sockets: without this,
-        # an island that re-forms often runs out of both before Python cares to collect them.
+        # The old backend is in reference cycles. If Python collects them late, an island that forms often
+        # runs out of threads and sockets.
         gc.collect()
 
 
@@ -169,7 +164,7 @@ def _connect(address: str, rank: int, size: int, where: str) -> None:
             address,
             rank,
             init_timeout=CONNECT_S,
-            # Otherwise a client that nobody left, at exit say, would block in its destructor.
+            # Otherwise its destructor would block, for example at exit.
             shutdown_on_destruction=False,
             use_compression=True,
         )
@@ -184,10 +179,10 @@ def _connect(address: str, rank: int, size: int, where: str) -> None:
 
 
 def _make_cpu_client(host: str) -> Any:
-    """JAX's own CPU client, but for where Gloo listens.
+    """JAX's CPU client, with Gloo listening at `host`.
 
-    Left alone, that is wherever this machine's name leads: to the loopback on stock Debian, or to a network
-    that nobody has allowed.
+    By default Gloo listens where this machine's name leads, such as the loopback or another
+    network.
     """
     client = distributed.global_state.client
     if client is None:  # alone in its island, after an epoch in a larger one
@@ -222,9 +217,7 @@ def _answer_roll_call(
     except TimeoutError as error:
         raise GroupError(f"not all hosts of {where} came in time; form a new epoch") from error
     except OSError as error:
-        raise GroupError(
-            f"nobody calls the roll of {where}: {error}; is the epoch over?"
-        ) from error
+        raise GroupError(f"no roll-call of {where} answers: {error}; is the epoch over?") from error
     except ValueError as error:
         raise GroupError(
             f"{where} is no roll-call (any more): the epoch was formed without this host"

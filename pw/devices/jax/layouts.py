@@ -1,7 +1,7 @@
-"""From specs and device addresses to JAX shardings, and from host bytes to the shards of an array.
+"""Makes JAX shardings of specs and device addresses, and the shards of an array of host bytes.
 
-The host's part of an array is a global `jax.Array` of which only the shards on this host's devices
-can be addressed; positions in a mesh are what the rest of the system calls shards by.
+The host's part of an array is a global `jax.Array`, of which only the shards on this host's devices
+can be addressed. The rest of the system names shards by their positions in a mesh.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Layouts:
         if layout is None:
             if len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.clear()
-            # Threads that race here all get the layout that was there first.
+            # Threads that race here all get the layout that came first.
             layout = self._layouts.setdefault(key, self._make(sharding, devices))
         return layout
 
     def _make(self, sharding: Sharding, devices: tuple[DeviceAddress, ...]) -> Layout:
         physical = np.empty(len(devices), object)
         physical[:] = [self._device(address) for address in devices]
-        # A mesh without axes is one device to us, and an error to `jax.jit`.
+        # A mesh without axes is one device here, but an error to `jax.jit`.
         names, sizes = sharding.axis_names or ("_",), sharding.axis_sizes or (1,)
         mesh = Mesh(physical.reshape(sizes), names)
-        # JAX takes ("x",) and "x" for different shardings in some comparisons, so use one spelling.
+        # In some comparisons, JAX treats ("x",) and "x" as different shardings.
         axes = [names[0] if len(names) == 1 else (names or None) for names in sharding.spec]
         local = {
             position: physical[position]
@@ -81,10 +81,9 @@ class Layouts:
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """This host's shards of `array`, each an array on one device that shares its buffer.
+    """This host's shards of `array` by device, each an array that shares its buffer.
 
-    By device, because JAX may list each of them twice: it makes the list when it is first asked for, and
-    does not expect two threads to ask at the same time.
+    By device, because JAX may list a shard twice if two threads ask for the list at the same time.
     """
     return {shard.device: shard.data for shard in array.addressable_shards}
 
@@ -105,18 +104,18 @@ def assemble(spec: ArraySpec, layout: Layout, shards: dict[int, jax.Array]) -> j
 
 def _check_complete(layout: Layout, shards: Mapping[int, object]) -> None:
     if missing := layout.local.keys() - shards.keys():
-        raise InternalError(f"nothing was given for the shards at positions {sorted(missing)}")
+        raise InternalError(f"the shards at positions {sorted(missing)} are missing")
 
 
 def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, Any]]) -> jax.Array:
     """The array whose shards on this host are `shards`, by position, in host memory.
 
-    Raises InternalError when one is missing. What is aligned is aliased on CPU.
+    Raises InternalError when one is missing. On CPU, aligned memory is aliased.
     """
     _check_complete(layout, shards)
     aval = _aval(spec.shape, spec.dtype, layout.sharding)
     placed = [shards[position] for position in layout.local]
-    # jax.make_array_from_callback ends in this as well, and checks for three times as long what is known here.
+    # jax.make_array_from_callback calls this as well, after checks that take three times as long.
     made: jax.Array = pxla.batched_device_put(
         aval, layout.sharding, placed, list(layout.local.values())
     )
@@ -144,7 +143,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[An
 
 
 def bytes_to_copy(spec: ArraySpec, parts: Sequence[Part]) -> int:
-    """How many bytes must be copied on the host before the shards made of `parts` exist."""
+    """How many bytes must be copied on the host to make shards of `parts`."""
     shape = spec.sharding.shard_shape(spec.shape)
     return sum(
         array.nbytes

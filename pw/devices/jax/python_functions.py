@@ -1,7 +1,7 @@
 """Runs clients' Python functions on a host, if the host's owner allows them.
 
-A function takes and returns numpy arrays. It runs on a thread of its own, so neither the loop nor the
-execute thread waits for it; its results are `building` until it has returned.
+A function takes and returns numpy arrays. It runs on a thread of its own, so neither the loop nor
+the execute thread waits for it; its results are `building` until it has returned.
 """
 
 from __future__ import annotations

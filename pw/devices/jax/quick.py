@@ -1,10 +1,10 @@
 """Decides which computations the loop runs itself, because they take less time than a change of threads.
 
-A computation is *straight* if it runs on one device and has no loops, branches or native calls: each
-call takes about as long as the next. An installed straight computation is on trial for some calls. It
-proves quick if every call of the trial had ended when it returned, and the fastest call took less than
-two changes of threads, both in processor time of the caller and on the clock (other threads may work
-for it).
+A computation is *straight* if it runs on one device and has no loops, branches or native calls:
+each call takes about as long as the next. An installed straight computation is on trial for some
+calls. It proves quick if every call of the trial had ended when it returned, and the fastest call
+took less than two changes of threads, both in processor time of the caller and on the clock (other
+threads may work for it).
 
 JAX accepts 32 computations on a device and then blocks the caller. The loop must not block, so it
 runs nothing on a device while the newest computation there has not ended.
@@ -62,7 +62,8 @@ class Quick:
         self._newest: dict[int | None, ref[Value] | None] = {}
         """The last result enqueued on each device alone, or on several (None); None if it has ended.
 
-        Kept while any computation is quick. When the first proves quick, it has ended on its device, and so
+        Kept while any computation is quick. When the first proves quick, it has ended on its
+        device, and so
         has everything enqueued there before."""
 
     def try_out(self, key: bytes, device: int) -> None:

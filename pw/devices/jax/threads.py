@@ -1,9 +1,9 @@
-"""The threads behind the JAX backend, and their way back to the loop.
+"""The threads of the JAX backend, and their way back to the loop.
 
-JAX blocks where an event loop must not: a collective holds its caller until the peers have come, a
-compilation takes seconds, an array only offers to be waited for. Each kind of waiting therefore
-has a thread with a queue. Results return in batches: threads append to one deque, and whoever
-finds the loop not yet called wakes it.
+JAX blocks where an event loop must not: a collective blocks its caller until the peers have come, a
+compilation takes seconds, and an array can only be waited for. So each kind of waiting has a thread
+with a queue. Results return in batches: threads append to one deque, and wake the loop if no other
+thread has done so.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pw.core.messages import ThreadReport
 Item = TypeVar("Item")
 
 DOZE_S = 0.001
-"""How long something may wait for the loop that nobody waits for."""
+"""How long an unhurried call may wait for the loop."""
 
 STACK_FRAMES = 12
-"""Calls shown of a thread that is asked where it is."""
+"""Calls shown of a thread that is at work."""
 
 
 class Completions:
@@ -42,16 +42,16 @@ class Completions:
         self._woken = False
         self._unhurried = False
         self._dozing = False
-        """The loop looks by itself before long."""
+        """The loop looks again by itself, within `DOZE_S`."""
         self._loop_ident = 0
-        """Of the loop's thread, which need not be woken by itself; known when it has looked once."""
+        """The loop's thread, which need not wake itself; known after its first look."""
         self._closed = False
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)` on the loop, after what was posted before; from any thread.
 
-        The append comes before the look at `_woken`, and `_drain` clears it before it looks at the
-        deque: a call is never left behind, at worst the loop is woken twice.
+        This appends before it reads `_woken`, and `_drain` clears `_woken` before it reads the
+        deque. So no call is left behind; at worst the loop is woken twice.
         """
         if self._closed:
             return
@@ -59,10 +59,10 @@ class Completions:
         self._wake()
 
     def post_unhurried(self, function: Callable[..., None], *args: Any) -> None:
-        """The same, but it may wait for `DOZE_S`, so that many of them wake the loop once.
+        """The same, but within `DOZE_S`, so that many calls wake the loop once.
 
-        The first one wakes the loop, which looks again when it has dozed, for as long as it finds something.
-        What was said of `_woken` is true of `_dozing`: it is cleared before the deque is looked at.
+        The first call wakes the loop, which then looks again after each `DOZE_S` until it finds
+        nothing. `_dozing` is cleared, like `_woken`, before the deque is read.
         """
         if self._closed:
             return
@@ -93,7 +93,7 @@ class Completions:
         self.post(_raise, error)
 
     def close(self) -> None:
-        """Drop what has not been called yet, and all that is posted later."""
+        """Drop the calls that have not been made, and all later ones."""
         self._closed = True
         self._calls.clear()
 
@@ -115,7 +115,7 @@ class Completions:
                 function, args = self._calls.popleft()
                 function(*args)
         finally:
-            # A callback that raises must not take those behind it along.
+            # After a call that raises, the others are still made.
             if self._calls and not self._woken:
                 self._woken = True
                 self._loop.call_soon(self._drain)
@@ -124,15 +124,14 @@ class Completions:
 class QueueThread(Generic[Item]):
     """A daemon thread that handles items in the order in which they were put.
 
-    It runs with 64-bit types enabled, whatever the process default: what a client has traced is
-    not for a worker to narrow.
+    It runs with 64-bit types enabled: a worker must not narrow the types that a client has traced.
 
     Args:
         name: of the thread.
         handle: called with each item.
         failed: called with what `handle` raises.
-        nap_s: how long it may sleep when it has nothing to do, before it lets itself be woken: who puts
-            something for each of a thousand computations a second then wakes it a few times.
+        nap_s: how long it sleeps after each item, so that many items in a row wake it a few times
+        only.
     """
 
     def __init__(
@@ -156,12 +155,12 @@ class QueueThread(Generic[Item]):
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of the thread, and say whether it came (a collective may hold it)."""
+        """Wait for the end of the thread; whether it came (a collective may block it)."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def whereabouts(self, doing: str) -> list[ThreadReport]:
-        """Where the thread is in the code, for how long with one item; empty if it has nothing to do."""
+        """Where the thread is in the code, and for how long with one item; empty if it has none."""
         since_s, ident = self._busy_since_s, self._thread.ident
         frame = sys._current_frames().get(ident) if since_s and ident is not None else None
         if frame is None:
@@ -191,7 +190,7 @@ class QueueThread(Generic[Item]):
 
 
 def join_all(threads: list[QueueThread[Any]], timeout_s: float) -> bool:
-    """Stop all `threads`, and say whether they ended within `timeout_s` altogether."""
+    """Stop all `threads`; whether they all ended within `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.stop()

@@ -1,9 +1,9 @@
-"""Threads that wait for arrays, so that the loop and the execute thread never do.
+"""Threads that wait for arrays, so that the loop and the execute thread do not.
 
-A device computes one thing after the other, so arrays on the same devices become ready in the order in which
-they were enqueued. One thread therefore serves many of them: it waits for the one enqueued first. A question
-about an array that was enqueued before the one that a thread waits for goes to another thread; so does one
-about other devices, which may be slower. Threads are kept for the next question.
+Arrays on the same devices become ready in the order in which they were enqueued. So one thread
+serves many of them: it waits for the one enqueued first. A question about an array that was
+enqueued before that one, or about other devices, goes to another thread. Threads are kept for the
+next question.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _SPARE = 8
 class _Question(NamedTuple):
     order: int
     number: int
-    """Of questions about the same array, the first is answered first."""
+    """Orders questions about the same array."""
     array: Any
     ready: Callable[[], None]
 
 
 class _Line:
-    """A thread, the place of the arrays it waits for, and those that it waits for next."""
+    """A thread, the place of the arrays that it waits for, and its next questions."""
 
     def __init__(self, name: str, wait: Callable[[_Line, _Question], None], failed: Any) -> None:
         self.place: Hashable = None
         self.order = 0
-        """Of the array that it waits for."""
+        """The order of the array that it waits for."""
         self.later: list[_Question] = []
         self.thread: QueueThread[_Question] = QueueThread(name, partial(wait, self), failed)
 
@@ -82,7 +82,7 @@ class Watchers:
             return sum(1 + len(line.later) for line in lines)
 
     def close(self) -> list[QueueThread[Any]]:
-        """Start no thread any more, and return those that there are, to be stopped."""
+        """Start no thread any more, and return the existing ones, to be stopped."""
         with self._lock:
             self._closed = True
             lines = [line for lines in self._busy.values() for line in lines]
@@ -93,14 +93,14 @@ class Watchers:
         return _Line(f"pw-watch-{self._made}", self._wait_in_line, self._failed)
 
     def _wait_in_line(self, line: _Line, first: _Question) -> None:
-        """On the thread of `line`, until nothing is waited for there."""
+        """On the thread of `line`, until it has no question left."""
         question: _Question | None = first
         while question is not None and not self._closed:
             with suppress(Exception):  # it has failed, or was donated: the callback finds out
                 question.array.block_until_ready()
             try:
                 question.ready()
-            except Exception as error:  # noqa: BLE001 - others are waited for
+            except Exception as error:  # noqa: BLE001 - other questions remain
                 self._failed(error)
             del question
             question = self._next(line)
