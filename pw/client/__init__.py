@@ -1,1 +1,1 @@
-"""What a user touches: connecting, arrays, jit, pmap and program, local clusters."""
+"""The Python API, and the client's session with a cluster."""

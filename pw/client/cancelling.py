@@ -1,4 +1,4 @@
-"""`cancel`: what a user does about computations whose results nobody wants any more."""
+"""`cancel`: ends computations whose results are not needed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["cancel"]
 
 
 def cancel(tree: Any) -> None:
-    """Give up computations: those that are to make the arrays of `tree`, and all that needs their results.
+    """Cancel the computations that make the arrays of `tree`, and all that needs their results.
 
-    Returns at once. All results of these calls fail with `Cancelled`, also those that are not in `tree`. What
-    is queued never starts. What has started has a second to end by itself; then its island is taken out of
-    work for a moment to get rid of it (what others have there is kept, and what they run is repeated). What
-    has ended already stays as it is.
+    Returns at once. All results of these calls fail with `Cancelled`, also those that are not in `tree`. Queued
+    calls never start. Started calls have a second to end; then their island is formed again, which takes a
+    moment (other clients keep their arrays, and their calls are replayed). Calls that have ended stay as they
+    are.
 
     Args:
-        tree: tree of pw arrays; anything else in it is in this process, and left alone.
+        tree: tree of pw arrays; other values in it are ignored.
 
     Raises:
         ArrayDeleted: an array was deleted or donated before.

@@ -1,9 +1,8 @@
-"""What a user does before hosts go: `checkpoint` copies arrays, `drain` leaves a host on purpose.
+"""`checkpoint` makes replicas of arrays, `drain` moves all work off a host.
 
-The runtime makes lost arrays again by running again what made them, as far back as it knows. A checkpoint
-is where that ends: copies in the memory of other hosts are faster than running again, and after a
-donation they are the only way back. Bytes go from host to host, and to disk if that is wanted (see
-`pw.client.checkpoint_files`); nothing comes to this process.
+The runtime restores lost arrays by a replay of the runs that made them. A checkpoint ends that lineage:
+replicas in the memory of other hosts are faster than a replay, and donated arrays cannot be computed again.
+Bytes go from host to host, and to disk with `path=` (see `pw.client.checkpoint_files`), never to this process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["Checkpoint", "checkpoint", "drain"]
 
 
 class Checkpoint:
-    """A checkpoint under way; it happens whether or not anybody looks at this."""
+    """A checkpoint in flight; it goes on without this object."""
 
     __slots__ = ("_future",)
 
@@ -37,16 +36,16 @@ class Checkpoint:
         self._future = future
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until all copies are where they are safe, for at most `timeout` seconds.
+        """Wait until all replicas are safe, for at most `timeout` seconds.
 
         Raises:
             TimeoutError: it took longer; the checkpoint goes on.
-            Error: what kept an array from being copied.
+            Error: the reason why an array could not be copied.
         """
         self._future.result(timeout)
 
     def done(self) -> bool:
-        """Whether all copies are where they are safe, or one cannot be made."""
+        """Whether all replicas are safe, or the checkpoint has failed."""
         return self._future.done()
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -63,23 +62,23 @@ class Checkpoint:
 def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Checkpoint:
     """Copy arrays to the memory of other hosts, so that they survive the loss of theirs; and to disk.
 
-    Takes effect in order with computations: what is donated afterwards is copied as it is now. Returns
-    at once; the copies are used by themselves when a host is lost. A copy lives as long as
-    something can need it, so that calling this now and then on what a training loop carries along is all
-    there is to do. What is on disk stays, and comes back with `pw.restore`: it outlives the cluster.
+    It is in order with computations: arrays that are donated later are copied first. Returns at once. When a
+    host is lost, the runtime uses the replicas by itself, and keeps them as long as an array can need them. So
+    a training loop calls this now and then on its state. A checkpoint on disk outlives the cluster;
+    `pw.restore` reads it.
 
     Args:
-        tree: tree of pw arrays. Numbers, numpy arrays and jax arrays in it are in this process, and
-            left alone; on disk they must be small, and come along.
-        path: directory to be written as well, on a file system that all hosts share. It is there when all
-            of it is: the hosts write beside it.
+        tree: tree of pw arrays. Numbers, numpy arrays and jax arrays in it need no replicas; on disk they are
+            included, and must be small.
+        path: directory to write as well, on a file system that all hosts share. It appears when it is
+            complete: the hosts write beside it.
         overwrite: replace a checkpoint at the path.
 
     Raises:
-        ArgumentError: there is something else in the tree.
-        CheckpointExists: (by `result`) there is something at the path.
-        CheckpointFailed: (by `result`) the hosts cannot write there; what was there is as it was. Or a host
-            could not put its copies where they survive a crash of it.
+        ArgumentError: the tree has other values.
+        CheckpointExists: (by `result`) the path exists.
+        CheckpointFailed: (by `result`) the hosts cannot write there, and have changed nothing; or a host could
+            not put its replicas where they survive a crash.
         ArrayDeleted: an array was deleted or donated before.
         NotOwner: the arrays belong to different sessions.
         TracerError: called in a function that is being traced.
@@ -112,7 +111,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
 
 
 def _both(first: Future[None], second: Future[None], session: Any) -> Future[None]:
-    """Done when both are; fails with what the first failed with, else the second."""
+    """Return a future that is settled when both are; it fails with the first's error, else the second's."""
     both: Future[None] = Waiting(session.ask.in_the_way, getattr(first, "about", None))
 
     def settle(_: Future[None]) -> None:
@@ -133,19 +132,19 @@ def _check_host_value(keys: Any, leaf: Any) -> None:
         where = jax.tree_util.keystr(keys) or "its argument"
         raise ArgumentError(
             f"pw.checkpoint was given {leaf!r} of type {type(leaf).__name__} at {where}; it takes pw "
-            "arrays, and lets numbers, numpy arrays and jax arrays be"
+            "arrays, numbers, numpy arrays and jax arrays"
         ) from None
 
 
 def _log_failure(future: Future[None]) -> None:
-    """For those who do not look at the result."""
+    """Log the error, in case the script does not read the result."""
     error = future.exception()
     if error is not None:
         log("warning", "checkpoint failed", "client", "", {"error": f"{error}"})
 
 
 def drain(host: str, *, timeout_s: float | None = None) -> None:
-    """Move all work and data off a host, so that it can be switched off without anybody noticing.
+    """Move all work and data off a host, so that it can be switched off.
 
     Computations on its island pause while another host takes its place, and go on with the same values.
     Returns when the host holds nothing any more.

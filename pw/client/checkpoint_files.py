@@ -1,8 +1,7 @@
-"""Checkpoints on disk, as a user has them: `checkpoint(tree, path=...)` and `restore`.
+"""Checkpoints on disk: `checkpoint(tree, path=...)` and `restore`.
 
-The bytes of arrays go between hosts and their file system; this process describes the tree and nothing else.
-A *leaf* of that description is an array, by the path that JAX gives it in the tree, or a value that was in this
-process anyway: numbers and small host arrays travel in the description.
+Hosts write and read the bytes of arrays; this process describes the tree. A *leaf* of that description is an
+array, by its JAX path in the tree, or a host value: numbers and small host arrays are in the description.
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ _NUMBERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, complex
 
 
 class _Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One leaf of a tree on disk: an array there, or a host value in here."""
+    """One leaf of a tree on disk: the name of an array, or a host value."""
 
     key: str
-    """Where it is in the tree."""
+    """Its JAX path."""
     array: str = ""
-    """Name of the array; several leaves may be the same one."""
+    """Name of the array; several leaves may be the same array."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    """Of the elements; of the integers that typed keys consist of."""
+    """Dtype of the elements; of typed keys, that of their integers."""
     prng: str = ""
     """The generator of typed keys."""
     weak: bool = False
     number: tuple[str, str] | None = None
-    """A Python number: its type, and how Python writes it."""
+    """A Python number: its type, and its repr."""
     data: bytes | None = None
     """The elements of a small host array."""
 
     @property
     def in_files(self) -> bool:
-        """Whether hosts have it."""
+        """Whether it is an array on disk."""
         return bool(self.array)
 
     def aval(self) -> Any:
-        """What it is for JAX."""
+        """Return its abstract value."""
         data = jax.ShapeDtypeStruct(self.shape, dtype_of(self.dtype))
         if self.prng:
             data = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=self.prng), data)
         return jax.core.ShapedArray(data.shape, data.dtype, weak_type=self.weak)
 
     def value(self) -> Any:
-        """The host value that it is."""
+        """Return the host value."""
         if self.number is not None:
             kind, text = self.number
             return text == "True" if kind == "bool" else _NUMBERS[kind](text)
@@ -78,7 +77,7 @@ _decode = msgspec.json.Decoder(list[_Leaf]).decode
 
 
 def normal_path(path: Any) -> str:
-    """An absolute path, as hosts need it. Raises ArgumentError if it is none."""
+    """Return the absolute path. Raises ArgumentError if it cannot be a checkpoint's."""
     text = os.fspath(path)
     if not isinstance(text, str) or "://" in text or not os.path.basename(os.path.abspath(text)):
         raise ArgumentError(
@@ -147,13 +146,12 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
     arrays last as long as their files: when hosts are lost, they are read again.
 
     Args:
-        path: what was given to `pw.checkpoint`. All hosts must see it.
+        path: the path of `pw.checkpoint`, which all hosts must see.
         like: a tree like the one that was written, or part of it, whose leaves say where arrays shall
             lie: `pw.NamedSharding`s, pw arrays, or `jax.ShapeDtypeStruct`s (with `sharding=`). Shapes and
             dtypes must be those on disk.
-        sharding: for leaves that do not say; a `pw.NamedSharding`, or a tree prefix of such. Where nothing
-            says it, arrays go to a default slice of one device, as in `pw.put`, and what was a host value
-            is one again.
+        sharding: for leaves without a sharding; a `pw.NamedSharding`, or a tree prefix of such. Other arrays go
+            to a default slice of one device, as in `pw.put`, and host values stay host values.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at the path, as the hosts see it.
@@ -212,7 +210,7 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
 
 
 def _wanted(leaf: Any, given: Any) -> NamedSharding | None:
-    """Where a leaf shall lie."""
+    """Return the wanted sharding of a leaf."""
     if isinstance(leaf, ProgramTracer):
         leaf._needed("pw.restore()")
     own = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
@@ -223,7 +221,7 @@ def _wanted(leaf: Any, given: Any) -> NamedSharding | None:
 
 
 def _type_of(saved: _Leaf, leaf: Any, target: NamedSharding | None, where: str) -> ArrayType | None:
-    """The array that is to be made of a leaf; None for a host value that stays one."""
+    """Return the type of the array to make of a leaf; None for a host value."""
     if saved.in_files and target is None:
         target = NamedSharding.replicated(default_mesh())
     if saved.number is not None:

@@ -1,9 +1,9 @@
-"""`pw.status()`: what the cluster is and what it is at, as an object, as tables, and in a notebook."""
+"""`pw.status()`: the state of the cluster, as an object, as tables, and in a notebook."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pw.client.connection import current
 from pw.client.show.tables import Table, html, plain, renderable
@@ -17,6 +17,9 @@ __all__ = ["ClientInfo", "ClusterStatus", "HostInfo", "IslandInfo", "RunInfo", "
 
 STATUS_S = 10.0
 
+_COUNTS = ("devices", "slices", "queued", "launched", "formed")
+_OWNED = ("share", "priority", "arrays", "programs", "slices", "runs")
+
 
 @dataclass(frozen=True, slots=True)
 class HostInfo:
@@ -24,7 +27,7 @@ class HostInfo:
 
     name: str
     island: str
-    """Its island; of a host without a place in one, that which it waits for, empty for any."""
+    """Its island; of a spare, the island that it waits for, empty for any."""
     state: str
     """`ready`, `joining` its island, `spare` or `draining`."""
     pid: int
@@ -45,18 +48,18 @@ class IslandInfo:
     hosts: tuple[HostInfo, ...]
     expected_hosts: int
     missing: tuple[str, ...]
-    """Hosts that have a place in it and are not here."""
+    """Hosts with a place in it that are not connected."""
     formed: int
-    """How often it was formed; each time after the first, because hosts had been lost or changed."""
+    """How often it was formed: once, and after each loss or change of hosts."""
     slices: int
     queued: int
-    """Pieces of work that wait for their launch."""
+    """Segments that wait for their launch."""
     launched: int
-    """Pieces of work that are launched and have not ended."""
+    """Launches in flight."""
 
     @property
     def devices(self) -> int:
-        """Devices of the hosts that are here."""
+        """Devices of the connected hosts."""
         return sum(host.devices for host in self.hosts)
 
 
@@ -76,15 +79,15 @@ class ClientInfo:
     runs: int
     """Calls in flight."""
     is_me: bool
-    """It is the session that asked."""
+    """It is the session that has asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """A call in flight, one of the oldest ones of its client."""
+    """A call in flight, one of the oldest of its client."""
 
     run: str
-    """What `pw cancel` takes."""
+    """Its name, for `pw cancel`."""
     client: int
     function: str
     islands: tuple[str, ...]
@@ -93,10 +96,10 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterStatus:
-    """A cluster as its controller saw it when it was asked; prints as tables."""
+    """The state of a cluster at the time of the question; prints as tables."""
 
     address: str | None
-    """Of the controller, for PW_ADDRESS and other processes; None if it is in this process alone."""
+    """The controller's, for PW_ADDRESS; None if other processes cannot reach it."""
     pw_version: str
     jax_version: str
     policy: str
@@ -108,67 +111,44 @@ class ClusterStatus:
 
     @classmethod
     def of(cls, told: Status, address: str | None, me: int) -> ClusterStatus:
-        """What the controller has told the client with number `me`."""
+        """Convert the controller's answer to the client with number `me`."""
+        islands, others = [], []
+        for one in told.islands:
+            hosts = []
+            for host in one.hosts:
+                state = "ready" if host.joined else "joining"
+                place = host.process, host.devices, host.endpoint
+                hosts.append(HostInfo(host.node, one.island, state, *place))
+            known = one.island, one.state, one.platform, one.kind, tuple(hosts), one.expected_hosts
+            work = one.slices, one.queued, one.launched
+            islands.append(IslandInfo(*known, one.missing, one.epoch, *work))
+        for spare in told.waiting:
+            place = spare.process, spare.devices, spare.endpoint
+            others.append(HostInfo(spare.node, spare.island, spare.state, *place))
+        clients = []
+        for client in told.clients:
+            counts = client.arrays, client.programs, client.slices, client.runs_in_flight
+            rank = client.share, client.priority
+            is_me = client.client == me
+            clients.append(ClientInfo(client.client, client.name, *rank, *counts, is_me))
+        runs = [
+            RunInfo(run_name(run.run), client_of(run.run), run.program, run.islands, run.age_s)
+            for run in told.runs
+        ]
         return cls(
             address,
             told.pw_version,
             told.jax_version,
             told.policy,
-            tuple(
-                IslandInfo(
-                    island.island,
-                    island.state,
-                    island.platform,
-                    island.kind,
-                    tuple(
-                        HostInfo(
-                            host.node,
-                            island.island,
-                            "ready" if host.joined else "joining",
-                            host.process,
-                            host.devices,
-                            host.endpoint,
-                        )
-                        for host in island.hosts
-                    ),
-                    island.expected_hosts,
-                    island.missing,
-                    island.epoch,
-                    island.slices,
-                    island.queued,
-                    island.launched,
-                )
-                for island in told.islands
-            ),
-            tuple(
-                HostInfo(
-                    host.node, host.island, host.state, host.process, host.devices, host.endpoint
-                )
-                for host in told.waiting
-            ),
-            tuple(
-                ClientInfo(
-                    client.client,
-                    client.name,
-                    client.share,
-                    client.priority,
-                    client.arrays,
-                    client.programs,
-                    client.slices,
-                    client.runs_in_flight,
-                    client.client == me,
-                )
-                for client in told.clients
-            ),
-            tuple(
-                RunInfo(run_name(run.run), client_of(run.run), run.program, run.islands, run.age_s)
-                for run in told.runs
-            ),
+            tuple(islands),
+            tuple(others),
+            tuple(clients),
+            tuple(runs),
         )
 
     @property
     def hosts(self) -> tuple[HostInfo, ...]:
-        """All hosts that are here."""
+        """All connected hosts."""
         placed = tuple(host for island in self.islands for host in island.hosts)
         return (*placed, *self.other_hosts)
 
@@ -184,76 +164,25 @@ class ClusterStatus:
         return f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown, in order."""
-        islands = Table(
-            "Islands",
-            (
-                "island",
-                "state",
-                "platform",
-                "hosts",
-                "devices",
-                "slices",
-                "queued",
-                "launched",
-                "formed",
-            ),
-            tuple(
-                (
-                    island.name,
-                    island.state,
-                    island.platform,
-                    f"{len(island.hosts)}/{island.expected_hosts}",
-                    island.devices,
-                    island.slices,
-                    island.queued,
-                    island.launched,
-                    island.formed,
-                )
-                for island in self.islands
-            ),
+        """Return the tables of islands, hosts, clients and runs."""
+        islands = [
+            (i.name, i.state, i.platform, f"{len(i.hosts)}/{i.expected_hosts}", *_of(i, _COUNTS))
+            for i in self.islands
+        ]
+        hosts = [
+            (h.island or "any", h.name, h.state, h.pid, h.devices, h.endpoint) for h in self.hosts
+        ]
+        clients = [
+            (c.number, c.name + (" (this one)" if c.is_me else ""), *_of(c, _OWNED))
+            for c in self.clients
+        ]
+        runs = [(r.run, r.function, ", ".join(r.islands), f"{r.age_s:.1f}") for r in self.runs]
+        return (
+            Table("Islands", ("island", "state", "platform", "hosts", *_COUNTS), tuple(islands)),
+            Table("Hosts", ("island", "host", "state", "pid", "devices", "endpoint"), tuple(hosts)),
+            Table("Clients", ("client", "name", *_OWNED), tuple(clients)),
+            Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
         )
-        hosts = Table(
-            "Hosts",
-            ("island", "host", "state", "pid", "devices", "endpoint"),
-            tuple(
-                (
-                    host.island or "any",
-                    host.name,
-                    host.state,
-                    host.pid,
-                    host.devices,
-                    host.endpoint,
-                )
-                for host in self.hosts
-            ),
-        )
-        clients = Table(
-            "Clients",
-            ("client", "name", "share", "priority", "arrays", "programs", "slices", "runs"),
-            tuple(
-                (
-                    client.number,
-                    client.name + (" (this one)" if client.is_me else ""),
-                    client.share,
-                    client.priority,
-                    client.arrays,
-                    client.programs,
-                    client.slices,
-                    client.runs,
-                )
-                for client in self.clients
-            ),
-        )
-        runs = Table(
-            "Runs",
-            ("run", "function", "islands", "seconds"),
-            tuple(
-                (run.run, run.function, ", ".join(run.islands), f"{run.age_s:.1f}")
-                for run in self.runs
-            ),
-        )
-        return islands, hosts, clients, runs
 
     def __repr__(self) -> str:
         return plain(self.head, self.tables())
@@ -265,8 +194,12 @@ class ClusterStatus:
         return html(self.head, self.tables())
 
 
+def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(info, name) for name in names)
+
+
 def status(timeout_s: float = STATUS_S) -> ClusterStatus:
-    """The cluster that this process is connected to: islands, hosts, clients, and what runs.
+    """Return the state of the cluster: islands, hosts, clients, and runs in flight.
 
     In a terminal the result prints as tables, in a notebook it shows as such; a script reads its attributes,
     as in `sum(island.devices for island in pw.status().islands)`.

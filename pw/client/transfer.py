@@ -1,8 +1,7 @@
-"""Between this process and devices: `put`, `get`, `block_until_ready`.
+"""`put`, `get`, `ready` and `block_until_ready`: between this process and devices.
 
-Small values travel inside the message that runs an identity program; large ones go straight to the hosts
-that will hold them. Moving an array from one sharding to another is an identity program too, so the
-bytes go from host to host.
+Small values travel inside the run of an identity program; large ones are uploaded to their hosts. A move from
+one sharding to another is an identity program too, so the bytes go from host to host.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ __all__ = ["block_until_ready", "get", "put"]
 
 
 def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = False) -> Any:
-    """Put host values, or arrays that lie elsewhere, on virtual devices; returns futures at once.
+    """Put host values, or arrays of other devices, on virtual devices; returns futures at once.
 
     Args:
         tree: tree of numbers, numpy arrays, jax arrays or pw arrays.
         devices: a virtual device, a slice, or several devices of one slice, each to hold a full copy; or, as
-            in `jax.device_put`, what is described under `sharding`.
+            in `jax.device_put`, a value for `sharding`.
         sharding: a `pw.NamedSharding` (or, together with `devices`, a PartitionSpec over their axis
             "devices"), or a tree prefix of such. With neither, arrays stay where they are and host
             values go to a default slice of one device.
-        keep: hold on to host values in this process's memory for as long as arrays depend on them, so
-            that they survive any loss of hosts. Otherwise they are held while the session's budget
-            lasts (see `pw.connect`).
+        keep: keep host values in this process's memory for as long as arrays depend on them, so that they
+            survive any loss of hosts. Otherwise they are kept within the session's budget (see `pw.connect`).
 
     Raises:
         ShardingError: a value cannot be split that way.
@@ -114,12 +112,12 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
 
 
 def get(tree: Any) -> Any:
-    """Bring values here: the same tree with numpy arrays (jax arrays for typed keys) in it.
+    """Fetch values: return the tree with numpy arrays (jax arrays for typed keys).
 
-    All fetches overlap. Leaves that are no pw arrays are left as they are.
+    All fetches overlap. Other leaves stay as they are.
 
     Raises:
-        Error: what an array failed with.
+        Error: the error of an array that has failed.
     """
     leaves, structure = tree_flatten(tree)
     fetching = []
@@ -138,7 +136,7 @@ async def ready(tree: Any) -> Any:
     """`block_until_ready` for asyncio: `await pw.ready(tree)`, `asyncio.gather(pw.ready(x), ...)`.
 
     Raises:
-        Error: what the first of them failed with.
+        Error: the error of the first array that has failed.
     """
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, ProgramTracer):
@@ -152,7 +150,7 @@ def block_until_ready(tree: Any) -> Any:
     """Wait until all arrays of a tree exist on their devices; returns the tree.
 
     Raises:
-        Error: what the first of them failed with.
+        Error: the error of the first array that has failed.
     """
     waiting: dict[int, tuple[Any, list[tuple[int, ArraySpec]]]] = {}
     for leaf in tree_flatten(tree)[0]:

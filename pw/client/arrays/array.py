@@ -1,9 +1,9 @@
 """`Array`: the handle of a logical array, which is a future.
 
-A handle is all a client holds, whatever the number of shards. It knows shape, dtype and sharding at
-once; asking for its value waits for it and brings it here, once. When hosts are lost, that wait lasts
-until the value exists again, or is known to be lost. Dropping the last reference releases
-the array on all hosts. A handle is also a value that JAX knows: functions may close over it.
+The client has one handle, whatever the number of shards. Shape, dtype and sharding are known at once; reading
+the value waits for it and fetches it, once. When hosts are lost, the wait lasts until the value is restored, or
+is lost for good. The last reference to a handle releases the array on all hosts. A function may close over
+a handle.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LOOK_S = 0.1
 """How long a notebook waits to learn whether an array exists."""
 
 giving_up = threading.RLock()
-"""Held while arrays change from usable to deleted, so that of two threads one wins. The collector may run a
-finalizer amid that, in the same thread, which deletes other arrays."""
+"""Held while arrays become deleted, so that one of two threads wins. It is reentrant: the garbage collector may
+run a finalizer in the same thread, which deletes other arrays."""
 
 
 if TYPE_CHECKING:
-    _Annotated = jax.Array  # what users annotate with jax.Array, for tracers, takes these as well
+    _Annotated = jax.Array  # functions annotated with jax.Array take these too
 else:
     _Annotated = object
 
@@ -58,7 +58,7 @@ else:
 class Array(Methods, _Annotated):  # type: ignore[misc]
     """A logical array on virtual devices; made by computations and `pw.put`, never directly."""
 
-    # A future: it is itself, whatever its value is, as `asyncio.gather` asks of what it waits for.
+    # By identity, as `asyncio.gather` needs of a future.
     __hash__ = object.__hash__
 
     __slots__ = ("__weakref__", "_fetching", "_gone", "_id", "_runtime", "_type", "_waiting")
@@ -76,7 +76,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         if session is not None and self._gone is None:
             session.release(self._id, self._type.size_bytes)
 
-    # --- what is known at once -----------------------------------------------------------------------
+    # --- known at once -------------------------------------------------------------------------------
 
     @property
     def aval(self) -> Any:
@@ -115,22 +115,22 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     @property
     def sharding(self) -> NamedSharding:
-        """How the array lies on its devices."""
+        """The array's sharding."""
         return self._type.sharding
 
     @property
     def device(self) -> VirtualDevice | NamedSharding:
-        """The virtual device that the array lies on; its sharding, if it lies on several."""
+        """The array's virtual device; its sharding, if it has several."""
         devices = self.sharding.mesh.devices.flat
         return devices[0] if len(devices) == 1 else self.sharding
 
     def devices(self) -> set[VirtualDevice]:
-        """The virtual devices that the array lies on."""
+        """Return the virtual devices of the array."""
         return set(self.sharding.mesh.devices.flat)
 
     @property
     def committed(self) -> bool:
-        """True, as of JAX's arrays that were put somewhere: where they lie decides where they are used."""
+        """True, as of JAX's arrays with a device: computations run on the devices of their arguments."""
         return True
 
     @property
@@ -141,12 +141,12 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     # --- the future ----------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:
-        """Whether the value exists (or has failed to come into being)."""
+        """Whether the value exists, or has failed."""
         return self.start_wait().done()
 
     @property
     def is_known_to_exist(self) -> bool:
-        """Whether somebody here has seen the value exist; asks nobody."""
+        """Whether an earlier wait or fetch here has seen the value; sends no request."""
         asked = (self._waiting, self._fetching)
         return any(f and f.done() and not f.cancelled() and f.exception() is None for f in asked)
 
@@ -156,7 +156,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return self
 
     def __await__(self) -> Generator[Any, None, Array]:
-        # Shielded: whoever else waits for this array is not cancelled with the caller's task.
+        # Shielded: other tasks that wait for this array are not cancelled with the caller's.
         yield from asyncio.shield(asyncio.wrap_future(self.start_wait())).__await__()
         return self
 
@@ -198,7 +198,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
             )
 
     def copy_to_host_async(self) -> None:
-        """Begin to bring the value here, for those who ask for it later."""
+        """Begin to fetch the value, for a later read."""
         self.start_fetch()
 
     def start_wait(self) -> Future[Any]:
@@ -263,7 +263,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
             return _identity(self)  # the handle becomes a constant of the trace
         if not jaxtype.is_operand():
             _refuse(self)
-        return self  # their operator gives up, and the reflected one is ours
+        return self  # JAX's operator gives up, and Python calls our reflected one
 
     def __repr__(self) -> str:
         if self._gone is not None:
@@ -294,7 +294,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         return {"text/plain": f"<pw.Array: {text}>", "text/html": facts("pw.Array", known)}
 
     def _facts(self) -> list[tuple[str, Any]]:
-        """What a notebook shows."""
+        """Return the rows that a notebook shows."""
         state, value = self._state()
         known = [("shape", self.shape), ("dtype", self.dtype), ("sharding", self.sharding._words)]
         known += [("state", state), ("on", self.sharding.mesh._where)]
@@ -355,7 +355,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     @property
     def format(self) -> None:
-        """The layout, which JAX asks for: there is none, and before it computes that is not what it means."""
+        """JAX reads the layout: None, but an error before JAX computes with the array."""
         if jaxtype.is_computing():
             _refuse(self)
 
@@ -380,13 +380,13 @@ _identity = jax.jit(lambda x: x)
 def wait_for(future: Future[Any]) -> Any:
     """The future's result, for as long as it takes.
 
-    Ctrl-C ends the wait, not what is waited for: asking again waits for the same future.
+    Ctrl-C ends the wait, not the request: the next wait is for the same future.
     """
     return future.result()
 
 
 def _in_vain(future: Future[Any]) -> bool:
-    """Whether it was the way to the hosts that failed, not the array: worth another try."""
+    """Whether the request has failed on its way to the hosts: another request may succeed."""
     return (
         future.done()
         and not future.cancelled()

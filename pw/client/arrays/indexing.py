@@ -1,9 +1,9 @@
 """Indexing of arrays and tracers: computed where the array lies, as JAX's is.
 
-Each use is a compiled function of one node, like an operator. Integers in an index are operands, and so is
-where a slice of consecutive elements begins: reading element after element, or batch after batch, compiles
-once. How many elements a mask selects has to be known to compile: masks of this machine become the
-integers that they stand for. `x.at[index]` makes a changed copy, with JAX's methods.
+Each use is a compiled function of one node, like an operator. Integers in an index, and the start of a slice of
+consecutive elements, are operands: reading element after element, or batch after batch, compiles once. The
+number of elements that a mask selects must be known to compile, so a host mask becomes indices.
+`x.at[index]` makes a changed copy, with JAX's methods.
 """
 
 from __future__ import annotations
@@ -54,6 +54,16 @@ class At:
         return AtIndex(self._handle, index)
 
 
+def _change(how: str, doc: str) -> Callable[..., Any]:
+    """Return the method of `AtIndex` that calls JAX's method of this name."""
+
+    def method(self: AtIndex, values: Any, **kwargs: Any) -> Any:
+        return self._changed(how, values, **kwargs)
+
+    method.__name__, method.__doc__ = how, doc
+    return method
+
+
 class AtIndex:
     """The elements of an array that are to be changed; each method returns a changed copy."""
 
@@ -74,50 +84,23 @@ class AtIndex:
         """The elements themselves, by JAX's rules for indices that are out of bounds."""
         return self._changed("get", **kwargs)
 
-    def set(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which they are `values`."""
-        return self._changed("set", values, **kwargs)
+    set = _change("set", "Return a copy in which they are `values`.")
 
     def apply(self, function: Callable[[Any], Any], **kwargs: Any) -> Any:
         """A copy in which `function`, which JAX can trace, was applied to them."""
         return self._changed("apply", function, **kwargs)
 
-    def add(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which `values` are added to them."""
-        return self._changed("add", values, **kwargs)
-
-    def subtract(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which `values` are subtracted from them."""
-        return self._changed("subtract", values, **kwargs)
-
-    def multiply(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which they are multiplied by `values`."""
-        return self._changed("multiply", values, **kwargs)
-
-    mul = multiply
-
-    def divide(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which they are divided by `values`."""
-        return self._changed("divide", values, **kwargs)
-
-    def power(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which they are raised to the powers `values`."""
-        return self._changed("power", values, **kwargs)
-
-    def min(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which they are `values` where those are smaller."""
-        return self._changed("min", values, **kwargs)
-
-    def max(self, values: Any, **kwargs: Any) -> Any:
-        """A copy in which they are `values` where those are larger."""
-        return self._changed("max", values, **kwargs)
+    add = _change("add", "Return a copy in which `values` are added to them.")
+    subtract = _change("subtract", "Return a copy in which `values` are subtracted from them.")
+    multiply = mul = _change("multiply", "Return a copy in which they are multiplied by `values`.")
+    divide = _change("divide", "Return a copy in which they are divided by `values`.")
+    power = _change("power", "Return a copy in which they are raised to the powers `values`.")
+    min = _change("min", "Return a copy in which smaller `values` replace them.")
+    max = _change("max", "Return a copy in which larger `values` replace them.")
 
 
 def _known(part: Any) -> Any:
-    """A slice between integers: its ends are part of the function, even if arrays say where they are.
-
-    Lists become arrays.
-    """
+    """Return a part of an index with a list as an array, and the ends of a slice as integers."""
     if not isinstance(part, slice):
         return np.asarray(part) if isinstance(part, list) else part
     ends = (part.start, part.stop, part.step)
@@ -125,7 +108,7 @@ def _known(part: Any) -> Any:
 
 
 def _without_masks(shape: tuple[int, ...], parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The index with the integers that its masks stand for, as numpy counts dimensions."""
+    """Return the index with its masks as integers, with numpy's rules for dimensions."""
     taken = [_dimensions(part) for part in parts]
     found: list[Any] = []
     for position, part in enumerate(parts):
@@ -154,7 +137,7 @@ def _without_masks(shape: tuple[int, ...], parts: tuple[Any, ...]) -> tuple[Any,
 
 
 def _dimensions(part: Any) -> int:
-    """How many dimensions of an array a part of its index is about."""
+    """Return the number of dimensions that a part of an index takes."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return part.ndim if getattr(part, "dtype", None) == np.bool_ else 1
@@ -177,7 +160,7 @@ class _Slice(NamedTuple):
 
 
 def _window(handle: Any, axis: int, part: Any) -> Any:
-    """`part`, as a window if it is one; at either end of an axis, each has a length of its own anyway."""
+    """Return a slice inside of an axis as a window; at either end each length compiles for itself."""
     if not isinstance(part, slice):
         return part
     size = handle.shape[axis]
@@ -195,7 +178,7 @@ def _integer(part: Any) -> bool:
 
 
 def _portable(part: Any) -> Any:
-    """A part of an index, as an operand or as something that can be hashed."""
+    """Return a part of an index as an operand, or as a hashable value."""
     if isinstance(part, slice):
         return _Slice(part.start, part.stop, part.step)
     if _integer(part):

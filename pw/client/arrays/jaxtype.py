@@ -44,7 +44,7 @@ def register(kind: type, aval: Callable[[Any], Any], refuse: Callable[[Any], NoR
 
 
 def not_here(what: str) -> ArgumentError:
-    """Why JAX cannot compute with `what` on this machine, and what to do."""
+    """Return the error of JAX computing with `what` on this machine."""
     return ArgumentError(
         f"{what} lies on virtual devices, and a function of jax was called with it outside of pw.jit, "
         "which would compute in this process. Wrap the function in pw.jit, or take the value with "
@@ -53,7 +53,7 @@ def not_here(what: str) -> ArgumentError:
 
 
 def is_operand() -> bool:
-    """Whether the caller's caller is an operator of jax.Array, which leaves what it does not know to us."""
+    """Whether the caller's caller is an operator of jax.Array, which tries the reflected operator next."""
     return sys._getframe(2).f_code.co_name.startswith("_operator_")
 
 

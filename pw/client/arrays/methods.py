@@ -1,7 +1,7 @@
 """Methods and properties of arrays and tracers: computed where the array lies, as JAX's are.
 
-Each is a compiled function of one node, like an operator. They take what those of `jax.Array` take, and are
-described by them: completion, `help` and type checkers know their parameters.
+Each is a compiled function of one node, like an operator. They have the parameters and the documentation of
+those of `jax.Array`: completion, `help` and type checkers know them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Method(Generic[P]):
-    """A method of JAX's arrays, for those that lie elsewhere; gives what it is called on, array or tracer."""
+    """A method of JAX's arrays for pw's arrays and tracers."""
 
     def __init__(self, theirs: Callable[Concatenate[jax.Array, P], Any]) -> None:
         self._theirs = theirs
@@ -182,10 +182,10 @@ class Methods(Operators):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise TypeError("arrays cannot be changed; x = x.at[index].set(value) makes a changed copy")
 
-    if not TYPE_CHECKING:  # type checkers know what there is
+    if not TYPE_CHECKING:  # type checkers know all attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Nothing; says what to do where JAX's arrays have something."""
+            """Raise AttributeError, with a hint if JAX's arrays have this attribute."""
             raise AttributeError(_no_attribute(self, name), name=name, obj=self)
 
 

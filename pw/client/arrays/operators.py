@@ -1,8 +1,7 @@
 """Python's operators, for arrays and for the tracers of programs.
 
-Each operator is a compiled function of one node, placed on the mesh of its first array operand; the result
-lies as the compiler leaves it. Those that have not been used for long are forgotten, each with the kinds of
-operands that it was compiled for.
+Each operator is a compiled function of one node on the mesh of its first array operand; the compiler chooses
+the sharding of the result. Operators that were not used for long are forgotten.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def apply_to(
 ) -> Any:
     """Run or record `function(x, *args, **kwargs)` on the array `x` behind `handle`.
 
-    What is an array among the arguments, at whatever depth, is an operand. Everything else is part of the
-    function, which is known by it and by `name`: equal calls share one compilation.
+    Arrays among the arguments, at any depth, are operands. All other arguments, and `name`, identify the
+    function: equal calls share one compilation.
 
     Raises:
         ArgumentError: an argument is neither an array nor can be hashed.
@@ -78,7 +77,7 @@ def apply_to(
     fixed = tuple(
         None if is_operand else leaf for leaf, is_operand in zip(leaves, are_operands, strict=True)
     )
-    # Types as well: 3 and 3.0 are equal, but make results of different dtypes.
+    # With types: 3 and 3.0 are equal, but make results of different dtypes.
     key = (name, tree, fixed, tuple(map(type, fixed)))
     try:
         hash(key)
@@ -105,7 +104,7 @@ def apply_to(
 
 
 def _kind(operand: Any) -> Any:
-    """What operands that share a program have in common, nearly; JAX's rules are for the function."""
+    """Return an operand's part of the key; the function itself follows JAX's rules."""
     kind = type(operand)
     if issubclass(kind, Operators):
         return operand._type or operand.aval

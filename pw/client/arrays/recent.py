@@ -1,7 +1,7 @@
-"""A table that forgets what has not been used for long.
+"""A table that forgets the entries that were not used for long.
 
-What pw compiles unasked, for operators, indexing and moves, has a program on every host, and a loop can ask
-for ever new ones. Users know nothing of these programs, so nobody else could let go of them.
+pw compiles programs for operators, indexing and moves, and a loop can need new ones without end. Users do not
+know these programs and cannot release them, so this table does.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import threading
 from typing import Any
 
 OPERATORS_KEPT = 512
-"""Operators and moves, each for operands of one kind, that a slice keeps compiled."""
+"""How many operators and moves, each for one kind of operands, a slice keeps compiled."""
 
 
 class Recent:
-    """At most `kept` values by their keys, at least the half of them that was used last.
+    """At most `kept` values by key, at least the half that was used last.
 
-    There are two generations: what is found in the old one goes to the young one, and when that is full,
-    it becomes the old one. So to look up what is in use is to look into one dictionary, without a lock.
+    It has two generations. A value that is found in the old one moves to the young one, and a full young one
+    becomes the old one. So a lookup of a value in use reads one dictionary, without a lock.
     """
 
     def __init__(self, kept: int = OPERATORS_KEPT) -> None:
         self.lock = threading.RLock()
-        """For those who make something only if nobody else does."""
+        """Held by a thread that makes a value, so that others do not make it too."""
         self._at_once = kept // 2
         self._young: dict[Any, Any] = {}
         self._old: dict[Any, Any] = {}
@@ -40,7 +40,7 @@ class Recent:
         return found
 
     def add(self, key: Any, value: Any) -> Any:
-        """Keep `value`, unless `key` has one by now; returns the one that is kept."""
+        """Keep `value`, unless `key` has one. Returns the kept value."""
         forgotten: dict[Any, Any] = {}
         with self.lock:
             known = self._young.get(key)
@@ -51,5 +51,5 @@ class Recent:
                 forgotten = self._old
                 self._old, self._young = self._young, {}
             self._young[key] = value
-        del forgotten  # outside of the lock: values say goodbye to their hosts
+        del forgotten  # outside of the lock: values release programs on hosts
         return value

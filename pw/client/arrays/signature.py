@@ -1,8 +1,8 @@
-"""What a value is, before anybody asks for its contents: types of arrays and of host values.
+"""Types of arrays and of host values: the keys of traces.
 
-Calls are recognised by the types of their arguments, so every array carries an interned `ArrayType`
-that compares by identity, and host values are summarised by what is cheapest to read off them. JAX's
-own configuration belongs to the key as well: it decides the dtypes and the program that a trace yields.
+A call finds its trace by the types of its arguments. Every array has an interned `ArrayType` that compares by
+identity; a host value has a signature that is cheap to compute. JAX's configuration is part of the key too,
+because traces depend on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _debug_nans: Any = jax_config.debug_nans
 
 
 def tracing_configuration() -> Hashable:
-    """Everything in JAX's configuration, thread-local overrides included, that a trace depends on."""
+    """Return the part of JAX's configuration that traces depend on, with thread-local overrides."""
     return (_trace_context(), True) if _debug_nans.value else _trace_context()
 
 
@@ -43,8 +43,8 @@ _SCALARS = (bool, int, float, complex)
 class ArrayType:
     """Shape, dtype and sharding of a logical array; equal types are one object.
 
-    `aval` is what users and traces see, `spec` what the runtime sees: a typed PRNG key is an array of
-    unsigned integers there, its extra dimensions not split.
+    Users and traces see `aval`, the runtime sees `spec`: a typed PRNG key is an array of unsigned integers
+    there, whose extra dimensions are not split.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class ArrayType:
 
     @staticmethod
     def of(aval: Any, sharding: NamedSharding) -> ArrayType:
-        """The type of arrays of `aval` that lie as `sharding`. Raises ShardingError if they cannot."""
+        """Return the type of arrays of `aval` with `sharding`. Raises ShardingError if there is none."""
         key = (tuple(aval.shape), aval.dtype, bool(aval.weak_type), sharding)
         types = sharding.mesh.slice.types
         with _interning:
@@ -76,7 +76,7 @@ class ArrayType:
             return known
 
     def with_sharding(self, sharding: NamedSharding) -> ArrayType:
-        """The type of the same values lying as `sharding`."""
+        """Return the type of the same values with `sharding`."""
         return ArrayType.of(self.aval, sharding)
 
     def __repr__(self) -> str:
@@ -115,10 +115,10 @@ def key_impl_of(dtype: Any) -> str | None:
 
 
 def signature_of(leaf: Any) -> Any:
-    """The cheapest description of a host value that determines its aval.
+    """Return a cheap description of a host value that determines its aval.
 
     Raises:
-        ArgumentError: the value is nothing that a computation takes.
+        ArgumentError: a computation cannot take the value.
     """
     kind = type(leaf)
     if kind in _SCALARS:
@@ -138,7 +138,7 @@ def signature_of(leaf: Any) -> Any:
 
 
 def aval_of(signature: Any) -> Any:
-    """The abstract value behind a signature, under JAX's present configuration."""
+    """Return the abstract value of a signature, under JAX's present configuration."""
     if isinstance(signature, ArrayType):
         return signature.aval
     if isinstance(signature, type):
@@ -156,14 +156,14 @@ def aval_of(signature: Any) -> Any:
 
 
 def host_value(leaf: Any, type_: ArrayType) -> np.ndarray[Any, Any]:
-    """`leaf` as the runtime wants to have it: numpy, C order, the dtype of `type_`."""
+    """Return `leaf` as a numpy array in C order, with the dtype of `type_`."""
     if type_.key_impl is not None:
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf, dtype=type_.numpy_dtype, order="C")
 
 
 def describe_leaf(arguments: tuple[Any, Mapping[str, Any]], index: int) -> str:
-    """How a user would name the `index`-th leaf of a call's arguments."""
+    """Return the user's name of the `index`-th leaf of a call's arguments."""
     paths = jax.tree_util.tree_flatten_with_path(arguments)[0]
     position, *rest = paths[index][0][1:]
     name = getattr(position, "key", None)
@@ -196,7 +196,7 @@ class Statics:
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """Take the static arguments out (None stays in their places), and what identifies them."""
+        """Replace static arguments by None. Returns the other arguments, and the key of the static ones."""
         dynamic_nums = set(self.dynamic(len(args)))
         taken: list[Any] = [
             (num, value) for num, value in enumerate(args) if num not in dynamic_nums
@@ -213,8 +213,8 @@ class Statics:
             except TypeError:
                 raise ArgumentError(
                     f"static argument {where!r} is {value!r}, which cannot be hashed; static arguments "
-                    "are compared to find what has been traced before, so use a tuple, a frozen "
-                    "dataclass, or pass it as an array"
+                    "are part of the key of a trace, so use a tuple or a frozen dataclass, or pass "
+                    "it as an array"
                 ) from None
         dynamic = tuple(value if num in dynamic_nums else None for num, value in enumerate(args))
         rest = {name: value for name, value in kwargs.items() if name not in self.names}

@@ -1,9 +1,9 @@
-"""Functions of pw that JAX transforms outside of pw: shapes are fine, values are not.
+"""Lets JAX transform a pw function outside of pw for its shapes only.
 
 `jax.eval_shape(f, x)` of a pw function computes nothing, so it works. `jax.grad`, `jax.vmap`, `jax.jit` and the
-loops of `jax.lax` would compute in this process what was to run on virtual devices. So the arguments of
-such a call pass through a primitive that JAX can trace, differentiate and batch, and that raises when it is
-to be computed or compiled. While pw itself traces a function for the hosts, it is left out.
+loops of `jax.lax` would compute in this process instead of on virtual devices. So the arguments of such a call
+pass through a primitive that JAX can trace, differentiate and batch; it raises when JAX computes or compiles
+it. When pw traces a function for the hosts, the arguments do not pass through it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def for_hosts(mesh: Any) -> Iterator[None]:
-    """Inside the block, what this thread traces is computed on the hosts, on the devices of `mesh`."""
+    """In the block, this thread traces for the hosts of `mesh`."""
     before = traces_for_hosts()
     _thread.mesh = mesh
     try:
@@ -36,12 +36,12 @@ def for_hosts(mesh: Any) -> Iterator[None]:
 
 
 def traces_for_hosts() -> Any:
-    """The `pw.Mesh` on which is computed what this thread traces; None if that is not for the hosts."""
+    """Return the `pw.Mesh` for which this thread traces; None if it does not trace for hosts."""
     return getattr(_thread, "mesh", None)
 
 
 def only_shapes(leaves: Sequence[Any], said: str) -> list[Any]:
-    """The same values, of which JAX can know everything but what is in them: that raises, and says `said`."""
+    """Return the leaves without elements: JAX sees shapes and dtypes, and reading elements raises `said`."""
     kept = list(leaves)
     at = [index for index, leaf in enumerate(kept) if _is_value(leaf)]
     if not at:

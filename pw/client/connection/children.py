@@ -1,13 +1,14 @@
 """Daemons as child processes of this one, which never outlive it.
 
-Each child inherits the reading end of a pipe whose writing end only this process holds: when this
-process ends, however it ends, the child sees the end of the file and stops. Children are in sessions of
-their own, so that a Ctrl-C at the terminal is the user's script's alone. What this process forks (it need not
-exec anything) gives its copies of the writing ends back, or it would keep the daemons alive.
+Each child inherits the reading end of a pipe whose writing end only this process holds: when this process ends
+in any way, the child reads the end of the file and stops. Children have sessions of their own, so a Ctrl-C at
+the terminal reaches only the user's script. A forked copy of this process closes its writing ends, or it would
+keep the daemons alive.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -16,21 +17,26 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pw.core.errors import ConnectionFailed
 
 STOP_S = 3.0
+LOOK_S = 0.1
+"""How often the loop looks whether the worker still runs."""
+MOST_RESTARTS = 10
+EXIT_ERROR = 1
+"""The worker has written a line that says why, and starting it again would not help."""
 _OWN_SETTINGS = (
     *("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC"),
     *("PW_ADDRESS", "PW_SECRET", "PW_SECRET_FILE"),
 )
 _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
-"""What says of this process how many devices it has; all other flags are the children's as well."""
+"""Settings of this process only; children inherit all other flags."""
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment, as far as it is a child's."""
+    """Return the environment that a child inherits."""
     environment = {k: v for k, v in os.environ.items() if k not in _OWN_SETTINGS}
     if "XLA_FLAGS" in environment:
         environment["XLA_FLAGS"] = _OWN_FLAG.sub("", environment["XLA_FLAGS"]).strip()
@@ -92,7 +98,7 @@ class Child:
                 self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it without a word, and reap it."""
+        """Kill it, and reap it."""
         self.let_go()
         if self._owner == os.getpid():
             self._process.kill()
@@ -122,7 +128,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def read_announcement(child: Child, announcement: int, timeout_s: float) -> str:
-    """The line a daemon writes to the pipe `announcement` when it is ready.
+    """Return the line that a daemon writes to the pipe `announcement` when it is ready.
 
     Raises ConnectionFailed if it ends, or takes longer than `timeout_s`.
     """
@@ -140,3 +146,64 @@ def read_announcement(child: Child, announcement: int, timeout_s: float) -> str:
                 )
             text += chunk
     return text.decode().strip()
+
+
+class KeptWorker:
+    """The worker of an embedded cluster, started again whenever it is killed; on the thread of `loop`.
+
+    A worker that exits with EXIT_ERROR would do so again, so the session ends then.
+
+    Args:
+        loop: the event loop that watches it.
+        module: `pw.cli.worker`, or `pw.cli.host` on systems without supervisors.
+        arguments: its command line.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        module: str,
+        arguments: Sequence[str],
+    ) -> None:
+        self.module = module
+        self.given_up: Callable[[int], None] = lambda code: None
+        """Called on the loop, with the exit code, when the daemon is not started again."""
+        self._loop = loop
+        self._arguments = arguments
+        self._restarts = 0
+        self._ended: int | None = None
+        self._is_closing = False
+        self._child = Child(module, arguments)
+        loop.call_later(LOOK_S, self._look)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the daemon as it is now."""
+        return self._child.pid
+
+    def exit_code(self) -> int | None:
+        """None as long as it runs, or is started again."""
+        return self._ended
+
+    def terminate(self) -> None:
+        """Ask it to end, and do not start it again; on the loop's thread."""
+        self._is_closing = True
+        self._child.terminate()
+
+    def stop(self) -> None:
+        """Wait until it has ended, after `terminate`; on any thread."""
+        self._child.stop()
+
+    def _look(self) -> None:
+        if self._is_closing:
+            return
+        code = self._child.exit_code()
+        if code is not None:
+            self._child.let_go()
+            self._restarts += 1
+            if code == EXIT_ERROR or self._restarts > MOST_RESTARTS:
+                self._ended = code
+                self.given_up(code)
+                return
+            self._child = Child(self.module, self._arguments)
+        self._loop.call_later(LOOK_S, self._look)

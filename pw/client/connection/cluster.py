@@ -1,10 +1,10 @@
-"""A real cluster on this machine: daemons as child processes, and unix sockets that no other user can reach.
+"""A cluster on this machine: daemons as child processes, with unix sockets that no other user can reach.
 
     with pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1) as cluster:
         ...
 
-It is what a deployment over several machines is, but for the distance: separate processes, ZeroMQ
-between them, `jax.distributed` inside each island. Nothing of it survives this process.
+It has the same processes as a deployment over several machines, with `jax.distributed` inside each island. They
+end with this process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ START_S = 30.0
 
 
 class LocalHost:
-    """One host of a local cluster: a supervisor process (`pw-worker`), and the runtime that it watches over.
+    """One host of a local cluster: a supervisor process (`pw-worker`), and the runtime that it restarts.
 
-    Its process ids are there to be sent signals, by whoever wants to see what a cluster survives.
+    Tests send signals to its process ids.
     """
 
     def __init__(self, name: str, worker: Child) -> None:
@@ -46,11 +46,11 @@ class LocalHost:
         return self._worker.pid
 
     def runtime_pid(self) -> int | None:
-        """Process id of the runtime as it is now; None while there is none."""
+        """Return the process id of the runtime; None while there is none."""
         return next(iter(self._runtime_pids()), None)
 
     def _runtime_pids(self) -> list[int]:
-        """The runtime, and the one that stands by."""
+        """Return the process ids of the runtime, and of the standby."""
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except OSError:
@@ -62,8 +62,8 @@ class LocalHost:
         return self._worker.exit_code()
 
     def kill(self) -> None:
-        """End both at once and for good, as if the machine had lost its power."""
-        # The supervisor would replace the runtime, which would say goodbye to one that is gone.
+        """End supervisor and runtime for good, as if the machine had lost its power."""
+        # Stop the supervisor first: it would replace the runtime.
         os.kill(self.pid, signal.SIGSTOP)
         for runtime in self._runtime_pids():
             with contextlib.suppress(ProcessLookupError):
@@ -83,21 +83,19 @@ class LocalCluster:
         islands: number of islands.
         hosts_per_island: worker processes of each island.
         devices_per_host: devices of each worker.
-        spare_hosts: workers that wait for a place to become free, in whichever island.
+        spare_hosts: workers that wait for a free place in any island.
         platform: `cpu`, `cuda` or `tpu`. On `cuda` each worker is shown GPUs of its own, taken in order from
             those that CUDA_VISIBLE_DEVICES names, if it is set.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         lease_s: how long a silent client keeps what it owns, in seconds.
-        standby: have each worker keep its next runtime ready, so that it is back at once after a crash; it
-            takes some 80 MB of memory each.
-        heartbeat_s: how often a worker gives a sign of life; three that are missing make it a lost one.
+        standby: each worker keeps its next runtime ready, for a fast restart; it takes some 80 MB each.
+        heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
         allow_python: let the workers run `pw.host_function`s.
-        compile_cache: a folder where workers keep what they compile, and find what any of them has compiled
-            before, in this cluster or an earlier one; by default `~/.cache/pw/executables`. With `""`
-            nothing is kept.
-        stall_s: after how long without any progress the daemons log why, in seconds.
-        log_level: what the daemons write to standard error.
+        compile_cache: a folder for compiled computations, which workers share, also with later clusters; by
+            default `~/.cache/pw/executables`. With `""` nothing is kept.
+        stall_s: after how long without progress the daemons log the reason, in seconds.
+        log_level: the lowest level that the daemons log to standard error.
 
     Raises:
         ConnectionFailed: a daemon ended or the islands were not formed in time.
@@ -205,7 +203,7 @@ class LocalCluster:
         self.hosts.append(LocalHost(name, worker))
 
     def _wait(self, hosts: int, connect: bool) -> None:
-        """A session that sees all hosts has seen all islands formed."""
+        """Wait until all islands are formed; connect this process if that is wanted."""
 
         def start(runtime: Runtime) -> SessionThread:
             session = remote(self.address)(runtime)
@@ -248,7 +246,7 @@ class LocalCluster:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _end_on_sigterm(self) -> None:
-        """Have SIGTERM end the script as an exception would, unless the script handles it itself."""
+        """Make SIGTERM raise SystemExit, unless the script handles it."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -285,12 +283,12 @@ def _exit(number: int, frame: types.FrameType | None) -> None:
 
 
 def visible_gpus(worker: int, count: int, shown: str | None) -> str:
-    """What CUDA_VISIBLE_DEVICES is for one of several workers on this machine: no two use the same GPU.
+    """Return CUDA_VISIBLE_DEVICES for one of several workers on this machine, each with its own GPUs.
 
     Args:
-        worker: which one, from 0.
+        worker: the worker's index.
         count: how many GPUs each has.
-        shown: what CUDA_VISIBLE_DEVICES is for all together; None if nothing says so.
+        shown: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
 
     Raises:
         ValueError: no GPUs are left for it.

@@ -1,4 +1,4 @@
-"""The runtime that this process's calls go to: connects it, by itself if need be, changes it, closes it."""
+"""The current runtime, which this process's calls use: connects, changes and closes it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _guard = threading.RLock()
 
 
 def runtime() -> Runtime:
-    """The connected runtime; connects by itself (see `connect`) if nobody did.
+    """Return the current runtime; connects (see `connect`) if there is none.
 
     Raises:
-        Error: the session has ended unasked, and its arrays with it: that is for the user to know.
+        Error: the session has ended by itself, and its arrays with it.
     """
     known = _current
     if known is not None:
@@ -43,33 +43,33 @@ def connect(
 ) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
 
-    While it is connected, the threads of this process take turns every 0.5 ms (`sys.setswitchinterval`)
-    instead of every 5 ms: the session has a thread of its own, which a thread that computes in Python would
-    hold up at every step of a call. An interval that is shorter already is left alone.
+    During a session the threads of this process switch every 0.5 ms (`sys.setswitchinterval`) instead of every
+    5 ms, unless the interval is shorter already: a thread that computes in Python would delay each step of a
+    call in the session's thread.
 
-    A session that has ended (its controller was lost and did not come back, or has given it up) is not begun
-    anew unasked: what uses it, or its arrays, raises why it ended, until this is called. Then another one
-    takes its place, with the same controller if no address is given.
+    When a session ends by itself (its controller was lost and did not come back, or has evicted it), all calls
+    raise the reason until this function is called. It then begins another session, with the same controller if
+    no address is given.
 
     Args:
         address: the controller's `tcp://host:port`.
         share: weight of this client under `pw-controller --policy share`.
         priority: importance of this client under `pw-controller --policy priority`.
-        keep_bytes: memory in this process for copies of what was put on devices, from which an array
-            is made again when its hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. What was sent first
-            goes first. See also `pw.put(..., keep=True)` and `pw.checkpoint`.
-        reconnect_s: how long calls wait, in seconds, for a controller that was there and has gone. When it
-            is started again at its address, everything goes on as if nothing had been.
-        worker_output: show here what `pw.host_function`s print and log on the hosts, and what is warned of
-            there, as `(host) line`; `PW_WORKER_OUTPUT` (0 or 1), else yes. A host sends at most 1,000 lines
-            and 64 KiB a second, and says how many it has left out.
+        keep_bytes: memory in this process for copies of uploads, from which arrays are restored when their
+            hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. The oldest upload leaves first. See also
+            `pw.put(..., keep=True)` and `pw.checkpoint`.
+        reconnect_s: how long calls wait, in seconds, for a lost controller. When it is started again at its
+            address, all calls go on.
+        worker_output: show the output, warnings and log records of `pw.host_function`s here, as `(host) line`;
+            `PW_WORKER_OUTPUT` (0 or 1), else yes. A host sends at most 1,000 lines and 64 KiB a second, and
+            counts the lines that it leaves out.
 
     Returns:
         The runtime. If this process is connected already, to the same address or none was given, that
         session is returned.
 
     Raises:
-        ConnectionFailed: nobody answers at the address.
+        ConnectionFailed: no controller answers at the address.
         VersionMismatch: the controller runs other versions of pw or jax.
         ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
             neither 0 nor 1.
@@ -144,7 +144,7 @@ def disconnect() -> None:
 
 
 def _forked() -> None:
-    """Another thread of the parent may have held the lock."""
+    """Replace the lock, which another thread of the parent may have held."""
     global _guard
     _guard = threading.RLock()
 
@@ -153,8 +153,8 @@ def stats() -> dict[str, dict[str, int]]:
     """Counters of every process of the cluster: `controller`, each host by name, and `client`.
 
     `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the controller has
-    none, so its are zero); `launches`, `computations` and `compilations` what was done;
-    `live_arrays` and `live_bytes` what is held.
+    none), `launches`, `computations` and `compilations` the work of hosts, `live_arrays` and `live_bytes`
+    their arrays.
 
     Raises:
         HostLost: a host was lost while it was asked.
@@ -164,11 +164,10 @@ def stats() -> dict[str, dict[str, int]]:
 
 
 def why() -> str:
-    """Why it does not go on: the most likely culprit in the first line, and what was found out below.
+    """Explain what holds up this client: the most likely cause in the first line, details below.
 
-    Names the run, the computation and its program, the host that has not received, delivered, enqueued or
-    finished what others wait for, since when, and where its threads are in the code. Call it from
-    another thread (or `pw why` from another terminal) while something waits.
+    It names the run, the computation and its program, the host that others wait for, since when, and where its
+    threads are in the code. Call it from another thread (or `pw why` from another terminal) during a wait.
 
     Raises:
         ConnectionFailed: the controller does not answer.

@@ -1,12 +1,11 @@
-"""The cluster that `pw` starts by itself: a controller in this process and one host beside it.
+"""The embedded cluster, which `pw` starts by itself: a controller in this process, and one host.
 
-Where JAX has only CPUs the host is a child process with `PW_EMBEDDED_DEVICES` CPU devices, so that it
-does not matter what the user's own JAX has been set up to. It is a worker like any other: a supervisor, and
-the runtime that it starts again when that has crashed or hangs. Where JAX has accelerators, which one process
-cannot lend to another, the host lives in this process over them; it cannot be started again, so the session
-ends with it.
+If JAX has only CPUs, the host is a child process with `PW_EMBEDDED_DEVICES` CPU devices, independent of the
+user's own JAX settings. It is a normal worker: a supervisor, and the runtime that it restarts. If JAX has
+accelerators, which two processes cannot share, the host is in this process; it cannot be restarted, so the
+session ends with it.
 
-This is the one module of `pw.client` that knows `pw.cli`, where actors are put together.
+This is the only module of `pw.client` that imports `pw.cli`, where actors are put together.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from pw.client.connection.kept import KeptWorker
+from pw.client.connection.children import KeptWorker
 from pw.client.connection.threads import LoopThread, SessionOnNode, incarnation
 from pw.client.session.notes import Close
 from pw.core.errors import Error, HostLost
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 ISLAND = "embedded"
 HOST = "embedded-0"
 HEARTBEAT_S = 3.0
-"""No other host could take its place, so on a busy machine it may be silent for longer than others."""
+"""Longer than other hosts', because no other host could take its place on a busy machine."""
 RECONNECT_S = 60.0
 
 
 def device_count() -> int:
-    """How many CPU devices an embedded host gets. Raises Error if PW_EMBEDDED_DEVICES is no number."""
+    """Return the number of CPU devices. Raises Error if PW_EMBEDDED_DEVICES is no number."""
     text = os.environ.get("PW_EMBEDDED_DEVICES", "8")
     if not text.isdigit() or not 1 <= int(text) <= 1024:
         raise Error(f"PW_EMBEDDED_DEVICES must be a number from 1 to 1024, not {text!r}")
@@ -63,7 +62,7 @@ class _SessionWithWorker(SessionOnNode):
     _is_ready = False
 
     def wait_for_hosts(self) -> None:
-        """As of any session; a worker that is ended before that would write that it misses its controller."""
+        """Wait for the worker; if it were ended before, it would log that its controller is lost."""
         self.expect_hosts(1, [self.worker])
         super().wait_for_hosts()
         self._is_ready = True
@@ -77,7 +76,7 @@ class _SessionWithWorker(SessionOnNode):
         super().close()
 
     def worker_ended(self, code: int) -> None:
-        """It is not started again: the session ends."""
+        """End the session: the worker is not started again."""
         error = HostLost(
             f"the worker of the embedded cluster ended with exit code {code}; its error is above"
         )
@@ -91,7 +90,7 @@ def _with_worker(runtime: Runtime, devices: int) -> SessionOnNode:
     secret = secret_file.create(folder.path)
     thread = LoopThread("pw-embedded")
     teardown.callback(thread.stop)
-    # First, as it takes longest; it looks for the controller until that is there.
+    # First, because it takes longest; it dials until the controller listens.
     worker = thread.call(lambda: _start_worker(thread, folder.controller, devices))
     teardown.callback(worker.stop)
     teardown.callback(thread.call, worker.terminate)

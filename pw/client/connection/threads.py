@@ -34,23 +34,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TICK_S = 0.1
-"""How often handles that died are turned into deletes, when no run does it first."""
+"""How often to delete the arrays of released handles, if no call does it first."""
 CALL_S = 30.0
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that computes in Python keeps a session's loop waiting. A call needs the interpreter in
-turn with whatever else runs, some four times: with Python's default of 5 ms it takes 31 ms beside one thread
-that computes, with this 3 ms, and that thread is 10 % slower while calls are waited for one by one. Calls
-that are not waited for get 17 % faster, since hosts hear of them sooner."""
+"""The interpreter's switch interval during a session. A call needs the interpreter some four times in turn with
+other threads. Beside a thread that computes in Python it takes 31 ms with Python's default of 5 ms, and 3 ms
+with this; that thread is 10 % slower while the script waits for each call. Pipelined calls get 17 % faster."""
 HOSTS_S = 90.0
 CHILDREN_S = 0.2
-"""How often to see whether those who are waited for have ended instead."""
+"""How often to look whether a child has ended while its host is awaited."""
 
 
 class LoopThread:
-    """An event loop in a thread of its own; things are made, called and torn down in it.
+    """An event loop in a thread of its own.
 
-    While there is one, the threads of this process take turns more often (`SWITCH_INTERVAL_S`), unless
-    they do so already.
+    While there is one, the threads of this process switch more often (`SWITCH_INTERVAL_S`).
     """
 
     _living: ClassVar[set[LoopThread]] = set()
@@ -87,7 +85,7 @@ class LoopThread:
             self._thread.join(CALL_S)
         self._living.discard(self)
         if not self._living and self._usual_interval_s:
-            if math.isclose(sys.getswitchinterval(), SWITCH_INTERVAL_S):  # nobody has set it since
+            if math.isclose(sys.getswitchinterval(), SWITCH_INTERVAL_S):  # no other code has set it
                 sys.setswitchinterval(self._usual_interval_s)
             LoopThread._usual_interval_s = 0.0
 
@@ -102,7 +100,7 @@ class Daemon(Protocol):
 
 
 class SessionOnNode:
-    """A session's actors on a node, whatever the network below (see `SessionThread`)."""
+    """A session's actors on a node, over any network (see `SessionThread`)."""
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class SessionOnNode:
             self._node.loop.call_later(TICK_S, self._tick)
 
     def _crashed(self, actor: str, error: BaseException) -> None:
-        """What an actor was told is lost. Somebody may wait for what the session was told, for ever."""
+        """End the session if it has crashed: it has lost a message, and a thread could wait for ever."""
         self._on_crash(actor, error)
         if actor == "session":
             self.post(Close(ErrorReport.of(error).exception(), Future()))
@@ -184,7 +182,7 @@ class SessionOnNode:
         try:
             return self._thread.call(self._counters)  # the bulk plane belongs to the loop
         except (RuntimeError, TimeoutError):
-            self._check_open()  # it may have ended meanwhile, and the loop with it
+            self._check_open()  # the session may have ended, and its loop
             raise
 
     def _check_open(self) -> None:
@@ -197,7 +195,7 @@ class SessionOnNode:
         return dict(self._node.counters) | moved
 
     def close(self) -> None:
-        """Say goodbye, end the thread, and release whatever was started for it. Idempotent."""
+        """Say goodbye, end the thread, and release all that was started for it. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -226,10 +224,10 @@ def incarnation() -> int:
 
 
 def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
-    """Starts a session with the controller at `address`.
+    """Return a function that starts a session with the controller at `address`.
 
     Raises (when called with a runtime):
-        ConnectionFailed: the address is not one, such as `tcp://127.0.0.1:7777`.
+        ConnectionFailed: it is no address such as `tcp://127.0.0.1:7777`.
         Error: the cluster's secret cannot be read.
     """
 
@@ -238,7 +236,7 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
             raise ConnectionFailed(
                 f"{address!r} is not the address of a controller; it looks like tcp://host:port"
             )
-        own_address = address_towards(address)  # hosts dial it, to send what is fetched
+        own_address = address_towards(address)  # hosts dial it to send fetched values
         folder, secret = beside(address), of_cluster(address)
         thread = LoopThread("pw-session")
 

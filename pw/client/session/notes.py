@@ -1,4 +1,4 @@
-"""What the API's threads tell a session: notes that never leave the process."""
+"""Notes from the API's threads to the session; they never leave the process."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Part = tuple[Box, np.ndarray[Any, Any]]
 
 
 class Settle(Protocol):
-    """What the session needs of a future."""
+    """A future, as the session settles it."""
 
     def set_result(self, result: Any) -> None:
-        """It worked."""
+        """Settle the future with a result."""
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """It did not."""
+        """Settle the future with an error."""
 
     def done(self) -> bool:
-        """Settled, or given up by its owner."""
+        """Whether it is settled, or cancelled by its owner."""
 
 
 def resolve(future: Settle, result: Any) -> None:
-    """Settle a future that its owner may be giving up at this moment."""
+    """Settle a future that its owner may be cancelling at this moment."""
     if not future.done():
         with contextlib.suppress(InvalidStateError):
             future.set_result(result)
 
 
 def reject(future: Settle, error: Exception) -> None:
-    """Fail a future that its owner may be giving up at this moment."""
+    """Fail a future that its owner may be cancelling at this moment."""
     if not future.done():
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
@@ -56,9 +56,9 @@ class Open:
     """Budget for the values of uploads that are kept after they were sent."""
     attached: Settle
     reconnect_s: float = 0.0
-    """How long to look for a controller that was there and has gone."""
+    """How long to look for a lost controller."""
     output: Callable[[str, tuple[Line, ...]], None] | None = None
-    """Takes what this client's programs write on a host; None if nothing is to be sent."""
+    """Takes the output of host functions; None if hosts shall not send it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Functions that may write something will run on these slices."""
+    """Host functions will run on these slices: ask their hosts for the output."""
 
     slices: tuple[int, ...]
 
@@ -97,9 +97,9 @@ class Put:
     array: int
     spec: ArraySpec
     value: np.ndarray[Any, Any]
-    """Nobody writes to it any more."""
+    """No other code writes to it."""
     keep: bool
-    """Kept until it can not be asked for again, whatever the budget."""
+    """Keep it outside of the budget, as long as the controller may ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Have a host say what the checkpoint at this path is; settled with its `Described`.
+    """Have a host describe the checkpoint at this path; settled with its `Described`.
 
     `spec` names the slice whose hosts are to be asked.
     """
@@ -153,7 +153,7 @@ class AwaitHosts:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Fail all that is open; nothing more will be asked. Settled when that is done."""
+    """End the session, and fail all open futures; settled when that is done."""
 
     error: Error
     closed: Settle

@@ -1,1 +1,1 @@
-"""What users see: tables, notebooks, the line of a long wait, the output of host functions."""
+"""The display: tables, notebooks, the line of a long wait, the output of host functions."""

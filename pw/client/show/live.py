@@ -1,9 +1,8 @@
-"""The line that a long wait shows: what it is for, since when, how far it is, and what holds it up.
+"""The line of a long wait: its purpose, how long it takes, its progress, and what holds it up.
 
-The line appears on standard error if that is a terminal, in the cell of a notebook, and nowhere else. The
-waiting thread writes it between two polls of its future; there is no thread for that, and a short wait costs
-nothing. If several threads wait, one has the line, and the next one gets it afterwards. Other output may come
-in between: the line is then written again below it.
+The line appears on standard error if that is a terminal, or in the cell of a notebook. The waiting thread
+writes it between two polls of its future, so a short wait costs nothing. If several threads wait, one of them
+has the line, and then the next. After other output the line is written again below.
 """
 
 from __future__ import annotations
@@ -23,49 +22,49 @@ from pw.client.show.tables import is_notebook
 from pw.core.errors import Error
 
 QUIET_S = 3.0
-"""How long a wait may take before it is worth a word."""
+"""A shorter wait shows no line."""
 
 TICK_S = 0.25
-"""How often the line is looked after."""
+"""How often the line is updated."""
 
 ASK_S = 5.0
-"""How long after an answer the controller is asked again why it does not go on."""
+"""The pause between an answer of the controller and the next question."""
 
 IDLE = "Nothing is under way"
-"""What the controller says if nothing waits for it; that is no news to who waits for something else."""
+"""The controller's answer if no run is in flight; the line does not show it."""
 
 Parts = Sequence[Future[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What can be said of a wait."""
+    """The description of a wait."""
 
     what: str
-    """What it is for."""
+    """Its purpose."""
     ask: Callable[[], Future[Any]] | None = None
-    """Asks the controller why it does not go on; the answer has the text."""
+    """Asks the controller what holds up the wait; the answer has the text."""
     parts: Parts = ()
-    """One future for each thing that is waited for, if there are several."""
+    """The futures of the parts, if there are several."""
     progress: Callable[[], str] | None = None
-    """How far it is, if there are no parts to be counted."""
+    """Returns the progress in words, if there are no parts to count."""
 
 
 class Screen(Protocol):
-    """Where one line can be shown, and shown anew."""
+    """A place that shows one line."""
 
     def show(self, line: str) -> None:
-        """Put this in the place of what was shown."""
+        """Replace the shown line."""
 
     def clear(self) -> None:
-        """Leave nothing behind."""
+        """Remove the line."""
 
 
-# --- what is said ------------------------------------------------------------------------------------
+# --- the text ----------------------------------------------------------------------------------------
 
 
 class Line:
-    """One wait's line; what to say, and when to ask."""
+    """One wait's line: its text, and its questions to the controller."""
 
     def __init__(
         self, about: About, screen: Screen, began_s: float, clock: Callable[[], float]
@@ -80,7 +79,7 @@ class Line:
         self._shown = ""
 
     def tick(self) -> None:
-        """Show how it stands now, and ask why from time to time."""
+        """Update the line, and ask the controller from time to time."""
         self._look_why()
         line = self.text()
         if line != self._shown:
@@ -90,11 +89,11 @@ class Line:
                 self._screen.show(line)
 
     def hide(self) -> None:
-        """Be out of the way of something else."""
+        """Remove the line for other output."""
         self._screen.clear()
 
     def again(self) -> None:
-        """Come back below it."""
+        """Show the line again."""
         self._screen.show(self._shown)
 
     def text(self) -> str:
@@ -118,7 +117,7 @@ class Line:
             self._asked = self._about.ask()
 
     def close(self) -> None:
-        """The wait is over."""
+        """Remove the line for good."""
         with _writing:
             _lines.clear()
             self._screen.clear()
@@ -130,7 +129,7 @@ def _first_sentence(text: str) -> str:
     return "" if sentence == IDLE else sentence
 
 
-# --- when it is said ---------------------------------------------------------------------------------
+# --- the wait ----------------------------------------------------------------------------------------
 
 _turn = threading.Lock()
 """Held by the wait that has the line."""
@@ -139,14 +138,14 @@ _writing = threading.RLock()
 """Held while something is written to the screen."""
 
 _lines: list[Line] = []
-"""That which is shown, if one is."""
+"""The shown line, if there is one."""
 
 _here = threading.local()
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """In the block, whole lines may be written: the line is out of their way, and comes back below."""
+    """Remove the line for the block, which may write whole lines; show it again below them."""
     with _writing:
         for line in _lines:
             with contextlib.suppress(OSError, ValueError):
@@ -158,7 +157,7 @@ def aside() -> Iterator[None]:
 
 
 class Together:
-    """In the block, this thread waits for one after the other of these."""
+    """In the block, this thread waits for these futures one by one; the line counts them."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts if len(parts) > 1 else ()
@@ -179,14 +178,14 @@ def patiently(
     find_screen: Callable[[], Screen | None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Return when `settles` says that it is over, or after `timeout_s`.
+    """Return when `settles` returns True, or after `timeout_s`; show a line if that takes long.
 
     Args:
-        settles: waits for so many seconds at most (None: without end), and says whether it is over.
-        about: what the wait is about; asked only if it takes long.
+        settles: waits for at most so many seconds (None: without end), and returns whether the wait is over.
+        about: describes the wait; called only if it takes long.
         timeout_s: how long to wait.
-        waited_s: for how long it was waited for already.
-        find_screen: where the line can be shown, if anywhere.
+        waited_s: how long the wait has taken already.
+        find_screen: returns the screen, if there is one.
         clock: the time in seconds.
     """
     began_s = clock() - waited_s
@@ -230,11 +229,11 @@ def _grouped(about: About) -> About:
     return About(about.what, about.ask, parts, about.progress) if parts else about
 
 
-# --- where it is shown -------------------------------------------------------------------------------
+# --- the screen --------------------------------------------------------------------------------------
 
 
 def screen_here() -> Screen | None:
-    """The terminal or notebook of this process; None if there is none, or `PW_PROGRESS=0` says so."""
+    """Return the terminal or notebook of this process; None if there is none, or with `PW_PROGRESS=0`."""
     if os.environ.get("PW_PROGRESS") == "0":
         return None
     if is_notebook():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # it takes a while to load, and who computes has no use for it
+if TYPE_CHECKING:  # it loads slowly, and most scripts do not need it
     from rich.console import Console, Group
 
 WIDTH_WITHOUT_TERMINAL = 160
@@ -28,7 +28,7 @@ class Table:
     rows: tuple[tuple[Any, ...], ...]
 
     def is_number(self, column: int) -> bool:
-        """Whether a column has nothing but numbers."""
+        """Whether a column has only numbers."""
         return all(isinstance(row[column], (int, float)) for row in self.rows)
 
 
@@ -40,7 +40,7 @@ def _text(cell: Any) -> str:
 
 
 def renderable(head: str, tables: Iterable[Table]) -> Group:
-    """A line and tables as rich prints them; a table without rows is a sentence."""
+    """Return a line and tables for rich; a table without rows is a sentence."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -78,7 +78,7 @@ def show(head: str, tables: Iterable[Table]) -> None:
 
 
 def plain(head: str, tables: Iterable[Table]) -> str:
-    """The same as text without colours, as wide as the terminal if there is one."""
+    """Return a line and tables as text without colours, as wide as the terminal if there is one."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else WIDTH_WITHOUT_TERMINAL
     out = io.StringIO()
@@ -89,7 +89,7 @@ def plain(head: str, tables: Iterable[Table]) -> str:
 def _console(**how: Any) -> Console:
     from rich.console import Console
 
-    # In a notebook, rich would display what is to be written.
+    # In a notebook, rich would display the text instead of writing it.
     return Console(highlight=False, force_jupyter=False, **how)
 
 
@@ -104,7 +104,7 @@ def is_notebook() -> bool:
 
 
 def html(head: str, tables: Iterable[Table]) -> str:
-    """The same for a notebook."""
+    """Return a line and tables as HTML."""
     return f"<div>{escape(head)}</div>" + "".join(map(_html_of, tables))
 
 
@@ -119,7 +119,7 @@ def _html_of(table: Table) -> str:
 
 
 def facts(title: str, known: Sequence[tuple[str, Any]]) -> str:
-    """One thing in a notebook: its name, and what is known of it; a value of several lines stays as it is."""
+    """Return the HTML of one object: its name, and a table of facts; line breaks in values stay."""
     rows = "".join(
         f'<tr><th style="{_CELL}left">{escape(name)}</th>'
         f'<td style="{_CELL}left;white-space:pre-wrap;font-family:monospace">{escape(_text(value))}</td></tr>'

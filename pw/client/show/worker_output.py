@@ -1,7 +1,7 @@
-"""What programs write on hosts, shown on this process's standard streams.
+"""Shows the output of host functions on this process's standard streams.
 
-The session's loop never waits for a terminal: lines are written by a thread of their own, or by a thread
-of the user's that has waited for a result, so that what was written before it is seen before it.
+The session's loop never waits for a terminal: a thread of its own writes the lines. A user's thread that gets a
+result writes them first, so that output appears before the result.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pw.client.show.live import aside
 from pw.core.messages import Line
 
 KEPT = 10_000
-"""Lines that may wait for a slow terminal; those beyond are left out."""
+"""The most lines that wait for a slow terminal; further ones are left out."""
 
 _ON = {"1": True, "0": False}
 
 
 def is_wanted(given: bool | None) -> bool:
-    """Whether to show it: as given, else as `PW_WORKER_OUTPUT` says.
+    """Return whether to show it: `given`, else `PW_WORKER_OUTPUT`.
 
     Raises:
-        ValueError: it says neither 0 nor 1.
+        ValueError: the variable is neither 0 nor 1.
     """
     if given is not None:
         return bool(given)
@@ -41,7 +41,7 @@ class WorkerOutput:
     def __init__(self) -> None:
         self._lines: deque[tuple[str, Line]] = deque()
         self._left_out = 0
-        """Lines that there was no room for; and of how many of them that has been said."""
+        """How many lines were left out; the next field counts those that were reported."""
         self._told_left_out = 0
         self._writing = threading.RLock()
         self._there = threading.Event()
@@ -59,7 +59,7 @@ class WorkerOutput:
             self._thread.start()
 
     def flush(self) -> None:
-        """Write what there is, on the calling thread."""
+        """Write all lines, on the calling thread."""
         if not self._lines:
             return
         with self._writing:
@@ -82,7 +82,7 @@ class WorkerOutput:
             self.flush()
 
     def _next(self) -> tuple[bool, str]:
-        """All that follows each other on one stream, as one text."""
+        """Return the next lines of one stream as one text."""
         is_error = self._lines[0][1].is_error
         text = ""
         while self._lines and self._lines[0][1].is_error == is_error:

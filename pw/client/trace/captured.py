@@ -1,15 +1,13 @@
-"""What a traced function closes over becomes arguments of it, at whatever depth it is used.
+"""Turns the values that a traced function closes over into arguments, at any depth.
 
-JAX keeps a value that a function closes over as a constant of the innermost jaxpr that uses it, and a
-jit inside the function keeps its own, also when it is called in a loop or a branch. A value to be lifted
-out is therefore handed down: every equation on the way gets further operands, and the jaxpr inside it
-further variables. They are put first in both, because that is where loops and custom derivatives
-expect what does not change; each primitive then only has to be told how many there are.
+JAX keeps such a value as a constant of the innermost jaxpr that uses it, and a jit inside the function has
+constants of its own, also in a loop or a branch. So this module passes a value down: every equation on the
+way gets further operands, and the jaxpr inside it further variables. They come first in both, where loops and
+custom derivatives expect loop-invariant operands; each primitive gets a count of them.
 
-Primitives that are not in the table keep their constants, which are then part of the artifact.
+Primitives that are not in the table keep their constants, which become part of the artifact.
 
-Shardings over virtual devices, which JAX can trace but not lower, become those over the abstract mesh on
-the same way.
+JAX can trace shardings over virtual devices, but not lower them. They become shardings over the abstract mesh.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ class _Rule(NamedTuple):
 
     body: str
     counter: str = ""
-    """The parameter that says how many operands are constants of the body."""
+    """The parameter with the number of operands that are constants of the body."""
     offset: Callable[[dict[str, Any]], int] = lambda params: 0
-    """Where among the operands the body's first one is."""
+    """The position of the body's first operand."""
     for_each: dict[str, Any] = {}  # noqa: RUF012 - never changed
     """Parameters with an entry for each operand, and the entry of a new one."""
 
@@ -65,17 +63,17 @@ Values = dict[int, Any]
 
 
 class _Opened(NamedTuple):
-    """A jaxpr whose lifted constants have no variables yet that bind them."""
+    """A jaxpr before its lifted constants get variables."""
 
     jaxpr: Any
     kept: list[tuple[Any, Any]]
     lifted: dict[int, tuple[Any, Any]]
     """Identity of a value -> its variable, and the value."""
     is_new: bool
-    """Whether anything in it is not as it was."""
+    """Whether the jaxpr has changed."""
 
     def taking(self, values: Sequence[Any], at: int) -> Any:
-        """The jaxpr with variables for `values` from position `at` of its arguments on."""
+        """Return the jaxpr with variables for `values`, from position `at` of its arguments."""
         variables = [_variable(value, self.lifted) for value in values]
         jaxpr = self.jaxpr
         names = jaxpr.debug_info.arg_names
@@ -90,7 +88,7 @@ class _Opened(NamedTuple):
         )
 
     def constants(self) -> list[Any]:
-        """The constants that stay."""
+        """Return the constants that stay."""
         return [value for _, value in self.kept]
 
 
@@ -133,7 +131,7 @@ def _open(jaxpr: Any, constants: Sequence[Any], must_lift: Callable[[Any], bool]
 
 
 def _of_jax(param: Any) -> Any:
-    """A parameter of an equation with JAX's own shardings in it."""
+    """Return a parameter of an equation with JAX's own shardings."""
     if isinstance(param, NamedSharding):
         return param.abstract()
     if type(param) is tuple and any(isinstance(entry, NamedSharding) for entry in param):
@@ -147,7 +145,7 @@ def _handed_down(
     lifted: dict[int, tuple[Any, Any]],
     must_lift: Callable[[Any], bool],
 ) -> Any:
-    """The equation with what its body captures as further operands."""
+    """Return the equation with the captured values of its body as further operands."""
     params = dict(equation.params)
     several = isinstance(params[rule.body], tuple)
     bodies = params[rule.body] if several else (params[rule.body],)
@@ -172,7 +170,7 @@ def _handed_down(
 
 
 def _variable(value: Any, lifted: dict[int, tuple[Any, Any]]) -> Any:
-    """The variable of `value`, a new one if it has none yet."""
+    """Return the variable of `value`; make one if it has none."""
     known = lifted.get(id(value))
     if known is None:
         known = lifted[id(value)] = (jax.extend.core.Var(jax.typeof(value)), value)
@@ -180,14 +178,14 @@ def _variable(value: Any, lifted: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _parts(body: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants."""
+    """Return a jaxpr and its constants."""
     if isinstance(body, jax.extend.core.ClosedJaxpr):
         return body.jaxpr, body.consts
     return body, ()
 
 
 def _closed(before: Any, jaxpr: Any, constants: list[Any]) -> Any:
-    """`jaxpr` in the form that the body had before."""
+    """Return `jaxpr` in the form of the body before."""
     if isinstance(before, jax.extend.core.ClosedJaxpr):
         return jax.extend.core.ClosedJaxpr(jaxpr, constants)
     return jaxpr

@@ -1,16 +1,14 @@
-"""From a Python function to an artifact that hosts can compile.
+"""Export: from a Python function to an artifact that hosts can compile.
 
-A function is traced over an abstract mesh (axis sizes and names, no devices), under the caller's JAX
-configuration, and exported as portable StableHLO for the platform of its slice: a client needs neither
-that platform nor as many devices. Three things change at the boundary. Typed PRNG keys become the
-unsigned integers they consist of, the only form in which the runtime knows them. Arrays that the
-function closes over become arguments: handles stay where they are, and large host constants are
-uploaded instead of being baked into the artifact: jax arrays once for all traces, NumPy arrays, which may
-change in between, for each. And whatever cannot travel, such as a callback
-into this process, is refused with words.
+A function is traced over an abstract mesh (axis sizes and names, no devices) under the caller's JAX
+configuration, and exported as portable StableHLO for the platform of its slice. The client needs neither that
+platform nor the devices. Three things change. Typed PRNG keys become unsigned integers, their only form in the
+runtime. Arrays that the function closes over become arguments: handles stay in place, and large host constants
+are uploaded (jax arrays once for all traces, NumPy arrays, which may change, for each trace). Constructs that
+cannot travel, such as a callback into this process, raise `TracingError`.
 
-A checked function gets one result more, a vector that says for each of its floating-point results whether there
-is a NaN in it. It is the same on all devices, so all hosts see the same; its users never see it.
+A function with `check_nans` has one more result: a vector with a boolean for each floating-point result. It is
+the same on all devices, so all hosts agree; users never see it.
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""
 
 OutShardings = Callable[[Any, Sequence[Any]], Sequence[NamedSharding | None]]
-"""From the tree of a function's results and their avals to their shardings; None where it says nothing."""
+"""Maps the tree of results and their avals to their shardings; None for the compiler's choice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A computation, its artifact, and what a call needs besides its arguments."""
+    """A computation, its artifact, and the captured arrays of each call."""
 
     computation: Computation
     artifact: bytes
@@ -72,11 +70,11 @@ def trace(
 ) -> Traced:
     """Trace and export `function`, for arguments in the tree `arguments` with leaves of types `inputs`.
 
-    With `check_nans` hosts make an error of results that have NaNs in them.
+    With `check_nans`, results with NaNs raise `NaNFound`.
 
     Raises:
         TracingError: the function can be traced but not sent to the hosts.
-        Exception: whatever the function itself raises.
+        Exception: the function's own errors.
     """
     mesh.check_alive()
     trees = []
@@ -125,7 +123,7 @@ def _settled(
     avals: Sequence[Any],
     wanted: Sequence[NamedSharding | None],
 ) -> list[NamedSharding]:
-    """The sharding of every result: the one that is wanted, or the compiler's choice."""
+    """Return the sharding of every result: the wanted one, or the compiler's choice."""
     given = [sharding for sharding in wanted if sharding is not None]
     if len(given) == len(wanted):
         return given
@@ -140,7 +138,7 @@ def _settled(
 
 
 def _checks(tree: Any, avals: Sequence[Any]) -> dict[int, str]:
-    """Positions of the results that could have NaNs in them, and what users call them."""
+    """Return the positions and names of the results that could have NaNs."""
     whole = jax.tree_util.tree_unflatten(tree, range(len(avals)))
     found = {}
     for path, index in jax.tree_util.tree_flatten_with_path(whole)[0]:
@@ -197,14 +195,14 @@ def _exported(
 
 def _must_lift(value: Any) -> bool:
     if hasattr(value, "recorder"):
-        value.__jax_array__()  # a value of the program being traced; says why that cannot be
+        value.__jax_array__()  # a tracer of a program; raises
     if isinstance(value, Array) or is_key(value.dtype):
         return True
     return int(value.size) * int(value.dtype.itemsize) > BAKED_BYTES
 
 
 def _on_mesh(value: Any, mesh: Mesh) -> Array:
-    """A captured array; a captured host constant goes to every device of the mesh."""
+    """Return a captured array; replicate a captured host constant on the mesh."""
     if isinstance(value, Array):
         value._check_owner(mesh.runtime)
         return value
@@ -212,7 +210,7 @@ def _on_mesh(value: Any, mesh: Mesh) -> Array:
 
 
 def constant(value: Any, type_: ArrayType) -> Array:
-    """A host value on devices; the same jax array lies there once, for whatever closes over it."""
+    """Return a host value on devices; a jax array is uploaded once for all functions that close over it."""
     slice_ = type_.sharding.mesh.slice
     table = slice_.constants
     key = (id(value), type_)

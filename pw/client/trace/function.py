@@ -58,7 +58,7 @@ tree_unflatten = jax.tree_util.tree_unflatten
 
 
 def signature_of_call(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What identifies the leaves of a call; the cheapest test first, for this is the hot path."""
+    """Return the types of a call's leaves; the cheapest test first, because this is the hot path."""
     return tuple([leaf._type if type(leaf) is Array else _signature(leaf) for leaf in leaves])
 
 
@@ -72,7 +72,7 @@ def _signature(leaf: Any) -> Any:
 
 
 def _signature_of_described(leaf: Any) -> Any:
-    """What identifies a leaf of a call that may be only described."""
+    """Return the type of a leaf that may be a `jax.ShapeDtypeStruct`."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf._type if type(leaf) is Array else _signature(leaf)
     aval = jax.core.ShapedArray(leaf.shape, leaf.dtype)
@@ -168,7 +168,7 @@ class JitFunction(Generic[P, R]):
             raise
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """What is sent to the hosts for a call with these arguments, or with `jax.ShapeDtypeStruct`s.
+        """Return the lowered function for these arguments, or for `jax.ShapeDtypeStruct`s.
 
         Raises:
             ArgumentError: an argument is no array or number, nor described as one.
@@ -188,7 +188,7 @@ class JitFunction(Generic[P, R]):
         return self.__wrapped__(*args, **kwargs)
 
     def _transformed(self) -> str:
-        """What is wrong with a call under a transformation of JAX's, outside of pw, and what to do."""
+        """Return the error text of a call under a JAX transformation outside of pw."""
         name = self._name if self._name.isidentifier() else "f"
         return (
             f"{self!r} was called by a function that JAX transforms outside of pw.jit, which would compute "
@@ -268,7 +268,7 @@ class JitFunction(Generic[P, R]):
                 del cache[stale]
 
     def _flat(self, tree: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
-        """The function on the leaves of its arguments."""
+        """Return the user's function as a function of leaves."""
 
         def flat(*leaves: Any) -> Any:
             given, named = tree_unflatten(tree, leaves)
@@ -278,7 +278,7 @@ class JitFunction(Generic[P, R]):
         return flat
 
     def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """`body` from the arguments of a call, known to JAX's errors as the user's function."""
+        """Return `body` as a function of the call's arguments, with the user's name for JAX's errors."""
 
         def named(*args: Any, **kwargs: Any) -> Any:
             return body(*jax.tree_util.tree_leaves((args, kwargs)))
@@ -289,11 +289,11 @@ class JitFunction(Generic[P, R]):
     def _body(
         self, tree: Any, statics: tuple[Any, ...], mesh: Mesh, inputs: Sequence[ArrayType]
     ) -> Callable[..., Any]:
-        """What is traced."""
+        """Return the function to trace."""
         return self._flat(tree, statics)
 
     def _by_leaf(self, wanted: Any, named: Any, tree: Any, count: int, what: str) -> list[Any]:
-        """What a tree prefix of the positional arguments says for every leaf; `named` for keywords."""
+        """Spread a tree prefix of the positional arguments over all leaves; `named` for keywords."""
         args, kwargs = tree_unflatten(tree, range(count))
         if isinstance(wanted, (tuple, list)):
             dynamic = self._statics.dynamic(len(args))
@@ -310,7 +310,7 @@ class JitFunction(Generic[P, R]):
         return [*spread(wanted, args, f"{what} of {self._name!r}"), *([named] * keywords)]
 
     def _input_shardings(self, tree: Any, avals: Sequence[Any], mesh: Mesh) -> list[Any]:
-        """What the user asked for, for every leaf."""
+        """Return the user's sharding of every leaf, or None."""
         return self._by_leaf(self._in_shardings, None, tree, len(avals), "in_shardings")
 
     def _input_sharding(self, leaf: Any, wanted: Any, mesh: Mesh) -> NamedSharding:

@@ -1,8 +1,7 @@
 """`host_function`: ordinary Python on the hosts, as a node of a program.
 
-For what compiled functions cannot do: reading files, tokenising, logging. The function travels pickled
-(cloudpickle), so a worker runs it only if its owner has said so (`pw-worker --allow-python`);
-computations never travel this way.
+Compiled functions cannot read files, tokenise or log. A host function travels pickled (cloudpickle), so a
+worker runs it only with `pw-worker --allow-python`; computations never travel pickled.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _HostFunction(JitFunction[..., Any]):
         )
 
     def _trace(self, key: Any) -> Traced:
-        """Nothing is traced: the function itself is what travels."""
+        """Pickle the function; there is nothing to trace."""
         with self._pickling:
             known = self._known.get(key)
             if known is None:
@@ -84,7 +83,7 @@ class _HostFunction(JitFunction[..., Any]):
 
 
 def _flat(fun: Callable[..., Any], tree: Any, results_tree: Any) -> Callable[..., list[Any]]:
-    """`fun` from numpy leaves to leaves; runs on the hosts, where pw need not be imported for it."""
+    """Return `fun` as a function of numpy leaves; it runs on hosts, without importing pw."""
 
     def flat(*leaves: Any) -> list[Any]:
         args, kwargs = tree_unflatten(tree, leaves)
@@ -105,10 +104,10 @@ def host_function(
 ) -> Callable[..., Any]:
     """Make a Python function run on the hosts of `devices`, as a node like any computation.
 
-    It is called with numpy arrays, and its results become arrays on the devices. Where the devices are on
-    several hosts it is called once on each, and must give the same values there; if it raises on one of
-    them, that is its result on all. Calls of one host run one at a time, beside the computations. What it
-    prints, warns of and logs (from `WARNING` on) is shown here, as `(host) line`: see `pw.connect`.
+    It takes numpy arrays, and its results become arrays on the devices. If the devices are on several hosts,
+    each host calls it once, and it must return the same values there; if it raises on one host, the call fails
+    on all. A host runs one call at a time, beside its computations. Its output, warnings and log records (from
+    `WARNING` on) appear here as `(host) line`: see `pw.connect`.
 
     Args:
         fun: takes numpy arrays (whole, in the tree of the call) and returns arrays.

@@ -71,23 +71,23 @@ def jit(
         devices: where to run: a slice, a virtual device, or several of one slice. They form a mesh with
             the one axis "devices".
         mesh: instead of `devices`, a `pw.Mesh`. With neither, a call runs on the mesh of its array
-            arguments; if there are none, on a default slice of one device.
+            arguments; without any, on a default slice of one device.
         in_shardings: tree prefix of the positional arguments with a PartitionSpec, a `pw.NamedSharding`,
-            or None for arguments to be taken as they lie (replicated if they lie elsewhere). Arguments
-            that lie differently are moved.
+            or None for arguments that keep their sharding (replicated if they are on other devices).
+            Arguments with another sharding are moved.
         out_shardings: the same for the results; None stands for the compiler's choice, which is
-            `jax.jit`'s: what is made of split arrays stays split where that costs nothing. Results that are
-            made of no argument, as by `jnp.zeros_like`, are replicated.
-        static_argnums, static_argnames: arguments the function depends on while it is traced.
-        donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are gone.
-        check_nans: make a NaN in a result an error, `NaNFound`, of all results of the call, and of all that
-            is made of them. It is for finding out where NaNs come from: whatever runs on the same hosts is
-            enqueued only when the check has passed. None follows `jax_debug_nans` of JAX's configuration.
-        timeout: seconds that a call may take, from the moment in which it is launched on its hosts (not
-            while it is queued; waiting for other work on the devices counts). A call that takes longer
-            fails with `ComputationTimeout`, and so does what needs its results. Ending a computation that
-            has started takes its island out of work for a moment; what others have there is kept. In a
-            `pw.program` the program's own timeout counts instead.
+            `jax.jit`'s: results of split arrays stay split where that costs nothing. Results without arguments,
+            as of `jnp.zeros_like`, are replicated.
+        static_argnums, static_argnames: arguments that the trace depends on.
+        donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are deleted.
+        check_nans: raise `NaNFound` for all results of a call, and all that is computed from them, if one of
+            them has a NaN. It is for debugging: the hosts enqueue further work only after the check. None
+            follows `jax_debug_nans` of JAX's configuration.
+        timeout: seconds that a call may take from its launch (time in the queue does not count; waiting for
+            other work on the devices does). A call that takes longer fails with `ComputationTimeout`, and so
+            do calls that need its results. To end a started computation the island is formed again, which
+            takes a moment; other clients keep their arrays there. In a `pw.program` the program's own
+            timeout counts instead.
 
     Raises:
         PlacementError: the devices cannot run one computation together.

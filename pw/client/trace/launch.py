@@ -18,7 +18,7 @@ __all__ = ["Feed", "Launch", "Launches"]
 
 
 class Feed(NamedTuple):
-    """Where a program input comes from: a leaf of the call, or a value fixed when it was traced."""
+    """The source of a program input: a leaf of the call, or a value that the trace has fixed."""
 
     leaf: int
     fixed: Array | bytes | np.ndarray[Any, Any] | None
@@ -52,7 +52,7 @@ class Launch:
         )
 
     def __call__(self, leaves: Sequence[Any]) -> list[Array]:
-        """Run on the leaves of a call that this program was recorded for; returns at once."""
+        """Run on the leaves of a call; returns at once."""
         session = self.runtime
         if self._program is None:
             return []
@@ -118,10 +118,10 @@ class Launch:
 
 
 class Launches:
-    """Launches by what they were recorded for; forgets those of closed sessions.
+    """The launches of a function by the kind of call; forgets those of closed sessions.
 
-    Looking up takes no lock. Whoever finds nothing records under `lock`, so that threads that make the
-    same new call share one recording.
+    `get` takes no lock. A thread that finds no launch records one under `lock`, so threads that make the same
+    new call share one recording.
     """
 
     def __init__(self) -> None:

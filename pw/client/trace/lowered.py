@@ -1,8 +1,4 @@
-"""What a function was compiled from: `f.lower(x)` of a pw function, as far as a client knows it.
-
-Computations are compiled on their hosts, when they are first called. What is sent there, and what comes out, is
-known before.
-"""
+"""`f.lower(x)`: the StableHLO and the results of a pw function; hosts compile it at the first call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`pw.pmap`: one call of a function on every device, with collectives between them.
 
-What JAX's pmap says with devices and axes is said here with a one-axis mesh and `jax.shard_map`: the
-mapped axis of an argument is split over the devices, and each of them sees its own slice of it.
+It is a `jax.shard_map` over a mesh with one axis: the mapped axis of an argument is split over the devices, and
+each device sees its own slice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _PmapFunction(JitFunction[P, R]):
         return f"<pw.pmap function {self._name}>"
 
     def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
-        """Where the arguments lie; for host values as many devices as they have slices, as in JAX."""
+        """Return the mesh of the arguments; for host values one device for each slice, as in JAX."""
         if any(isinstance(leaf, ArrayType) for leaf in signature):
             found = super()._mesh_of_call(tree, signature)
         else:

@@ -1,8 +1,8 @@
 """`pw.program`: a block of Python that calls many computations becomes one dataflow program.
 
 The function runs once, on tracers; every call of a `pw.jit` or `pw.pmap` function in it is a node, and
-from then on one message runs them all, ahead of the data. Leaves of its arguments that are neither
-arrays nor numbers, and arguments declared static, are part of what it was traced for.
+later calls send one message, ahead of the data. Leaves of its arguments that are neither arrays nor numbers,
+and static arguments, are part of the trace's key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ProgramFunction", "program"]
 
 
 class _StaticLeaf:
-    """A leaf that is no array: part of what a program is traced for."""
+    """A leaf that is no array: part of the trace's key."""
 
     __slots__ = ("value",)
 

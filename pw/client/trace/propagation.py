@@ -1,12 +1,11 @@
-"""How a compiler would lay the results of a computation out, known without compiling it.
+"""Computes the shardings of a computation's results without compiling it.
 
-XLA takes shardings from the arguments through a function to its results with Shardy, which jaxlib
-brings along and which needs neither devices nor a backend. The same passes run here on a copy of what is
-exported, so a result's sharding is known when its function has been traced, and is what `jax.jit` would
-have given it. The hosts are then told to lay it out just so.
+XLA propagates shardings from the arguments to the results with Shardy. jaxlib has these passes, and they need
+neither devices nor a backend. The client runs them on a copy of the exported module. So it knows the results'
+shardings once a function is traced, and they are those of `jax.jit`. The hosts compile for these shardings.
 
-Where the result of the passes is no `PartitionSpec` (a part of a mesh axis, an axis that does not divide
-the dimension), the passes themselves leave the dimension whole.
+Where the passes find no `PartitionSpec` (a part of a mesh axis, an axis that does not divide the dimension),
+they leave the dimension whole.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ _PASSES = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
 
 
 def result_specs(exported: jax.export.Exported) -> list[PartitionSpec]:
-    """The sharding of every result of `exported`, over the mesh of its arguments."""
+    """Return the spec of every result of `exported`, over the mesh of its arguments."""
     with mlir.make_ir_context():
         module: Any = exported.mlir_module(serialized=False)
         passmanager.PassManager.parse(_PASSES).run(module.operation)
         main: Any = ir.SymbolTable(module.operation)["main"]
         described: Any = main.attributes["res_attrs"]
         return [
-            _spec(said)
-            if aval.size
-            else PartitionSpec()  # what has no elements, XLA does not split
+            _spec(said) if aval.size else PartitionSpec()  # XLA does not split empty arrays
             for said, aval in zip(described, exported.out_avals, strict=True)
         ]
 

@@ -42,7 +42,7 @@ class Recorder:
         self._index_of: dict[Computation, int] = {}
         self._nodes: list[Node] = []
         self._given: dict[object, str] = {}
-        """Inputs, results and moved copies that were donated, and what to."""
+        """Donated inputs, results and moved copies, and the computations that took them."""
 
     def leaf(self, index: int, signature: Any) -> ProgramTracer:
         """Leaf `index` of the program's arguments."""
@@ -52,7 +52,7 @@ class Recorder:
         return ProgramTracer(self, aval_of(signature), None, None, index)
 
     def lift(self, leaf: Any) -> ProgramTracer:
-        """Anything a computation takes, as a value of this program."""
+        """Return an argument of a computation as a value of this program."""
         if type(leaf) is ProgramTracer:
             if leaf.recorder is not self:
                 raise TracerError(
@@ -101,7 +101,7 @@ class Recorder:
         ]
 
     def reshard(self, leaf: Any, sharding: NamedSharding) -> ProgramTracer:
-        """The same value, lying as `sharding`: another array, unless it lies so already."""
+        """Return the value with this sharding: another array, unless it has the sharding already."""
         tracer = self.lift(leaf)
         self._use(sharding.mesh)
         type_ = ArrayType.of(tracer.aval, sharding)
@@ -118,7 +118,7 @@ class Recorder:
     def place(
         self, tracer: ProgramTracer, type_: ArrayType, consumer: str, own: bool = False
     ) -> Value:
-        """The value to feed to a consumer; a host value becomes an input of its own type, or `type_`."""
+        """Return the value for a consumer; a host value becomes an input of its own type, or `type_`."""
         self._check_not_given(tracer, consumer)
         if tracer._value is not None:
             return tracer._value
@@ -137,7 +137,7 @@ class Recorder:
             )
 
     def finish(self, outputs: Sequence[ProgramTracer], tree: Any = None) -> Launch:
-        """Register the program whose results are `outputs`, each lying as its tracer says."""
+        """Register the program with these results, each with the sharding of its tracer."""
         delivered, types = [], []
         for tracer in outputs:
             type_ = tracer._type
@@ -165,7 +165,7 @@ class Recorder:
         return Launch(self.runtime, self.name, number, self._feeds, types, donated, tree)
 
     def _input(self, feed: Feed, own: bool = False) -> Value:
-        """An input of the program; one for each source and spec, unless its consumer eats it."""
+        """Return an input of the program; one for each source and spec, unless its consumer donates it."""
         self._use(feed.type.sharding.mesh)
         fixed = feed.fixed if isinstance(feed.fixed, bytes) else id(feed.fixed)
         key = (feed.leaf, fixed, feed.type.spec)
@@ -189,7 +189,7 @@ class Recorder:
 
 
 class _Constant:
-    """A host value that the program's function made or closed over."""
+    """A host value that the function has made or closed over."""
 
     __slots__ = ("_uploaded", "value")
 
@@ -198,7 +198,7 @@ class _Constant:
         self._uploaded: dict[ArraySpec, Array] = {}
 
     def placed(self, type_: ArrayType, own: bool) -> Array | bytes | np.ndarray[Any, Any]:
-        """What to feed at every run: a large value is uploaded once, unless each run eats its own."""
+        """Return the value for every run: a large one is uploaded once, unless each run donates its own."""
         if type_.size_bytes <= INLINE_BYTES:
             return host_value(self.value, type_).tobytes()
         if own:

@@ -1,8 +1,4 @@
-"""Tracebacks of a user's errors without the frames of the runtime in between.
-
-An error that a user's function raises while it is traced belongs to that function. Between the line that called
-it and the line that failed lie frames of pw, which say nothing; JAX has taken its own out already.
-"""
+"""Removes the frames of pw from tracebacks of errors that a user's function raises; JAX removes its own."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ __all__ = ["leave_out_runtime"]
 
 
 def leave_out_runtime(error: BaseException) -> None:
-    """Take the frames of pw out of the traceback of `error`, unless pw raised it; a bare `raise` follows.
+    """Remove the frames of pw from the traceback of `error`, unless pw raised it; a bare `raise` follows.
 
-    As JAX does, all of them stay with `JAX_TRACEBACK_FILTERING=off`.
+    With `JAX_TRACEBACK_FILTERING=off` they stay.
     """
     frames = []
     at = error.__traceback__

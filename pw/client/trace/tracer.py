@@ -23,7 +23,7 @@ class Named(Protocol):
 
 
 class ProgramTracer(Methods):
-    """A value of a program that is being traced: it has a shape and a dtype, but no contents yet."""
+    """A value of a program while the program is traced: a shape and a dtype, without elements."""
 
     __slots__ = ("_leaf", "_moved", "_type", "_value", "aval", "recorder")
 
@@ -51,17 +51,17 @@ class ProgramTracer(Methods):
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """How the value lies; None for a host value, which goes where its consumers want it."""
+        """The value's sharding; None for a host value, which its consumers place."""
         return None if self._type is None else self._type.sharding
 
     @property
     def identity(self) -> object:
-        """What a donation takes away; None for a host value, of which each consumer has its own."""
+        """The key of the value for donation; None for a host value, which each consumer uploads for itself."""
         return self._value if self._moved is None else self._moved
 
     @property
     def signature(self) -> Any:
-        """What a call sees of it: the type of an array, or the aval of a host value."""
+        """The type of an array, or the aval of a host value."""
         return self.aval if self._type is None else self._type
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class ProgramTracer(Methods):
 
     @property
     def format(self) -> Any:
-        """What JAX reads before it computes on this machine; raises."""
+        """Read by JAX before it computes on this machine; raises."""
         return self.__jax_array__()
 
     def item(self) -> Any:
@@ -121,7 +121,7 @@ class ProgramTracer(Methods):
     tolist = item
 
 
-# Known to JAX only so that its refusal is ours: an error raised while it asks for the aval is reworded.
+# Registered so that JAX calls `__jax_array__`, which raises: JAX would reword an error from the aval.
 jaxtype.register(ProgramTracer, lambda tracer: tracer.aval, lambda tracer: tracer.__jax_array__())
 
 
