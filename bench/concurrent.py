@@ -15,10 +15,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -153,22 +153,24 @@ def _neighbours(result: Result, rounds: int) -> None:
 # --- reads of ready arrays -----------------------------------------------------------------------
 
 
-class _Ask(NamedTuple):
-    """A question that a client repeats."""
+Ask = tuple[Callable[[], Sequence[Any]], Callable[[Any], object]]
+"""Makes objects, while the host has no other work; and a question about one of them."""
 
-    objects: Callable[[], Sequence[Any]]
-    """Makes the objects of the questions, while the host has no other work."""
-    ask: Callable[[Any], object]
 
-    def median_ms(self, objects: Sequence[Any], is_over: Callable[[], bool]) -> float:
-        """The median time of the questions that were asked before `is_over`."""
-        took_s = []
-        for each in objects:
-            took_s.append(seconds(partial(self.ask, each)))
-            time.sleep(PAUSE_S)
-            if is_over():
-                break
-        return statistics.median(took_s) * 1e3
+def _median_ms(ask: Ask, beside: Callable[[], Future[float]] | None = None) -> float:
+    """The median time of a question, while the work of `beside` lasts."""
+    make, question = ask
+    objects = make()
+    work = beside() if beside else None
+    took_s = []
+    for each in objects:
+        took_s.append(seconds(partial(question, each)))
+        time.sleep(PAUSE_S)
+        if work and work.done():
+            break
+    if work:
+        work.result()
+    return statistics.median(took_s) * 1e3
 
 
 def _reads(result: Result, quick: bool) -> None:
@@ -178,24 +180,19 @@ def _reads(result: Result, quick: bool) -> None:
         (neighbour,) = started(stack, [["flood", cluster.address, str(FLOOD_MS)]])
         pool = stack.enter_context(ThreadPoolExecutor(1))
 
-        def alone(ask: _Ask) -> float:
-            return ask.median_ms(ask.objects(), lambda: False)
-
-        def beside(work: str, ask: _Ask) -> float:
-            objects = ask.objects()
-            busy = pool.submit(neighbour.seconds, work, FLOOD_CALLS)
+        def flooded(work: str) -> Future[float]:
+            future = pool.submit(neighbour.seconds, work, FLOOD_CALLS)
             # Until the neighbour's warm-up is over and many of its other calls are in flight.
             time.sleep((FLOOD_CALLS / 10 + 10) * FLOOD_MS * 1e-3)
-            found = ask.median_ms(objects, busy.done)
-            busy.result()
-            return found
+            return future
 
+        long_calls, in_line = partial(flooded, "long calls"), partial(flooded, "calls in line")
         asks = _asks()
         cases: dict[str, Callable[[], float]] = {}
         for name, ask in asks.items():
-            cases[f"{name}, alone"] = partial(alone, ask)
-            cases[f"{name}, beside long calls"] = partial(beside, "long calls", ask)
-        cases["wait, beside calls in line"] = partial(beside, "calls in line", asks["wait"])
+            cases[f"{name}, alone"] = partial(_median_ms, ask)
+            cases[f"{name}, beside long calls"] = partial(_median_ms, ask, long_calls)
+        cases["wait, beside calls in line"] = partial(_median_ms, asks["wait"], in_line)
         samples = alternate(cases, rounds=1 if quick else 3, warm_up=0 if quick else 1)
     for what in asks:
         mine = {name: sample for name, sample in samples.items() if name.startswith(f"{what}, ")}
@@ -204,7 +201,7 @@ def _reads(result: Result, quick: bool) -> None:
             result.at_most(2.0, samples[name].median, f"of ready arrays: {name}, in ms")
 
 
-def _asks() -> dict[str, _Ask]:
+def _asks() -> dict[str, Ask]:
     mesh = new_mesh()
     add = pw.jit(local, mesh=mesh)
 
@@ -215,9 +212,9 @@ def _asks() -> dict[str, _Ask]:
         add(made[-1]).block_until_ready()  # the device computes in order
         return made
 
-    asks = {"wait": _Ask(partial(ready, 256), lambda array: array.block_until_ready())}
+    asks: dict[str, Ask] = {"wait": (partial(ready, 256), lambda array: array.block_until_ready())}
     for size, words in WORDS.items():
-        asks[f"value of {size}"] = _Ask(partial(ready, words), np.asarray)
+        asks[f"value of {size}"] = partial(ready, words), np.asarray
     numbers = [np.float32(number) for number in range(READS)]
-    asks["put"] = _Ask(lambda: numbers, lambda number: put(number, mesh).block_until_ready())
+    asks["put"] = lambda: numbers, lambda number: put(number, mesh).block_until_ready()
     return asks

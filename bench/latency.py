@@ -86,8 +86,9 @@ def run(quick: bool) -> report.Result:
     result.compare(samples, unit="µs, median", baseline=ZMQ)
     for where in placed:
         threaded = samples[f"pw, {where}, {EXECUTE_THREAD}"].over(samples[f"pw, {where}"])
-        words = f"{where}: {threaded.median:.3g} times as long where the host's loop does not compute itself"
-        result.notes.append(words)
+        result.notes.append(
+            f"{where}: {threaded.median:.3g} times as long if the host computes on its execute thread"
+        )
     tails = {name: measure.Sample(tuple(values[-rounds:])) for name, values in slow.items()}
     result.compare(tails, unit="µs, p99", baseline=ZMQ)
     for where in placed:
@@ -134,7 +135,7 @@ def _placed() -> Placed:
 
 
 def _calls(where: str, function: Callable[[Any], Any], x: Any) -> dict[str, Callable[[], object]]:
-    # A host's loop never runs a computation with a branch itself.
+    # A host runs a computation with a branch on its execute thread, never on its event loop.
     branching = pw.jit(lambda y: jax.lax.cond(y < 0, jax.numpy.abs, steps.local, y))
     return {
         f"pw, {where}, {EXECUTE_THREAD}": lambda: branching(x).block_until_ready(),

@@ -1,4 +1,4 @@
-"""The figures of a result, as NAME.png and NAME.svg."""
+"""The figures of a result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MARKERS = "osD^vP*Xh<>"
 COLOURS = plt.get_cmap("tab20")
 
 
-def draw(name: str, figures: Sequence[Figure], directory: Path) -> list[Path]:
-    """Draw all figures of one result beside each other; returns the paths of the files."""
+def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
+    """Draw all figures of one result beside each other, as NAME.png and NAME.svg."""
     directory.mkdir(parents=True, exist_ok=True)
     canvas, axes = plt.subplots(
         1, len(figures), figsize=(5.2 * len(figures), 5.2), squeeze=False, layout="constrained"
@@ -43,8 +43,6 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> list[Path]:
         axis.grid(visible=True, alpha=0.3)
         if figure.series:
             axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-    paths = [directory / f"{name}.png", directory / f"{name}.svg"]
-    for path in paths:
-        canvas.savefig(path, dpi=120)
+    for kind in ("png", "svg"):
+        canvas.savefig(directory / f"{name}.{kind}", dpi=120)
     plt.close(canvas)
-    return paths

@@ -16,7 +16,7 @@ def processes() -> dict[int, list[str]]:
     """
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             # The name, in parentheses, may contain spaces.
             found[int(stat.parent.name)] = stat.read_text().rpartition(")")[2].split()
     return found

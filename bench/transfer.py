@@ -270,7 +270,7 @@ def _small_calls(result: Result, address: str, mover: Peer, rounds: int, calls: 
         beside = Sample(tuple(percentile(readings, percent) for readings in busy))
         name, params = f"small call, {text}", {"over": mover.name}
         result.add(name, params, alone, "ms")
-        result.add(f"{name}, meanwhile", params, beside, "ms", name, alone)
+        result.add(f"{name}, beside transfers", params, beside, "ms", name, alone)
         words = f"ms that a small call waits for 64 MiB transfers over {mover.name}, {text}"
         result.at_most(2.0, beside.minus(alone).median, words)
 

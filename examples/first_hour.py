@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import jax
@@ -147,12 +148,12 @@ def words(mesh: pw.Mesh) -> None:
     """Output of hosts, and errors that name the functions and paths of this script."""
     print("4. What is said", flush=True)
 
-    def tell(x: np.ndarray) -> np.ndarray:
+    def show(x: np.ndarray) -> np.ndarray:
         print(f"the host has read {x.sum():g}", flush=True)
         return x
 
     shape = jax.ShapeDtypeStruct((2,), np.float32)
-    pw.get(pw.host_function(tell, shape, devices=list(mesh.devices)[:1])(np.ones(2, np.float32)))
+    pw.get(pw.host_function(show, shape, devices=list(mesh.devices)[:1])(np.ones(2, np.float32)))
 
     @pw.jit
     def pick(x: jax.Array) -> jax.Array:
@@ -161,13 +162,8 @@ def words(mesh: pw.Mesh) -> None:
     try:
         pick(1.0)
     except jax.errors.TracerBoolConversionError as error:
-        line = error.__traceback__
-        while line is not None and line.tb_next is not None:
-            line = line.tb_next
-        assert line is not None
-        say(
-            f"a Python if on a traced value: {type(error).__name__} in {line.tb_frame.f_code.co_name!r}"
-        )
+        function = traceback.extract_tb(error.__traceback__)[-1].name
+        say(f"a Python if on a traced value: {type(error).__name__} in {function!r}")
     with tempfile.TemporaryDirectory() as folder:
         try:
             pw.restore(folder + "/none", {"w": 0})

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.baselines.peer import Peer, serve
+from bench.baselines.steps import calls, local
 from bench.training import SEED, TASKS, Trainer
 from pw.devices.jax import group
 
@@ -83,16 +83,10 @@ def training(work: str, mesh: Mesh, losses: Path) -> Mapping[str, Callable[[int]
 def dispatch(mesh: Mesh) -> Mapping[str, Callable[[int], object]]:
     """Scalar additions, each to the result of the last one; a count is of additions."""
     whole = NamedSharding(mesh, P())
-    add = jax.jit(lambda x: x + 1, in_shardings=whole, out_shardings=whole)
+    add = jax.jit(local, in_shardings=whole, out_shardings=whole)
     zero = jax.device_put(jnp.float32(0), whole)
 
-    def op_by_op(count: int) -> None:
-        x: Any = zero
-        for _ in range(count):
-            x = add(x)
-        assert float(x) == count
-
-    return {"op by op": op_by_op}
+    return {"op by op": calls(add, zero)}
 
 
 def main() -> None:
