@@ -1,7 +1,7 @@
 """``python -m bench [NAME ...] [--quick] [--out DIR]``.
 
-One benchmark runs in this process. Several run one after the other, each in a process of its own, so
-that clusters, compiled code and JAX's settings of one do not change the readings of the next. A
+One benchmark runs in this process. Several run one after the other, each in a process of its own,
+so that clusters, compiled code and JAX's settings of one do not change the readings of the next. A
 benchmark that crashes or hangs is one line of the summary.
 """
 

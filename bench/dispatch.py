@@ -1,10 +1,10 @@
 """The cost of a small computation: the paper's Figure 5.
 
-A computation is one scalar all-reduce over all hosts, followed by a scalar addition. *Op by op* is a
-client call for each; the client waits for every result (*blocking*) or only for the last. *Chained*
-is a call of a `pw.program` with 128 of them. *Fused* is one computation that loops 128 times. The
-*local* cases have an addition instead of the all-reduce and show dispatch alone. Multi-controller
-JAX has no chains: its processes run the same loop op by op.
+A computation is one scalar all-reduce over all hosts, followed by a scalar addition. *Op by op* is
+a client call for each; the client waits for every result (*blocking*) or only for the last.
+*Chained* is a call of a `pw.program` with 128 of them. *Fused* is one computation that loops 128
+times. The *local* cases have an addition instead of the all-reduce and show dispatch alone.
+Multi-controller JAX has no chains: its processes run the same loop op by op.
 """
 
 from __future__ import annotations

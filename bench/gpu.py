@@ -1,10 +1,10 @@
 """Training and dispatch on one GPU: plain JAX, one worker, and two workers that share it.
 
 Run it with `python -m bench gpu`, or with `python bench/gpu.py` in a bare checkout, where only pw's
-dependencies and JAX's GPU plugin are installed. The decoder LM trains in bfloat16 with `training.Adam`.
-Dispatch is a scalar addition to the result of the last one, with one client call each (*op by op*) or
-128 to a `pw.program` (*chained*). Two workers are compared with two processes of plain JAX, which
-share the GPU in the same way; one client uses both workers.
+dependencies and JAX's GPU plugin are installed. The decoder LM trains in bfloat16 with
+`training.Adam`. Dispatch is a scalar addition to the result of the last one, with one client call
+each (*op by op*) or 128 to a `pw.program` (*chained*). Two workers are compared with two processes
+of plain JAX, which share the GPU in the same way; one client uses both workers.
 
 No contender preallocates the GPU's memory, and each may use only a part of it. With
 `--platform cpu` the benchmark runs without a GPU, as a check of itself.
@@ -180,7 +180,7 @@ def train(result: Result, workers: dict[str, list[pw.Mesh]], platform: str, quic
     text = "largest relative difference of a loss from that of plain JAX"
     result.at_most(TOLERANCE, apart, text)
     result.notes.append(
-        f"{task.name}: {step_s * 1e3:.1f} ms a step in plain JAX; losses differ by up to {apart:.1e}"
+        f"{task.name}: {step_s * 1e3:.1f} ms a step in plain JAX; losses differ by {apart:.1e}"
     )
 
 

@@ -87,7 +87,7 @@ def run(quick: bool) -> report.Result:
     for where in placed:
         threaded = samples[f"pw, {where}, {EXECUTE_THREAD}"].over(samples[f"pw, {where}"])
         result.notes.append(
-            f"{where}: {threaded.median:.3g} times as long if the host computes on its execute thread"
+            f"{where}: {threaded.median:.3g} times as long on the host's execute thread"
         )
     tails = {name: measure.Sample(tuple(values[-rounds:])) for name, values in slow.items()}
     result.compare(tails, unit="µs, p99", baseline=ZMQ)

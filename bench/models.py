@@ -1,10 +1,11 @@
 """The two small language models of the training benchmarks, in plain jax.numpy.
 
 The **decoder LM** is a causal Transformer with learned positions. It can be cut into any number of
-pipeline stages. The parameters of a stage decide its work: a stage with `tokens` embeds them, a stage
-with `logits` computes them. The whole model is one stage. The **encoder-decoder** is in the style of
-T5 (Raffel et al., 2020): RMS norms without biases, cross attention, and attention scores that are
-not scaled but get a bias for each bucket of relative positions, shared by the layers of a stack.
+pipeline stages. The parameters of a stage decide its work: a stage with `tokens` embeds them, a
+stage with `logits` computes them. The whole model is one stage. The **encoder-decoder** is in the
+style of T5 (Raffel et al., 2020): RMS norms without biases, cross attention, and attention scores
+that are not scaled but get a bias for each bucket of relative positions, shared by the layers of a
+stack.
 
 jax.random draws the parameters from a seed and the layer's number, so every cut of a model, and
 every process, begins with the same parameters.

@@ -1,9 +1,9 @@
 """One decoder LM trained in four ways on the same devices (the paper's Table 2, Fig. 10, Fig. 12).
 
 - *SPMD*: one island of four hosts, data parallel, one `pw.jit` function.
-- *2 stages* and *4 stages*: one island a stage, each with its part of the layers, data parallel over
-  its hosts, and micro-batches as in GPipe: all forwards before all backwards, four times as many as
-  stages. A step is one `pw.program`.
+- *2 stages* and *4 stages*: one island a stage, each with its part of the layers, data parallel
+  over its hosts, and micro-batches as in GPipe: all forwards before all backwards, four times as
+  many as stages. A step is one `pw.program`.
 - *two islands*: the whole model on each of two islands of two hosts, which exchange gradients: one
   `pw.program`, without a word about transfers.
 

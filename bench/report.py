@@ -21,7 +21,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a sample, its parameters, and its ratio to a baseline, round by round."""
+    """One line of the table: a sample, its parameters, and its ratio to a baseline."""
 
     name: str
     params: Params

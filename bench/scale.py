@@ -1,13 +1,14 @@
-"""The controller's cost of a launch, from 16 to 512 hosts (the sizes of the paper's figures 5 and 6).
+"""The controller's cost of a launch, from 16 to 512 hosts (the paper's figures 5 and 6).
 
 The controller daemon is the real one, on its real sockets; its hosts are modelled (see
-`bench.modelled`). A launch is one call of a function over all devices of one island, `x = f(x)`: the
-controller gets a `Run` and a `Delete`, and every host a `Launch` and a `Discard`. *Pipelined*: up to
-512 calls are in flight, and messages to one host leave in few frames. *One at a time*: every call
-waits for the one before, and each launch is one frame for every host, the most that it can cost.
+`bench.modelled`). A launch is one call of a function over all devices of one island, `x = f(x)`:
+the controller gets a `Run` and a `Delete`, and every host a `Launch` and a `Discard`. *Pipelined*:
+up to 512 calls are in flight, and messages to one host leave in few frames. *One at a time*: every
+call waits for the one before, and each launch is one frame for every host, the most that it can
+cost.
 
-The readings are processor time of the daemon's event loop, which runs controller and schedulers, and
-not time on a clock: other load on the machine hardly changes them.
+The readings are processor time of the daemon's event loop, which runs controller and schedulers,
+and not time on a clock: other load on the machine hardly changes them.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def run(quick: bool) -> Result:
     ]
     result.notes += [
         f"'reached' is {ENOUGH:.0%} of the throughput, interpolated between two measured sizes",
-        "modelled: one client, 4 devices a host; hosts and client are one process beside the daemon; "
+        "modelled: one client, 4 devices a host; hosts and client are one process; "
         "the work of a real client and of real executors, which is elsewhere, is left out",
     ]
     return result

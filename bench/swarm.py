@@ -3,9 +3,9 @@
     python -m bench.swarm ADDRESS HOSTS DEVICES
 
 Each host has a connection, registers, joins, "compiles", and takes launches. The leader of the gang
-reports the end of a launch when a modelled device would have ended it. The client sends the messages
-of `pw.jit`: for `x = f(x)` one `Run` and one `Delete` a call. Standard input has one request a line;
-the answers are lines of standard output.
+reports the end of a launch when a modelled device would have ended it. The client sends the
+messages of `pw.jit`: for `x = f(x)` one `Run` and one `Delete` a call. Standard input has one
+request a line; the answers are lines of standard output.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 In the paper, T5 models of four sizes train exactly as fast on Pathways as on multi-controller JAX.
 Here an encoder-decoder in the style of T5 and a decoder LM train on one host with one and two
-devices, as a user would write it: a `pw.jit` function with donated state, numpy batches, a few steps
-in flight. Plain JAX does the same in a process with the same devices and thread pools. Both have all
-cores of the machine, in turns, so the runtime's own processes take their time from the step.
+devices, as a user would write it: a `pw.jit` function with donated state, numpy batches, a few
+steps in flight. Plain JAX does the same in a process with the same devices and thread pools. Both
+have all cores of the machine, in turns, so the runtime's own processes take their time from the
+step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run(quick: bool) -> Result:
     result.at_most(TOLERANCE, apart, text)
     result.notes += [
         "losses are equal bit for bit" if not apart else f"losses differ by up to {apart:.1e}",
-        f"{STEPS_IN_FLIGHT} steps in flight on both sides; a reading ends when its last loss is read",
+        f"{STEPS_IN_FLIGHT} steps in flight on both sides; a reading ends with its last loss",
         "processor time a step: of client, controller and worker together",
         "decoder LM with optax's AdamW, encoder-decoder with optax's Adafactor, float32",
     ]

@@ -1,8 +1,8 @@
 """A training run for both sides of a comparison: its step, its batches, its loop.
 
 A `Task` does not know where its step runs; a process of plain JAX gets its name. `Trainer` runs any
-step function that returns futures, of `jax.jit` or `pw.jit`, as a user would: it keeps a few steps in
-flight and reads the loss of the oldest.
+step function that returns futures, of `jax.jit` or `pw.jit`, as a user would: it keeps a few steps
+in flight and reads the loss of the oldest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def adafactor() -> Optimizer:
 
 
 def tokens(step: int, rows: int, length: int, vocabulary: int) -> Any:
-    """The batch of a step: random walks over the vocabulary, so that the next token can be learned."""
+    """The batch of a step: random walks over the vocabulary, which a model can learn."""
     draw = np.random.default_rng((SEED, step))
     walk = np.cumsum(draw.integers(1, 4, (rows, length)), axis=1)
     return ((walk + draw.integers(0, vocabulary, (rows, 1))) % vocabulary).astype(np.int32)

@@ -3,12 +3,12 @@
 The paper keeps buffers in device memory and moves them over the accelerators' own network or the
 datacentre's (its §4.2 and figure 12), without figures. Three levels are measured:
 
-- the bulk plane (`pw.transport.bulk`) between two processes, from request to delivered bytes, beside
-  a memcpy in one process and a bare tcp socket between the same two processes;
+- the bulk plane (`pw.transport.bulk`) between two processes, from request to delivered bytes,
+  beside a memcpy in one process and a bare tcp socket between the same two processes;
 - `pw.put` of a `pw.Array` from one island to another, from request to ready, beside Ray's object
-  store between two actors if Ray is installed. The bars are about arrays that must be copied: results
-  of computations, and in Ray arrays that an actor returns. Arrays that are already in shared memory
-  are only mapped, by both systems; their rows are called *again*;
+  store between two actors if Ray is installed. The bars are about arrays that must be copied:
+  results of computations, and in Ray arrays that an actor returns. Arrays that are already in
+  shared memory are only mapped, by both systems; their rows are called *again*;
 - a small call on a host that receives 64 MiB arrays of another client, one after the other.
 """
 

@@ -68,9 +68,8 @@ def failures(mesh: pw.Mesh) -> None:
     assert np.array_equal(double(kept), [0.0, 2.0, 4.0, 6.0])
     say(f"the next call had the right values {time.monotonic() - begun_s:.1f} s later")
     (host,) = pw.status().islands[0].hosts
-    say(
-        f"tcp ports that the host and this script listen on: {tcp_ports(host.pid) + tcp_ports(os.getpid())}"
-    )
+    ports = tcp_ports(host.pid) + tcp_ports(os.getpid())
+    say(f"tcp ports that the host and this script listen on: {ports}")
     os.kill(host.pid, signal.SIGKILL)
     begun_s = time.monotonic()
     assert np.array_equal(double(kept), [0.0, 2.0, 4.0, 6.0])

@@ -1,7 +1,7 @@
 """The program from the Pathways paper, as written there, with `pw.pmap` where it says `jax.pmap`.
 
-Run it: `python examples/quickstart.py`. It runs on the cluster of PW_ADDRESS. Without PW_ADDRESS, `pw`
-starts a cluster and stops it when the script ends.
+Run it: `python examples/quickstart.py`. It runs on the cluster of PW_ADDRESS. Without PW_ADDRESS,
+`pw` starts a cluster and stops it when the script ends.
 """
 
 import numpy

@@ -1,1 +1,1 @@
-"""The systems that pw is compared with, each in processes that are idle until they have to measure."""
+"""The systems that pw is compared with, in processes that are idle between readings."""

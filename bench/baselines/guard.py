@@ -20,7 +20,7 @@ def members(leaders: set[int]) -> list[int]:
 
 
 def main() -> None:
-    """Wait for the end of standard input, then kill the sessions of the leaders in the arguments."""
+    """Wait for the end of standard input, then kill the sessions of the given leaders."""
     sys.stdin.read()
     for pid in members({int(leader) for leader in sys.argv[1:]}):
         with contextlib.suppress(ProcessLookupError):

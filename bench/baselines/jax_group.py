@@ -21,7 +21,7 @@ from pw.devices.jax import group
 
 
 def start(hosts: int, busy: Sequence[int] = ()) -> Peer:
-    """A group of `hosts` processes of one device: the cases of `bench.dispatch`, or calls of `busy`.
+    """A group of `hosts` processes, with the cases of `bench.dispatch` or of `busy_cases`.
 
     Raises GaveUp if it cannot be formed.
     """

@@ -1,6 +1,7 @@
 """Ray: one actor a host, called one by one or through a compiled graph.
 
-The actors that run the all-reduce are members of one `jax.distributed` group, set up like pw's workers.
+The actors that run the all-reduce are members of one `jax.distributed` group, set up like pw's
+workers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command: a cluster of two islands on this machine, the paper's program, a language model.
 
 The loop keeps a few steps in flight and reads the loss of the oldest, so the islands never wait for
-this process. The reference and the sampling run in this process with plain JAX, after the cluster has
-stopped, because they would use the same cores.
+this process. The reference and the sampling run in this process with plain JAX, after the cluster
+has stopped, because they would use the same cores.
 """
 
 from __future__ import annotations

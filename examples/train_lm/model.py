@@ -5,8 +5,8 @@ activations into next-byte logits and a loss. This file does not use `pw`: a sta
 ordinary function of (parameters, inputs), and the reference composes both.
 
 Blocks are pre-norm (RMSNorm), with causal multi-head attention and a GELU feed-forward layer, all
-in float32. The first weights that write into the residual stream are smaller by
-sqrt(2 * blocks), as in GPT-2, so the first loss is that of a uniform guess: ln 256 = 5.55 nats a byte.
+in float32. The first weights that write into the residual stream are smaller by sqrt(2 * blocks),
+as in GPT-2, so the first loss is that of a uniform guess: ln 256 = 5.55 nats a byte.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 Each stage of the model runs on its own island and is data-parallel over the hosts of that island:
 the mesh axis "dp" divides the rows of a micro-batch and their activations, and every host has all
 parameters and optimizer state. The compiler inserts the all-reduce of the gradients, because their
-result is declared replicated. The runtime moves activations to the other island, and their gradients
-back; it derives these transfers from the placement of the functions.
+result is declared replicated. The runtime moves activations to the other island, and their
+gradients back; it derives these transfers from the placement of the functions.
 
 `train_step` is ordinary Python that runs once, when it is traced. It walks through the tasks of the
 schedule and calls one compiled function for each. The trace is a graph, which the runtime runs for
 every step. The next run can begin before the last one has ended.
 
-A stage's state is a dict with `params` and `optimizer`. An accumulator sums a stage's gradients over
-micro-batches; it is donated from task to task, so each stage holds one of them.
+A stage's state is a dict with `params` and `optimizer`. An accumulator sums a stage's gradients
+over micro-batches; it is donated from task to task, so each stage holds one of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Pipeline:
         return pw.put(states[0], sharding=on0), pw.put(states[1], sharding=on1)
 
     def put_batch(self, batch: Batch) -> tuple[Any, Any]:
-        """Sends a batch's inputs to the hosts of stage 0, and its targets to the hosts of stage 1."""
+        """Sends a batch's inputs to the hosts of stage 0, its targets to those of stage 1."""
         on0, on1 = self.batch_shardings
         return pw.put(batch.inputs, sharding=on0), pw.put(batch.targets, sharding=on1)
 

@@ -1,8 +1,8 @@
 """The same training in plain JAX: one process, one device, the uncut model.
 
 It has only these in common with the pipeline: the model's definition, the first parameters, the
-batches and the optimizer. It has no micro-batches, no stages and no `pw`. If the losses of both agree
-step after step, then the pipeline's gradients, their sums and its updates are right.
+batches and the optimizer. It has no micro-batches, no stages and no `pw`. If the losses of both
+agree step after step, then the pipeline's gradients, their sums and its updates are right.
 """
 
 from __future__ import annotations

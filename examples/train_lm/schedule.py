@@ -1,9 +1,9 @@
 """A pipeline schedule as data: the tasks of each stage, in order.
 
 One forward, one backward ("1F1B"): stage 0 sends a few micro-batches ahead, then alternates between
-the forward of a new micro-batch and the backward of the oldest. Stage 1 is the last stage, so forward
-and backward are one task there. Stage 0 keeps the inputs of at most `ahead` micro-batches; with all
-forwards before all backwards it would keep all.
+the forward of a new micro-batch and the backward of the oldest. Stage 1 is the last stage, so
+forward and backward are one task there. Stage 0 keeps the inputs of at most `ahead` micro-batches;
+with all forwards before all backwards it would keep all.
 
 The table has one row a stage. `merge` interleaves the rows so that every task comes after the task
 that it needs. The pipeline's program calls its functions in that order.

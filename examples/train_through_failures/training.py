@@ -1,8 +1,8 @@
 """The training loop, as a user would write it.
 
-Every step donates its states, steps are dispatched ahead of their losses, and this process sends the
-batches. Only the checkpoint is there because of failures: the runtime replays lost work from it, and
-the loop does not notice.
+Every step donates its states, steps are dispatched ahead of their losses, and this process sends
+the batches. Only the checkpoint is there because of failures: the runtime replays lost work from
+it, and the loop does not notice.
 """
 
 from __future__ import annotations
