@@ -96,7 +96,7 @@ class Queues(Part):
             self.env.count("messages_stale")
             return
         tasks = self._launches_of(message)
-        for array in message.awaits:
+        for array in tasks[0].awaits:
             self._uploads.setdefault(array, []).append(tasks[0])
         if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
             tasks[0].happened(Event.REFUSE)
