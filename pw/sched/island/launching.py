@@ -24,7 +24,7 @@ from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.in_flight import InFlight
 from pw.sched.island.launch_states import SegmentTask, State
-from pw.sched.island.members import Alike, Members
+from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
 from pw.sched.island.queues import Queues
@@ -168,23 +168,7 @@ class Launcher(Part):
         if here.is_timed:
             here.is_timed = False
             self.env.send(CONTROL, RunStarted(here.run))
-        numbers: list[int] = []
-        alike: Alike = {}
-        for index, host in enumerate(task.hosts):
-            is_first = host not in here.introduced
-            here.introduced.add(host)
-            report = index < task.reporters
-            number = self.members.send_launch(
-                host,
-                here,
-                task.segment,
-                here.arguments if is_first else None,
-                last=here.last_segment[host] == task.segment,
-                report=report,
-                alike=alike,
-            )
-            if report:
-                numbers.append(number)
+        numbers = self.members.send_launch(here, task.segment, task.hosts, task.reporters)
         self.in_flight.add(task, numbers)
         self.watchdog.went_on()
         task.launch(self.watchdog.progress_s)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
 from pw.core.messages import (
-    Arguments,
+    CANCELLED,
     CallEnded,
     Discard,
     EndEpoch,
@@ -26,9 +26,6 @@ from pw.core.messages import (
     RunRefused,
 )
 from pw.sched.island.launch_states import RunHere
-
-Alike = dict[tuple[int, bool, bool, bool], Launch]
-"""Launches of one gang by the fields in which they differ: each is made and encoded once."""
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class Members(Part):
 
     def include(self, hosts: Iterable[str]) -> bool:
         """Whether all these hosts are members; messages of an earlier epoch name others."""
-        return self._next_sequence.keys() >= set(hosts)
+        return all(map(self._next_sequence.__contains__, hosts))
 
     def is_current(self, epoch: int) -> bool:
         """Whether a message is of this epoch; one that is not is counted."""
@@ -86,26 +83,41 @@ class Members(Part):
         return number
 
     def send_launch(
-        self,
-        host: str,
-        here: RunHere,
-        segment: int,
-        arguments: Arguments | None,
-        *,
-        last: bool,
-        report: bool,
-        alike: Alike,
-    ) -> int:
-        """Send a host its launch and return the number; the hosts of a gang share `alike`."""
-        sequence = self.next_number(host)
-        key = (sequence, arguments is None, last, report)
-        launch = alike.get(key)
-        if launch is None:
-            launch = alike[key] = Launch(
-                self.epoch, sequence, here.run, here.program, segment, last, arguments, report
-            )
-        self.env.send(executor_of(host), launch)
-        return sequence
+        self, here: RunHere, segment: int, hosts: Iterable[str], reporters: int
+    ) -> list[int]:
+        """Send each host of a gang its launch, and return the numbers of the first `reporters`.
+
+        The launches that are alike are made and encoded once.
+        """
+        numbers: list[int] = []
+        alike: dict[tuple[int, bool, bool, bool], Launch] = {}
+        is_cancelled = segment == CANCELLED
+        for index, host in enumerate(hosts):
+            sequence = self._next_sequence[host]
+            self._next_sequence[host] = sequence + 1
+            is_first = not is_cancelled and host not in here.introduced
+            is_last = is_cancelled or here.last_segment[host] == segment
+            report = index < reporters
+            if is_first:
+                here.introduced.add(host)
+            if report:
+                numbers.append(sequence)
+            key = (sequence, is_first, is_last, report)
+            launch = alike.get(key)
+            if launch is None:
+                arguments = here.arguments if is_first else None
+                launch = alike[key] = Launch(
+                    self.epoch,
+                    sequence,
+                    here.run,
+                    here.program,
+                    segment,
+                    is_last,
+                    arguments,
+                    report,
+                )
+            self.env.send(executor_of(host), launch)
+        return numbers
 
     def send_drops(self) -> None:
         """Send each host one message; hosts that drop the same share it, encoded once."""

@@ -31,7 +31,7 @@ from pw.core.messages import (
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.launch_states import Event, RunHere, SegmentTask
-from pw.sched.island.members import Alike, Members
+from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
 from pw.sched.island.quarantine import Quarantine
@@ -188,11 +188,8 @@ class Queues(Part):
         tasks = self.runs.pop(message.run, ())
         if not tasks:
             return
-        alike: Alike = {}
-        for host in dict.fromkeys(host for task in tasks for host in task.hosts):
-            self.members.send_launch(
-                host, tasks[0].here, CANCELLED, None, last=True, report=False, alike=alike
-            )
+        hosts = dict.fromkeys(host for task in tasks for host in task.hosts)
+        self.members.send_launch(tasks[0].here, CANCELLED, hosts, reporters=0)
         for task in tasks:
             for array in task.awaits:
                 self._uploads[array].remove(task)
