@@ -69,6 +69,16 @@ def test_only_a_failed_array_carries_its_cause_as_an_error() -> None:
     assert one.error is LATER
 
 
+def test_a_failed_array_does_not_wait_for_lost_hosts() -> None:
+    arrays = Arrays()
+    arrays.add(1, array(ArrayState.ARRIVING, "h", "i"))
+    arrays.fail((1,), ERROR)
+    arrays.lose(1, LATER, island=True)
+    one = arrays.held[1]
+    assert (one.state, one.error, one.awaited) == (ArrayState.FAILED, ERROR, frozenset())
+    assert not arrays.lost
+
+
 def test_the_history_of_an_array_can_be_printed() -> None:
     one = array(ArrayState.PRESENT)
     one.lose(ERROR)

@@ -15,7 +15,7 @@ would have made. Recovery brings a lost array back: from replicas, from files or
 is arriving again; a repeated run makes it present at once. What cannot be brought back has failed.
 
 A failed array carries the error for all that is computed from it. An array that fails while it is
-arriving stays known until all its hosts have reported. The same holds for an array that the client
+arriving waits until all its hosts have reported, or are lost. The same holds for an array that the client
 deletes or donates while it is arriving: it is *discarded*, and the hosts drop it when all have
 reported. An array that only a repeated run needs, and no client holds, is discarded from the start.
 """
@@ -83,7 +83,7 @@ ARRAY = Lifecycle[ArrayState, ArrayEvent](
             _E.REPLAY: _S.PRESENT,
             _E.FAIL: _S.FAILED,
         },
-        _S.FAILING: {_E.ARRIVE: _S.FAILED, _E.DELETE: _S.DISCARDED},
+        _S.FAILING: {_E.ARRIVE: _S.FAILED, _E.LOSE: _S.FAILED, _E.DELETE: _S.DISCARDED},
         _S.FAILED: {_E.DELETE: _S.DELETED},
         _S.DISCARDED: {_E.ARRIVE: _S.DELETED, _E.LOSE: _S.DELETED, _E.FAIL: _S.DISCARDED},
         _S.DELETED: {},
@@ -229,7 +229,8 @@ class Arrays:
             self.discarded.pop(number).lose(error)
             return
         array.lose(error)
-        self.lost.setdefault(number, array)
+        if array.is_lost:
+            self.lost.setdefault(number, array)
         if island:
             array.hosts = ()
 

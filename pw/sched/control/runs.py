@@ -37,12 +37,7 @@ class GiveBack:
 
 
 class Runs(ControlPart):
-    """The runs in flight of all clients; see the module.
-
-    Args:
-        sessions: the clients.
-        credits_at_once: credits of a client that do not wait for more.
-    """
+    """The runs in flight of all clients; see the module."""
 
     def __init__(self, sessions: Sessions, credits_at_once: int) -> None:
         super().__init__(sessions)

@@ -96,14 +96,7 @@ class ClientNumbers:
 
 
 class Sessions(Part):
-    """The attached clients.
-
-    Args:
-        env: the controller's.
-        islands: their schedulers are told of the clients.
-        secret: makes tickets; hosts know it, too.
-        first_client: number of the first client.
-    """
+    """The attached clients."""
 
     def __init__(self, env: Env, islands: Islands, secret: bytes, first_client: int) -> None:
         self.env = env

@@ -46,12 +46,7 @@ class GiveUp:
 
 
 class Slices(ControlPart):
-    """All slices; see the module.
-
-    Args:
-        sessions: the clients.
-        recovery_s: how long the controller waits for an island that was lost.
-    """
+    """All slices; see the module."""
 
     def __init__(self, sessions: Sessions, recovery_s: float) -> None:
         super().__init__(sessions)

@@ -78,12 +78,7 @@ def sources_of(
 
 
 class Replicas(ControlPart):
-    """All replicas; see the module.
-
-    Args:
-        sessions: the clients.
-        recovery_s: how long the controller waits for a host that was lost.
-    """
+    """All replicas; see the module."""
 
     def __init__(self, sessions: Sessions, recovery_s: float) -> None:
         super().__init__(sessions)

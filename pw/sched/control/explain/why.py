@@ -64,15 +64,7 @@ class _Question:
 
 
 class Explainer(ControlPart):
-    """Answers `Explain`; see the module.
-
-    Args:
-        sessions: the clients.
-        runs: those in flight.
-        stream: knows what clients' messages wait for.
-        island_status: describes all islands.
-        heard_s: seconds since a node was heard last; None if that is not known.
-    """
+    """Answers `Explain`; see the module."""
 
     def __init__(
         self,

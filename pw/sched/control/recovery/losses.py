@@ -15,7 +15,7 @@ from pw.core.actor import handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address, arrays_in
 from pw.core.messages import ArraysLost, IslandLost, RunFailed
-from pw.sched.control.array_states import Array
+from pw.sched.control.array_states import Array, ArrayState
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import pause_s
 from pw.sched.control.recovery.plan import named
@@ -43,8 +43,7 @@ class Losses(ControlPart):
         arriving: set[int] = set()
         for client in self._sessions.clients:
             for number, array in list(client.arrays.all()):
-                has_failed = array.error is not None and number in client.arrays
-                if array.island != message.island or has_failed:
+                if array.island != message.island or array.state is ArrayState.FAILED:
                     continue
                 if array.awaited:
                     arriving.add(number)
