@@ -69,7 +69,7 @@ def test_a_donated_chain_is_kept_as_far_back_as_its_end_needs_it() -> None:
     history.lineage.release([1999])
     assert not history.lineage.origins, "nobody needs any of it"
     assert not len(history.lineage)
-    assert set(history.lineage.drain().copies) == set(range(1, 2000))
+    assert set(history.lineage.drain().arrays) == set(range(1, 2000))
 
 
 def test_a_checkpoint_ends_lineage_and_is_kept_while_somebody_needs_it() -> None:
@@ -78,7 +78,7 @@ def test_a_checkpoint_ends_lineage_and_is_kept_while_somebody_needs_it() -> None
     history.run(2, 1)
     history.run(3, 2, donate=True)
     history.lineage.release([1])
-    history.lineage.copied(3)
+    history.lineage.replicated(3)
     assert len(history.lineage) == 0
     assert history.lineage.drain().inputs == [1]
     history.run(4, 3, donate=True)
@@ -89,8 +89,8 @@ def test_a_checkpoint_ends_lineage_and_is_kept_while_somebody_needs_it() -> None
     assert plan.restores == {3: (Source(LEFT, "a"), Source(LEFT, "b"), Source(RIGHT, "b"))}
     assert not plan.lost
     assert not plan.uploads
-    history.lineage.copied(4)
-    assert 3 in history.lineage.drain().copies, "the newer checkpoint does without the older"
+    history.lineage.replicated(4)
+    assert 3 in history.lineage.drain().arrays, "the newer checkpoint does without the older"
 
 
 def test_it_knows_the_slices_of_what_can_be_made_again() -> None:
@@ -148,7 +148,7 @@ def test_a_copy_that_lacks_a_box_is_no_copy() -> None:
     history = History()
     history.run(1)
     assert orders(history.plan(1, copies={1: {"a": frozenset([LEFT])}})) == [1]
-    history.lineage.copied(1)
+    history.lineage.replicated(1)
     (error,) = history.plan(1, copies={1: {"a": frozenset([LEFT])}}).lost.values()
     assert error.kind == "ArrayLost"
     assert "h was lost" in error.message

@@ -92,7 +92,7 @@ def test_a_deleted_array_does_not_keep_a_host_from_being_empty() -> None:
 def test_a_replica_that_a_host_refused_is_offered_again_and_to_other_hosts_first() -> None:
     bench = Bench("a", "b")
     bench.has("a")
-    bench.client.lineage.copied(ARRAY)
+    bench.client.lineage.replicated(ARRAY)
     bench.hosts_are("a", "b")
     assert bench.offers("b") == 1
     bench.wait(10 * OFFER_S)

@@ -187,8 +187,8 @@ class Controller(Actor):
             self.env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
         for number in unneeded.slices:
             self.slices.forget_request(client, number)
-        self.checkpoints.forget(client, unneeded.copies)
-        self.replicas.drop(unneeded.copies)
+        self.checkpoints.forget(client, unneeded.arrays)
+        self.replicas.drop(unneeded.arrays)
 
     # --- islands and hosts ------------------------------------------------------------------------
 

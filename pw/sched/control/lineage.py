@@ -105,7 +105,7 @@ class Origin:
     held: bool = True
     readers: int = 0
     """Kept records that read it."""
-    copied: bool = False
+    replicated: bool = False
     """A checkpoint has put replicas of all of it in host memory."""
     error: ErrorReport | None = None
     """How it failed, if the client does not hold it any more."""
@@ -117,7 +117,7 @@ class Origin:
 class Unneeded:
     """What nothing can ask for any more."""
 
-    copies: list[int] = field(default_factory=list)
+    arrays: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
     slices: list[int] = field(default_factory=list)
@@ -196,30 +196,30 @@ class Lineage:
                 origin.held = False
                 self._reconsider(array)
 
-    def copied(self, array: int) -> None:
+    def replicated(self, array: int) -> None:
         """All of an array is in host memory: how it was made does not matter any more."""
         origin = self.origins.get(array)
-        if origin is not None and not origin.copied:
-            origin.copied = origin.lasting = True
+        if origin is not None and not origin.replicated:
+            origin.replicated = origin.lasting = True
             if origin.maker is not None:
                 self._unwant([origin])
 
-    def was_copied(self, array: int) -> None:
+    def was_replicated(self, array: int) -> None:
         """All of an array was in host memory, and may come back."""
         origin = self.origins.get(array)
         if origin is not None:
             origin.lasting = True
 
-    def copies_lost(self, array: int) -> None:
+    def replicas_lost(self, array: int) -> None:
         """Not all of an array is in host memory any more."""
         origin = self.origins.get(array)
         if origin is not None:
-            origin.copied = False
+            origin.replicated = False
 
     @property
     def has_unneeded(self) -> bool:
         """Whether `drain` returns something."""
-        return bool(self._unneeded.copies or self._unneeded.runs)
+        return bool(self._unneeded.arrays or self._unneeded.runs)
 
     def drain(self) -> Unneeded:
         """Return what has become unneeded since the last call."""
@@ -241,7 +241,7 @@ class Lineage:
         del self.origins[array]
         if origin.is_input:
             self._unneeded.inputs.append(array)
-        self._unneeded.copies.append(array)
+        self._unneeded.arrays.append(array)
 
     def _unwant(self, origins: list[Origin]) -> None:
         """Forget the makers of these origins; a loop, because chains are long."""

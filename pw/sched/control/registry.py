@@ -7,6 +7,7 @@ devices. An error in a program is kept with it, and poisons each of its runs.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 from pw.core.actor import handles
 from pw.core.artifacts import Artifacts
@@ -22,14 +23,15 @@ from pw.core.messages import (
 )
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram, check_program, said_of
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+from pw.sched.control.sessions import ControlPart, handles_client
 
 
+@dataclass(eq=False)
 class ProgramRegistry(ControlPart):
     """All programs; see the module."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        super().__init__(sessions)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.artifacts = Artifacts()
 
     @handles_client(RegisterProgram)
@@ -87,7 +89,7 @@ class ProgramRegistry(ControlPart):
     @handles(SliceBound)
     def _slice_bound(self, sender: Address, message: SliceBound) -> None:
         """Lower again the programs of a slice that has other devices."""
-        client = self._sessions.owner(message.slice)
+        client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices:
             for program in (*client.programs.values(), *client.retired.values()):
                 if message.slice in program.slices:
@@ -95,7 +97,7 @@ class ProgramRegistry(ControlPart):
 
     @handles(ProgramInstalled)
     def _installed(self, sender: Address, message: ProgramInstalled) -> None:
-        client = self._sessions.owner(message.program)
+        client = self.sessions.owner(message.program)
         if client is None:
             return
         number = message.program
@@ -110,7 +112,7 @@ class ProgramRegistry(ControlPart):
     @handles(IslandLost)
     def _island_lost(self, sender: Address, message: IslandLost) -> None:
         """Do not wait until an island has compiled that has left its epoch."""
-        for client in self._sessions.clients:
+        for client in self.sessions.clients:
             for program in (*client.programs.values(), *client.retired.values()):
                 program.installing.discard(message.island)
 

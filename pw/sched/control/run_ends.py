@@ -33,7 +33,7 @@ from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.run_states import RunEvent, RunInFlight
 from pw.sched.control.runs import Runs
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.stream import Stream
 
 GRACE_S = 1.0
@@ -45,24 +45,18 @@ class LookAtDeadlines:
     """Timer: a run may be overdue."""
 
 
+@dataclass(eq=False)
 class RunEnds(ControlPart):
     """Ends runs; see the module."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        runs: Runs,
-        losses: Losses,
-        rebuilder: Rebuilder,
-        stream: Stream,
-        explainer: Explainer,
-    ) -> None:
-        super().__init__(sessions)
-        self._stream = stream
-        self._runs = runs
-        self._losses = losses
-        self._rebuilder = rebuilder
-        self._explainer = explainer
+    runs: Runs
+    losses: Losses
+    rebuilder: Rebuilder
+    stream: Stream
+    explainer: Explainer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._deadlines: dict[int, float] = {}
         self._timer: Timer | None = None
         self._due_s = 0.0
@@ -72,21 +66,21 @@ class RunEnds(ControlPart):
 
     @handles(SegmentDone)
     def _segment_done(self, sender: Address, message: SegmentDone) -> None:
-        run = self._runs.segment_done(message)
+        run = self.runs.segment_done(message)
         if run is None:
             return
         self._forget_deadline(run)
         if run.cause is not None:
-            self._losses.run_lost(run, run.cause)
+            self.losses.run_lost(run, run.cause)
         else:
-            self._runs.end(run)
+            self.runs.end(run)
 
     @handles(RunRefused)
     def _refused(self, sender: Address, message: RunRefused) -> None:
         """A scheduler cannot launch a run; if it seemed to have ended, its results have failed now."""
         error, results = message.error, message.results
-        if message.run not in self._runs.in_flight and results:
-            client = self._sessions.owner(results[0])
+        if message.run not in self.runs.in_flight and results:
+            client = self.sessions.owner(results[0])
             if client is None:
                 return
             self._fail_arrays(client, results, error)
@@ -106,12 +100,12 @@ class RunEnds(ControlPart):
         With a `reason`, the launched part of them must end as well, `grace_s` later at the latest.
         """
         failed = set(arrays)
-        for run in list(self._runs.in_flight.values()):
+        for run in list(self.runs.in_flight.values()):
             if run.number not in runs and failed.isdisjoint(arrays_in(run.args)):
                 continue
             self._forget_deadline(run)
             grace = grace_s if run.number in runs else max(grace_s, GRACE_S)
-            client = self._runs.withdraw(run, RunEvent.FAIL, reason, grace)
+            client = self.runs.withdraw(run, RunEvent.FAIL, reason, grace)
             failed.update(run.results)
             client.arrays.fail(run.results, error)
             self._env.send(client.address, RunFailed(run.number, run.results, error))
@@ -127,7 +121,7 @@ class RunEnds(ControlPart):
     @handles(RunStarted)
     def _started(self, sender: Address, message: RunStarted) -> None:
         """A segment of a run with a timeout was launched; the time counts from the first one."""
-        run = self._runs.in_flight.get(message.run)
+        run = self.runs.in_flight.get(message.run)
         if run is not None and run.number not in self._deadlines:
             deadline_s = self._env.now_s() + run.record.program.body.timeout_s
             self._deadlines[run.number] = deadline_s
@@ -155,14 +149,14 @@ class RunEnds(ControlPart):
         now_s = self._env.now_s()
         for number in [number for number, due_s in self._deadlines.items() if due_s <= now_s]:
             del self._deadlines[number]
-            if number in self._runs.in_flight:
+            if number in self.runs.in_flight:
                 self._env.count("runs_overdue")
-                self._explainer.explain_run(number, partial(self._time_out, number))
+                self.explainer.explain_run(number, partial(self._time_out, number))
         if self._deadlines:
             self._arm(min(self._deadlines.values()))
 
     def _time_out(self, number: int, explanation: str) -> None:
-        run = self._runs.in_flight.get(number)
+        run = self.runs.in_flight.get(number)
         if run is None:
             return  # it ended while the explainer asked the hosts
         program = run.record.program
@@ -186,7 +180,7 @@ class RunEnds(ControlPart):
     @handles_client(CancelRuns)
     def _cancel_runs(self, asker: Client, message: CancelRuns) -> None:
         """An operator cancels a run, or all runs, of any client."""
-        client = self._sessions.get(message.client)
+        client = self.sessions.get(message.client)
         error: Error | None = None
         if client is None:
             error = ArgumentError(f"there is no client {message.client}; see pw status")
@@ -205,10 +199,10 @@ class RunEnds(ControlPart):
         """Cancel the runs of a client that are `wanted`, by number and results; return how many."""
         chosen = {
             run.number: run.record.program.body.name
-            for run in self._runs.in_flight.values()
+            for run in self.runs.in_flight.values()
             if run.client == client.number and wanted(run.record.order, run.results)
         }
-        waiting = self._stream.take_runs(client, lambda run: wanted(run.run, run.results))
+        waiting = self.stream.take_runs(client, lambda run: wanted(run.run, run.results))
         lost = self._lost(client, wanted)
         names = set(chosen.values())
         names.update(
@@ -225,10 +219,10 @@ class RunEnds(ControlPart):
         self._fail_arrays(client, lost, error)
         self.fail(error, runs=chosen, arrays=lost, reason=words, grace_s=GRACE_S)
         for message in waiting:
-            self._runs.refuse(client, message, error)
+            self.runs.refuse(client, message, error)
         self._env.count("runs_cancelled", len(chosen) + len(waiting))
         if lost:
-            self._rebuilder.proceed(client)
+            self.rebuilder.proceed(client)
         return len(chosen) + len(waiting) + len(lost)
 
     def _lost(

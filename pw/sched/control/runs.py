@@ -19,7 +19,7 @@ from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record
 from pw.sched.control.run_checks import Poisoned, check_arguments, check_results, program_of
 from pw.sched.control.run_states import RunEvent, RunInFlight
-from pw.sched.control.sessions import ControlPart, Sessions
+from pw.sched.control.sessions import ControlPart
 
 CREDITS_AT_ONCE = 64
 """So many credits are given back at once."""
@@ -36,12 +36,14 @@ class GiveBack:
     """Timer: credits have waited for others long enough."""
 
 
+@dataclass(eq=False)
 class Runs(ControlPart):
     """The runs in flight of all clients; see the module."""
 
-    def __init__(self, sessions: Sessions, credits_at_once: int) -> None:
-        super().__init__(sessions)
-        self._credits_at_once = credits_at_once
+    credits_at_once: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.in_flight: dict[int, RunInFlight] = {}
         """In the order in which they were submitted."""
         self._refunds: Counter[int] = Counter()
@@ -159,7 +161,7 @@ class Runs(ControlPart):
         run.after(event)
         for island in run.islands:
             self._islands.tell(island, CancelRun(run.number, reason, grace_s))
-        client = self._sessions.get(run.client)
+        client = self.sessions.get(run.client)
         assert client is not None, "the runs of a client leave with it"
         given = [(n, array) for n, array in run.donated if not array.awaited]
         self._islands.release(client.number, given)
@@ -182,7 +184,7 @@ class Runs(ControlPart):
 
     def _credit(self, client: int) -> None:
         self._refunds[client] += 1
-        if self._refunds[client] >= self._credits_at_once:
+        if self._refunds[client] >= self.credits_at_once:
             self._due.add(client)
         else:
             self._timer.start()
@@ -195,7 +197,7 @@ class Runs(ControlPart):
     def send_credits(self) -> None:
         """Send clients the credits that are due."""
         for number in self._due:
-            client = self._sessions.get(number)
+            client = self.sessions.get(number)
             if client is not None:
                 self._env.send(client.address, RunsSettled(self._refunds.pop(number)))
         self._due.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pw.core.actor import Env, Part, handles
@@ -177,13 +178,15 @@ class Sessions(Part):
             self.env.send(client.address, directory)
 
 
+@dataclass(eq=False)
 class ControlPart(Part):
     """Base of the controller's parts: each knows the clients and the islands."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        self._env = sessions.env
-        self._sessions = sessions
-        self._islands = sessions.islands
+    sessions: Sessions
+
+    def __post_init__(self) -> None:
+        self._env = self.sessions.env
+        self._islands = self.sessions.islands
 
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -198,7 +201,7 @@ def handles_client(*kinds: type) -> Callable[[Method], Callable[..., None]]:
     def mark(method: Method) -> Callable[..., None]:
         @handles(*kinds)
         def guarded(self: ControlPart, sender: Address, message: Any) -> None:
-            client = self._sessions.of(sender)
+            client = self.sessions.of(sender)
             if client is not None:
                 method(self, client, message)
 
@@ -216,7 +219,7 @@ def handles_host(*kinds: type) -> Callable[[Method], Callable[..., None]]:
     def mark(method: Method) -> Callable[..., None]:
         @handles(*kinds)
         def guarded(self: ControlPart, sender: Address, message: Any) -> None:
-            if self._sessions.at(sender.node) is not None:
+            if self.sessions.at(sender.node) is not None:
                 self._env.count("messages_refused")
             else:
                 method(self, sender.node, message)

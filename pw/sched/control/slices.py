@@ -27,7 +27,7 @@ from pw.core.messages import (
 )
 from pw.core.sharding import Binding
 from pw.sched.control.clients import Client
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+from pw.sched.control.sessions import ControlPart, handles_client
 
 _NOT_BORROWED = ErrorReport.of(
     HostLost(
@@ -45,12 +45,14 @@ class GiveUp:
     loss: int
 
 
+@dataclass(eq=False)
 class Slices(ControlPart):
     """All slices; see the module."""
 
-    def __init__(self, sessions: Sessions, recovery_s: float) -> None:
-        super().__init__(sessions)
-        self._recovery_s = recovery_s
+    recovery_s: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._bindings = self._islands.bindings
         self._losses = 0
 
@@ -78,7 +80,7 @@ class Slices(ControlPart):
     @handles(SliceBound)
     def _bound(self, sender: Address, message: SliceBound) -> None:
         number = message.slice
-        client = self._sessions.owner(number)
+        client = self.sessions.owner(number)
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, ReleaseSlice(number))
             return
@@ -90,7 +92,7 @@ class Slices(ControlPart):
 
     @handles(SliceRefused)
     def _refused(self, sender: Address, message: SliceRefused) -> None:
-        client = self._sessions.owner(message.slice)
+        client = self.sessions.owner(message.slice)
         if client is not None:
             client.slices.owned.discard(message.slice)
             client.slices.borrowed.discard(message.slice)
@@ -141,7 +143,7 @@ class Slices(ControlPart):
         gone = [n for n, binding in self._bindings.items() if binding.island == message.island]
         for number in gone:
             del self._bindings[number]
-            client = self._sessions.owner(number)
+            client = self.sessions.owner(number)
             assert client is not None, "the slices of a client leave with it"
             client.slices.unbound[number] = loss
             self._env.send(client.address, SliceLost(number, message.error))
@@ -155,7 +157,7 @@ class Slices(ControlPart):
 
     def expect(self, loss: int, error: ErrorReport, island: str = "") -> None:
         """Wait for the slices that a loss has unbound, for `recovery_s` at most."""
-        self._env.call_later(self._recovery_s, GiveUp(island, error, loss))
+        self._env.call_later(self.recovery_s, GiveUp(island, error, loss))
 
     def borrow(self, client: Client, numbers: Iterable[int]) -> None:
         """Have slices bound again that a client gave back."""

@@ -9,6 +9,7 @@ on at the end of each turn of the controller, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import msgspec
@@ -27,7 +28,7 @@ from pw.core.messages import (
 from pw.sched.control.checkpoints.copying import Checkpoints
 from pw.sched.control.checkpoints.saves import Saves
 from pw.sched.control.clients import Client, Ordered
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+from pw.sched.control.sessions import ControlPart, handles_client
 
 CHECKPOINTS_AT_ONCE = 2
 """Checkpoints of a client under way, of each kind: each has a copy of its arrays in host memory."""
@@ -35,16 +36,14 @@ CHECKPOINTS_AT_ONCE = 2
 Handlers = Mapping[type, Callable[[Client, Any], None]]
 
 
+@dataclass(eq=False)
 class Stream(ControlPart):
     """Has the messages of clients handled in their order; see the module."""
 
-    _handlers: Handlers
-    _told: Handlers
-
-    def __init__(self, sessions: Sessions, checkpoints: Checkpoints, saves: Saves) -> None:
-        super().__init__(sessions)
-        self._checkpoints = checkpoints
-        self._saves = saves
+    checkpoints: Checkpoints
+    saves: Saves
+    _handlers: Handlers = field(init=False)
+    _told: Handlers = field(init=False)
 
     def give_to(self, handlers: Handlers, told: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
@@ -86,11 +85,11 @@ class Stream(ControlPart):
             if any(array is not None and array.awaited for array in arrays):
                 return "the uploads of what it checkpoints"
             to_disk = isinstance(message, SaveArrays)
-            under_way = (self._saves if to_disk else self._checkpoints).count(client)
+            under_way = (self.saves if to_disk else self.checkpoints).count(client)
             if under_way >= CHECKPOINTS_AT_ONCE:
                 doing = "written to disk" if to_disk else "copied"
                 return f"{under_way} checkpoints that are still being {doing}"
-            if isinstance(message, SaveArrays) and self._saves.commits_at(message.path):
+            if isinstance(message, SaveArrays) and self.saves.commits_at(message.path):
                 return f"an earlier checkpoint to be put in its place at {message.path}"
         return ""
 

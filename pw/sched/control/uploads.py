@@ -8,6 +8,8 @@ back, arrives in the same way.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pw.core.errors import INFRASTRUCTURE, ArrayLost, Error, ErrorReport, NotOwner
 from pw.core.ids import client_of, store_of
 from pw.core.messages import (
@@ -28,25 +30,17 @@ from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.plan import named
 from pw.sched.control.recovery.replay import Replays
 from pw.sched.control.run_ends import RunEnds
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
+from pw.sched.control.sessions import ControlPart, handles_client, handles_host
 
 
+@dataclass(eq=False)
 class Uploads(ControlPart):
     """Sees arrays arrive; see the module."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        replicas: Replicas,
-        losses: Losses,
-        replays: Replays,
-        ends: RunEnds,
-    ) -> None:
-        super().__init__(sessions)
-        self._replicas = replicas
-        self._losses = losses
-        self._replays = replays
-        self._ends = ends
+    replicas: Replicas
+    losses: Losses
+    replays: Replays
+    ends: RunEnds
 
     # --- announced by the client ------------------------------------------------------------------
 
@@ -69,7 +63,7 @@ class Uploads(ControlPart):
         client.lineage.add_input(message.array, spec, message.source)
         self._islands.place(island, message.array, spec)
         if message.source is not None:
-            self._replays.read(message.array, array, message.source)
+            self.replays.read(message.array, array, message.source)
             return
         array.input = message.array
         for host, error in reported.items():
@@ -131,10 +125,10 @@ class Uploads(ControlPart):
     @handles_host(Uploaded)
     def _uploaded(self, host: str, message: Uploaded) -> None:
         number = message.array
-        client = self._sessions.owner(number)
+        client = self.sessions.owner(number)
         if client is None:
             self._env.count("messages_stale")
-            if self._sessions.is_known(client_of(number)):
+            if self.sessions.is_known(client_of(number)):
                 self._env.send(store_of(host), DropUploads((number,)))
             return
         array = client.arrays.find(number)
@@ -156,7 +150,7 @@ class Uploads(ControlPart):
             return
         array.report(host)
         if error is not None and array.error is None:
-            if self._losses.arrival_failed(client, number, array, error):
+            if self.losses.arrival_failed(client, number, array, error):
                 self._islands.tell_all(UploadEnded(number))
                 return
             if error.kind in INFRASTRUCTURE:
@@ -164,18 +158,18 @@ class Uploads(ControlPart):
                 lost = ArrayLost(f"{what} could not be brought back: {error.message}")
                 error = ErrorReport.of(lost, error.where)
             array.fail(error)
-            self._ends.fail(error, arrays=(number,))
+            self.ends.fail(error, arrays=(number,))
         if array.awaited:
             return
         was_discarded = client.arrays.arrive(number, array)
         if array.restored:
-            self._replicas.arrived(client, number)
+            self.replicas.arrived(client, number)
         self._islands.tell_all(UploadEnded(number))
         if was_discarded:
             self._islands.release(client.number, [(number, array)], late=True)
 
     def host_lost(self, node: str) -> None:
         """Forget what a host has reported of uploads that are not announced: they are lost with it."""
-        for client in self._sessions.clients:
+        for client in self.sessions.clients:
             for reported in client.arrays.unannounced.values():
                 reported.pop(node, None)

@@ -26,7 +26,7 @@ from pw.core.messages import (
 from pw.core.sharding import Box
 from pw.sched.control.checkpoints.replicas import OfferAgain, Replicas
 from pw.sched.control.clients import Client
-from pw.sched.control.sessions import ControlPart, Sessions, handles_host
+from pw.sched.control.sessions import ControlPart, handles_host
 
 
 @dataclass(slots=True, eq=False)
@@ -59,12 +59,14 @@ class _Copying:
         return left != missing
 
 
+@dataclass(eq=False)
 class Checkpoints(ControlPart):
     """All checkpoints in host memory that are under way; see the module."""
 
-    def __init__(self, sessions: Sessions, replicas: Replicas) -> None:
-        super().__init__(sessions)
-        self._replicas = replicas
+    replicas: Replicas
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._under_way: list[_Copying] = []
         self._hosts: tuple[str, ...] = ()
 
@@ -82,9 +84,9 @@ class Checkpoints(ControlPart):
             if (
                 array is None
                 and origin is not None  # an earlier controller was asked the same
-                and self._replicas.are_complete(number, origin.spec)
+                and self.replicas.are_complete(number, origin.spec)
             ):
-                client.lineage.copied(number)
+                client.lineage.replicated(number)
                 continue
             error = objection(client, number)
             if array is None or error is not None:
@@ -96,7 +98,7 @@ class Checkpoints(ControlPart):
                 chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
             missing = copying.missing.setdefault(number, set())
             for host, at in chosen.items():
-                targets = self._replicas.targets(number, host, array.hosts)
+                targets = self.replicas.targets(number, host, array.hosts)
                 copying.islands[host] = array.island
                 copy = Copy(number, array.spec, devices, tuple(at), targets)
                 by_island.setdefault(array.island, []).append((host, copy))
@@ -106,7 +108,7 @@ class Checkpoints(ControlPart):
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
-        self._replicas.keep_offering()
+        self.replicas.keep_offering()
         self._under_way.append(copying)
         self._check(copying)
 
@@ -120,11 +122,11 @@ class Checkpoints(ControlPart):
                     continue
                 for keeper, box in sorted(missing):
                     giver = copying.givers[array, box]
-                    if keeper != giver and self._replicas.has(giver, array, box):
+                    if keeper != giver and self.replicas.has(giver, array, box):
                         offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
                         self._env.send(store_of(keeper), offer)
         if self._under_way:
-            self._replicas.keep_offering()
+            self.replicas.keep_offering()
 
     @handles_host(Holdings)
     def _holds(self, host: str, message: Holdings) -> None:
@@ -186,8 +188,8 @@ class Checkpoints(ControlPart):
             origin = lineage.origins.get(array)
             if origin is None or array in copying.incomplete:
                 continue
-            if self._replicas.are_complete(array, origin.spec):
-                lineage.copied(array)
+            if self.replicas.are_complete(array, origin.spec):
+                lineage.replicated(array)
         if not copying.missing and copying in self._under_way:
             self._under_way.remove(copying)
             self._env.send(copying.client.address, Answered(copying.request, copying.error))

@@ -32,7 +32,7 @@ from pw.core.sharding import ArraySpec, Box
 from pw.core.ticker import Ticker
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Origin
-from pw.sched.control.sessions import ControlPart, Sessions, handles_host
+from pw.sched.control.sessions import ControlPart, handles_host
 
 OFFER_S = 5.0
 """How long a host may take to fetch a replica before it is offered again."""
@@ -77,12 +77,14 @@ def sources_of(
     return tuple(sources)
 
 
+@dataclass(eq=False)
 class Replicas(ControlPart):
     """All replicas; see the module."""
 
-    def __init__(self, sessions: Sessions, recovery_s: float) -> None:
-        super().__init__(sessions)
-        self._recovery_s = recovery_s
+    recovery_s: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._replicas: dict[int, dict[str, frozenset[Box]]] = {}
         self._hosts: tuple[str, ...] = ()
         self._draining: set[str] = set()
@@ -125,7 +127,7 @@ class Replicas(ControlPart):
         return bool(self._expected)
 
     def _origin(self, array: int) -> Origin | None:
-        client = self._sessions.owner(array)
+        client = self.sessions.owner(array)
         return None if client is None else client.lineage.origins.get(array)
 
     # --- hosts ------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ class Replicas(ControlPart):
     def _hosts_are(self, sender: Address, directory: Directory) -> None:
         before, self._hosts = self._hosts, tuple(peer.node for peer in directory.peers)
         self._expect(host for host in before if host not in self._hosts)
-        for client in self._sessions.clients:
+        for client in self.sessions.clients:
             if not client.recovering:
                 self.top_up(client)
 
@@ -146,18 +148,18 @@ class Replicas(ControlPart):
         self._expect((node,))
         for array in [array for array, replicas in self._replicas.items() if node in replicas]:
             del self._replicas[array][node]
-            client = self._sessions.owner(array)
+            client = self.sessions.owner(array)
             origin = self._origin(array)
             if client is None or origin is None:
                 continue
-            if origin.copied and not self.are_complete(array, origin.spec):
-                client.lineage.copies_lost(array)
+            if origin.replicated and not self.are_complete(array, origin.spec):
+                client.lineage.replicas_lost(array)
             if not self._replicas[array]:
                 del self._replicas[array]
 
     def _expect(self, gone: Iterable[str]) -> None:
         """Wait for lost hosts as for islands: replicas outlive the process of a host."""
-        until_s = self._env.now_s() + self._recovery_s
+        until_s = self._env.now_s() + self.recovery_s
         for node in gone:
             if any(node in replicas for replicas in self._replicas.values()):
                 self._expected[node] = until_s
@@ -179,8 +181,8 @@ class Replicas(ControlPart):
         for holding in holdings:
             array = holding.array
             number = client_of(array)
-            client = self._sessions.get(number)
-            is_awaited = client is None and not self._sessions.is_known(number)
+            client = self.sessions.get(number)
+            is_awaited = client is None and not self.sessions.is_known(number)
             if is_awaited or (client is not None and client.resuming is not None):
                 self._unclaimed.setdefault(number, []).append((host, holding))
                 continue
@@ -190,8 +192,12 @@ class Replicas(ControlPart):
             elif holding.boxes:
                 replicas = self._replicas.setdefault(array, {})
                 replicas[host] = replicas.get(host, frozenset()).union(holding.boxes)
-                if origin.lasting and not origin.copied and self.are_complete(array, origin.spec):
-                    client.lineage.copied(array)  # all that a checkpoint made is there again
+                if (
+                    origin.lasting
+                    and not origin.replicated
+                    and self.are_complete(array, origin.spec)
+                ):
+                    client.lineage.replicated(array)  # all that a checkpoint made is there again
             elif array in self._replicas:
                 self._refused(array, host)
         if useless:
@@ -205,7 +211,7 @@ class Replicas(ControlPart):
             if client_of(array) != client.number:
                 continue
             origin = client.lineage.origins.get(array)
-            if origin is None or not origin.copied:
+            if origin is None or not origin.replicated:
                 continue
             for box, _ in origin.spec.distinct_boxes():
                 there = [host for host, boxes in replicas.items() if box in boxes]
@@ -256,7 +262,7 @@ class Replicas(ControlPart):
             del self._paused[key]
             self._offered.pop(key, None)
         for number in dict.fromkeys(client_of(array) for array, _ in due):
-            client = self._sessions.get(number)
+            client = self.sessions.get(number)
             if client is not None and not client.recovering:
                 self.top_up(client)
         self._offers.ticked(more=bool(self._paused))
@@ -278,7 +284,7 @@ class Replicas(ControlPart):
 
     def _is_empty(self, host: str) -> bool:
         """Return whether nothing is needed that only this host has; offer such replicas elsewhere."""
-        for client in self._sessions.clients:
+        for client in self.sessions.clients:
             if client.recovering or any(one.restored for _, one in client.arrays.arriving()):
                 return False
         is_empty = True
@@ -297,14 +303,14 @@ class Replicas(ControlPart):
     def arrived(self, client: Client, array: int) -> None:
         """An array is on its devices again: drop replicas that no checkpoint asked for."""
         origin = client.lineage.origins.get(array)
-        if origin is not None and not origin.copied:
+        if origin is not None and not origin.replicated:
             self.drop((array,))
 
     def client_left(self, client: Client) -> None:
         """Forget a client's replicas; hosts drop them themselves."""
         self._disclaim(client.number)
         self.drop([n for n in self._replicas if client_of(n) == client.number])
-        if all(other is client for other in self._sessions.clients):
+        if all(other is client for other in self.sessions.clients):
             self._expected.clear()  # nothing waits for replicas any more
 
     def drop(self, arrays: Iterable[int]) -> None:
@@ -337,7 +343,7 @@ class Replicas(ControlPart):
     def _come_back_no_more(self, sender: Address, timer: Disclaim) -> None:
         self._disclaimer.ticked(more=False)
         for number in self.unclaimed:
-            if self._sessions.get(number) is None:
+            if self.sessions.get(number) is None:
                 self._disclaim(number)
 
     def _disclaim(self, number: int) -> None:

@@ -40,7 +40,7 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.sched.control.checkpoints.copying import objection
 from pw.sched.control.clients import Client
-from pw.sched.control.sessions import ControlPart, Sessions, handles_host
+from pw.sched.control.sessions import ControlPart, handles_host
 
 LEFTOVERS_KEPT = 1000
 """Abandoned checkpoints of which files may be left."""
@@ -62,11 +62,12 @@ class _Save:
     committing: bool = False
 
 
+@dataclass(eq=False)
 class Saves(ControlPart):
     """All checkpoints that are being written to disk; see the module."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        super().__init__(sessions)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.under_way: dict[str, _Save] = {}
         """By id, in the order in which they were begun."""
         self._hosts: tuple[str, ...] = ()
@@ -268,7 +269,7 @@ class Saves(ControlPart):
 
     def _answer(self, save: _Save, error: ErrorReport | None) -> None:
         self._env.count("checkpoints_written" if error is None else "checkpoints_not_written")
-        if self._sessions.get(save.client.number) is save.client:
+        if self.sessions.get(save.client.number) is save.client:
             self._env.send(save.client.address, Answered(save.message.request, error))
 
 

@@ -33,7 +33,7 @@ from pw.core.messages import (
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
+from pw.sched.control.sessions import ControlPart, handles_client, handles_host
 from pw.sched.control.stream import Stream
 from pw.sched.island.reports import WORK_TOLD
 
@@ -63,22 +63,17 @@ class _Question:
     hosts: dict[str, HostReport] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Explainer(ControlPart):
     """Answers `Explain`; see the module."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        runs: Runs,
-        stream: Stream,
-        island_status: Callable[[], tuple[IslandStatus, ...]],
-        heard_s: Callable[[str], float | None],
-    ) -> None:
-        super().__init__(sessions)
-        self._runs = runs
-        self._stream = stream
-        self._island_status = island_status
-        self._heard_s = heard_s
+    runs: Runs
+    stream: Stream
+    island_status: Callable[[], tuple[IslandStatus, ...]]
+    heard_s: Callable[[str], float | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._questions: dict[int, _Question] = {}
         self._asked = 0
         self._logging = False
@@ -174,23 +169,23 @@ class Explainer(ControlPart):
         question = self._questions.pop(number)
         silent = []
         for host in sorted(question.asked - question.hosts.keys()):
-            heard_s = self._heard_s(host)
+            heard_s = self.heard_s(host)
             silent.append(HostSilence(host, -1.0 if heard_s is None else heard_s))
         facts = Explanation(
             0,
             "",
-            self._island_status(),
+            self.island_status(),
             tuple(sorted(question.work, key=lambda report: report.island)),
             tuple(question.hosts[host] for host in sorted(question.hosts)),
             tuple(silent),
-            tuple(self._about(client) for client in self._sessions.clients),
+            tuple(self._about(client) for client in self.sessions.clients),
         )
         lines = story(facts, question.hosts_awaited, question.run, self._run_name)
         question.tell(msgspec.structs.replace(facts, text="\n".join(lines)))
 
     def _run_name(self, number: int) -> str:
         """Return the name of the user's run, also where another run repeats it."""
-        run = self._runs.in_flight.get(number)
+        run = self.runs.in_flight.get(number)
         if run is None or run.record.order == number:
             return run_name(number)
         return f"{run_name(run.record.order)}, run again,"
@@ -201,7 +196,7 @@ class Explainer(ControlPart):
         return ClientReport(
             client.number,
             client.name,
-            self._runs.count(client),
+            self.runs.count(client),
             len(client.backlog),
             tuple(self._waits_for(client)),
         )
@@ -217,7 +212,7 @@ class Explainer(ControlPart):
             when = f", when {', '.join(names)} has been compiled" if names else ""
             yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
         if client.backlog and not client.recovering:
-            yield self._stream.obstacle(client, client.backlog[0]) or "its turn"
+            yield self.stream.obstacle(client, client.backlog[0]) or "its turn"
         for number, array in list(client.arrays.arriving())[:WORK_TOLD]:
             hosts = ", ".join(sorted(array.awaited))
             before = f" ({array.history})" if array.past else ""

@@ -21,7 +21,7 @@ from pw.sched.control.lineage import pause_s
 from pw.sched.control.recovery.plan import named
 from pw.sched.control.run_states import RunEvent, RunInFlight
 from pw.sched.control.runs import Runs
-from pw.sched.control.sessions import ControlPart, Sessions, handles_host
+from pw.sched.control.sessions import ControlPart, handles_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,16 @@ class Proceed:
     client: int
 
 
+@dataclass(eq=False)
 class Losses(ControlPart):
     """Finds what is lost; see the module."""
 
-    def __init__(self, sessions: Sessions, runs: Runs) -> None:
-        super().__init__(sessions)
-        self._runs = runs
+    runs: Runs
 
     @handles(IslandLost)
     def _island_lost(self, sender: Address, message: IslandLost) -> None:
         arriving: set[int] = set()
-        for client in self._sessions.clients:
+        for client in self.sessions.clients:
             for number, array in list(client.arrays.all()):
                 if array.island != message.island or array.state is ArrayState.FAILED:
                     continue
@@ -64,12 +63,12 @@ class Losses(ControlPart):
         arguments, even for one on another island that it does not read.
         """
         chosen, lost = set(runs), set(arrays)
-        for run in list(self._runs.in_flight.values()):
+        for run in list(self.runs.in_flight.values()):
             needs_lost = not lost.isdisjoint(arrays_in(run.args))
             if run.number not in chosen and island not in run.islands and not needs_lost:
                 continue
             lost.update(run.results)
-            client = self._runs.withdraw(run, RunEvent.LOSE)
+            client = self.runs.withdraw(run, RunEvent.LOSE)
             for number in run.results:
                 array = client.arrays.get(number)
                 if array is not None and array.error is None and not array.is_lost:
@@ -86,7 +85,7 @@ class Losses(ControlPart):
     @handles_host(ArraysLost)
     def _arrays_lost(self, host: str, message: ArraysLost) -> None:
         for number in message.arrays:
-            client = self._sessions.owner(number)
+            client = self.sessions.owner(number)
             if client is None:
                 self._env.count("messages_stale")
             else:
@@ -105,7 +104,7 @@ class Losses(ControlPart):
         origin = client.lineage.origins.get(number)
         words = f"a host was lost while it sent what {named(array.spec, origin)} is made of"
         error = ErrorReport.of(HostLost(words))
-        making = [run for run in self._runs.in_flight.values() if number in run.results]
+        making = [run for run in self.runs.in_flight.values() if number in run.results]
         for run in making:
             run.spoil(error)  # it is run again when all its segments have ended
         if not making:
@@ -125,7 +124,7 @@ class Losses(ControlPart):
         client.arrays.lose(number, error)
         if number not in client.arrays:  # other hosts may have their shards
             self._islands.release(client.number, [(number, array)], late=True)
-        needing = [run.number for run in self._runs.in_flight.values() if number in run.args]
+        needing = [run.number for run in self.runs.in_flight.values() if number in run.args]
         self._interrupt(error, runs=needing)
         self._try_again(client.number, array.tries)
         return True

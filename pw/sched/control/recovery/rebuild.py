@@ -33,7 +33,7 @@ from pw.sched.control.recovery.losses import Proceed
 from pw.sched.control.recovery.plan import RecoveryPlan, named, plan_recovery
 from pw.sched.control.recovery.replay import Replays
 from pw.sched.control.registry import ProgramRegistry
-from pw.sched.control.sessions import ControlPart, Sessions
+from pw.sched.control.sessions import ControlPart
 from pw.sched.control.slices import GiveUp, Slices
 
 LOOK_S = 0.5
@@ -45,55 +45,49 @@ class LookForReplicas:
     """Timer: hosts may have come that have what clients miss."""
 
 
+@dataclass(eq=False)
 class Rebuilder(ControlPart):
     """Brings back what is lost; see the module."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        slices: Slices,
-        registry: ProgramRegistry,
-        replicas: Replicas,
-        replays: Replays,
-        recovery_s: float,
-    ) -> None:
-        super().__init__(sessions)
-        self._slices = slices
-        self._registry = registry
-        self._replicas = replicas
-        self._replays = replays
-        self._recovery_s = recovery_s
+    slices: Slices
+    registry: ProgramRegistry
+    replicas: Replicas
+    replays: Replays
+    recovery_s: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._looks = Ticker(self._env, LOOK_S, LookForReplicas())
 
     # --- when it can go on ------------------------------------------------------------------------
 
     @handles(IslandLost)
     def _island_lost(self, sender: Address, message: IslandLost) -> None:
-        for client in list(self._sessions.clients):
+        for client in list(self.sessions.clients):
             self.proceed(client)
 
     @handles(SliceBound)
     def _slice_bound(self, sender: Address, message: SliceBound) -> None:
-        client = self._sessions.owner(message.slice)
+        client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices:
             self.proceed(client)
 
     @handles(ProgramInstalled)
     def _installed(self, sender: Address, message: ProgramInstalled) -> None:
-        client = self._sessions.owner(message.program)
+        client = self.sessions.owner(message.program)
         if client is not None and client.recovering:
             self.proceed(client)
 
     @handles(Proceed)
     def _proceed(self, sender: Address, timer: Proceed) -> None:
-        client = self._sessions.get(timer.client)
+        client = self.sessions.get(timer.client)
         if client is not None:
             self.proceed(client)
 
     @handles(LookForReplicas)
     def _look(self, sender: Address, timer: LookForReplicas) -> None:
         self._looks.ticked(more=False)
-        for client in list(self._sessions.clients):
+        for client in list(self.sessions.clients):
             if client.arrays.lost:
                 self.proceed(client)
 
@@ -110,14 +104,14 @@ class Rebuilder(ControlPart):
                 return
             for number, error in plan.lost.items():
                 self._fail(client, (number,), error)
-            self._replays.carry_out(client, plan)
-        self._replicas.top_up(client)
+            self.replays.carry_out(client, plan)
+        self.replicas.top_up(client)
 
     def _plan(self, client: Client) -> RecoveryPlan:
         def bound(number: int) -> bool:
             return number in self._islands.bindings or client.slices.may_borrow(number)
 
-        replicas = self._replicas.of(client)
+        replicas = self.replicas.of(client)
         return plan_recovery(client.lineage, client.arrays, replicas, bound, self._env.now_s())
 
     def _waits_for_replicas(self, client: Client, plan: RecoveryPlan) -> bool:
@@ -125,7 +119,7 @@ class Rebuilder(ControlPart):
         origins = client.lineage.origins
         lasting = any(array in origins and origins[array].lasting for array in plan.lost)
         return bool(plan.lost) and (
-            self._env.now_s() < client.patient_until_s or (lasting and self._replicas.may_come_back)
+            self._env.now_s() < client.patient_until_s or (lasting and self.replicas.may_come_back)
         )
 
     def _waits_for_slices(self, client: Client, plan: RecoveryPlan) -> bool:
@@ -137,12 +131,12 @@ class Rebuilder(ControlPart):
         needed.update(*(record.program.slices for record in plan.runs))
         missing = needed - self._islands.bindings.keys()
         if missing:
-            self._slices.borrow(client, missing)
+            self.slices.borrow(client, missing)
         return bool(missing)
 
     def _waits_for_programs(self, client: Client, plan: RecoveryPlan) -> bool:
         """Have the hosts compile what the plan runs; return whether they have to."""
-        compiling = [self._registry.reinstall(client, record.program) for record in plan.runs]
+        compiling = [self.registry.reinstall(client, record.program) for record in plan.runs]
         return any(compiling)
 
     # --- what cannot be brought back --------------------------------------------------------------
@@ -153,7 +147,7 @@ class Rebuilder(ControlPart):
 
     @handles(GiveUp)
     def _give_up(self, sender: Address, timer: GiveUp) -> None:
-        for client in list(self._sessions.clients):
+        for client in list(self.sessions.clients):
             gone = {n for n, loss in client.slices.unbound.items() if loss == timer.loss}
             if gone:
                 self._env.log(
@@ -161,21 +155,21 @@ class Rebuilder(ControlPart):
                 )
                 words = (
                     f"{timer.error.message}; there were no devices to go on with for "
-                    f"{self._recovery_s:g} s. Start its hosts again (pw.status() shows what is there), "
+                    f"{self.recovery_s:g} s. Start its hosts again (pw.status() shows what is there), "
                     "or ask for other devices with pw.make_virtual_device_set() and compute there again"
                 )
                 self._abandon(client, gone, msgspec.structs.replace(timer.error, message=words))
 
     @handles(SliceRefused)
     def _slice_refused(self, sender: Address, message: SliceRefused) -> None:
-        client = self._sessions.owner(message.slice)
+        client = self.sessions.owner(message.slice)
         if client is not None and message.slice in client.slices.unbound:
             self._abandon(client, {message.slice}, message.error)
 
     def _abandon(self, client: Client, gone: set[int], error: ErrorReport) -> None:
         """Fail what lay on slices that will not be bound, and what needs it."""
-        self._slices.give_up(client, gone)
-        self._registry.fail(client, gone, error)
+        self.slices.give_up(client, gone)
+        self.registry.fail(client, gone, error)
         origins = client.lineage.origins
         for number, array in list(client.arrays.lost.items()):
             if array.spec.placement.slice in gone:

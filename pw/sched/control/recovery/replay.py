@@ -8,6 +8,8 @@ may be about to drop what they have under the old one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in, store_of
 from pw.core.messages import FileSource, ReadArray, Restore, RunFailed, Source, UploadAgain
@@ -18,16 +20,15 @@ from pw.sched.control.programs import holders
 from pw.sched.control.recovery.plan import RecoveryPlan
 from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.runs import Runs
-from pw.sched.control.sessions import ControlPart, Sessions
+from pw.sched.control.sessions import ControlPart
 
 
+@dataclass(eq=False)
 class Replays(ControlPart):
     """Carries out recovery plans; see the module."""
 
-    def __init__(self, sessions: Sessions, registry: ProgramRegistry, runs: Runs) -> None:
-        super().__init__(sessions)
-        self._registry = registry
-        self._runs = runs
+    registry: ProgramRegistry
+    runs: Runs
 
     def carry_out(self, client: Client, plan: RecoveryPlan) -> None:
         """Bring back what a plan says, on slices that are bound and with programs that are compiled."""
@@ -60,7 +61,7 @@ class Replays(ControlPart):
                 client.arrays.fail((number,), error)
                 self._env.send(client.address, RunFailed(0, (number,), error))
         self._islands.release(client.number, temporary)
-        self._registry.uninstall_retired(client)
+        self.registry.uninstall_retired(client)
 
     def _restore(
         self,
@@ -150,4 +151,4 @@ class Replays(ControlPart):
             results.append(name)
         self._env.count("runs_repeated")
         awaits = tuple(dict.fromkeys(arriving))
-        self._runs.submit(client, client.new_id(), record, args, tuple(results), awaits)
+        self.runs.submit(client, client.new_id(), record, args, tuple(results), awaits)

@@ -10,13 +10,15 @@ record whose results are lost. It uses no credit here; the client knows that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pw.core.errors import ErrorReport, HostLost, ProtocolError
 from pw.core.messages import CreateArray, Resumed, Run
 from pw.sched.control.array_states import NOWHERE, Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.recovery.rebuild import Rebuilder
-from pw.sched.control.sessions import ControlPart, Sessions, handles_client
+from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.slices import Slices
 
 PATIENCE_S = 5.0
@@ -25,16 +27,13 @@ PATIENCE_S = 5.0
 _RESTARTED = ErrorReport.of(HostLost("the controller was started again"))
 
 
+@dataclass(eq=False)
 class Resumptions(ControlPart):
     """Hears what returning clients tell; see the module."""
 
-    def __init__(
-        self, sessions: Sessions, slices: Slices, replicas: Replicas, rebuilder: Rebuilder
-    ) -> None:
-        super().__init__(sessions)
-        self._slices = slices
-        self._replicas = replicas
-        self._rebuilder = rebuilder
+    slices: Slices
+    replicas: Replicas
+    rebuilder: Rebuilder
 
     def announced(self, client: Client, message: CreateArray) -> None:
         """The client had uploaded this input."""
@@ -72,10 +71,10 @@ class Resumptions(ControlPart):
         fields = {"arrays": len(message.held), "runs": len(client.lineage)}
         self._env.log("info", "client is back", client=client.number, **fields)
         client.patient_until_s = self._env.now_s() + PATIENCE_S
-        self._replicas.claim(client)
+        self.replicas.claim(client)
         if client.slices.unbound:
-            self._slices.expect(loss, _RESTARTED)
-        self._rebuilder.proceed(client)
+            self.slices.expect(loss, _RESTARTED)
+        self.rebuilder.proceed(client)
 
     def _take_over(self, client: Client, message: Resumed) -> None:
         lineage = client.lineage
@@ -99,4 +98,4 @@ class Resumptions(ControlPart):
                 lost = Array(spec, "", (), ArrayState.LOST, cause=_RESTARTED)
                 client.arrays.add(number, lost)
         for array in message.copied:
-            lineage.was_copied(array)
+            lineage.was_replicated(array)
