@@ -267,12 +267,12 @@ def test_parking_again_and_again_leaves_one_timer() -> None:
     names = sorted(type(alarm.note).__name__ for alarm in edge.world.alarms)
     assert names == ["_Expire", "_Probe"]
     edge.world.wait(early.EARLY_S)
-    assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+    assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 
 
 @pytest.mark.parametrize("left", [True, False])
 def test_what_cannot_be_pushed_is_told_only_to_the_host_that_was_to_have_it(left: bool) -> None:
-    """Who bears its name after it has left would keep the news for ten minutes."""
+    """The next host of that name would keep the message for ten minutes."""
     edge = Edge(LARGE)
     sender = edge.ends["b0"]
     sender.actor.hosts_are(frozenset(edge.ends))
@@ -303,7 +303,7 @@ def test_what_came_a_moment_after_something_else_does_not_wait_twice_as_long() -
     assert edge.census()["edges_parked"] == 1
     edge.world.wait(early.EXPIRY_S)
     assert edge.census()["edges_parked"] == 0
-    assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+    assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 
 
 def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
@@ -321,10 +321,12 @@ def test_the_edges_of_a_client_that_left_are_dropped_after_a_while() -> None:
     edge.world.wait(2)
     assert edge.census()["edges_outgoing"] == edge.census()["edges_parked"] == 0
     (refused,) = edge.world.to(coordinator_of("a0"), EdgeFailed)
-    assert refused.error.kind == "Disconnected", "whoever gave the credit does not wait for ever"
+    assert refused.error.kind == "Disconnected", (
+        "the receiver that gave the credit does not wait for ever"
+    )
     edge.send(1)
     edge.world.settle()
-    assert edge.census()["edges_outgoing"] == 0, "nor is kept what nobody will fetch"
+    assert edge.census()["edges_outgoing"] == 0, "a route without a receiver is not kept"
 
 
 def test_a_credit_waits_as_long_as_the_run_of_its_sender_is_queued() -> None:
@@ -347,7 +349,7 @@ def test_a_credit_for_what_is_not_sent_any_more_is_dropped() -> None:
     edge.ends["b0"].actor.runs.end(RUN)
     edge.world.wait(early.EARLY_S)
     assert edge.census()["edges_parked"] == 0
-    assert edge.world.alarms == [], "nothing is parked, so nobody looks"
+    assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 
 
 @pytest.mark.parametrize("waited_s", [0.0, under_test.ORPHAN_S + 1])

@@ -588,7 +588,7 @@ def test_what_was_lost_on_the_way_never_gets_into_a_gang_of_several_hosts() -> N
     bench.launch(alone, X.tobytes())
     bench.settle()
     assert len(bench.host.backend.executed) == 1
-    assert not bench.host.backend.queue, "nobody waits in a collective"
+    assert not bench.host.backend.queue, "no collective waits"
     assert len(bench.told(GangBroken)) == 1
 
 
@@ -792,7 +792,7 @@ def test_who_sends_to_what_will_not_be_launched_is_told(launched: int) -> None:
 
 
 def test_a_run_that_is_run_again_replaces_its_results() -> None:
-    """What becomes of the first attempt must not be taken for the second, nor told to who waits."""
+    """The end of the first attempt is not taken for that of the second, and no client hears of it."""
     bench = Bench()
     program = bench.install(chain([bench.here, bench.there, bench.here]))
     first, second = bench.segments
@@ -841,7 +841,9 @@ def test_a_copy_is_made_in_launch_order() -> None:
     np.testing.assert_array_equal(bench.copies()[arriving], X)
     np.testing.assert_array_equal(bench.value(after), X + 1)
     box = (bench.here.box(0),)
-    assert not bench.world.to(CONTROL, Holdings), "nobody is to rely on what a crash would take"
+    assert not bench.world.to(CONTROL, Holdings), (
+        "the controller must not rely on replicas that a crash would take"
+    )
     bench.world.wait(KEEP_S)
     assert bench.world.to(CONTROL, Holdings) == [Holdings((Holding(arriving, box),))]
     for target in ("b0", "c0"):

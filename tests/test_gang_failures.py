@@ -80,7 +80,7 @@ async def test_a_joint_computation_that_fails_later_is_told(host: Host) -> None:
     value = host.build(spec, np.zeros(8))
     failure, result = joint(host, b"k", value)
     assert (await heard(failure)).kind == "OutOfDeviceMemory"
-    # Whoever watches the result anyway sees whose fault it is, and needs no guard.
+    # A watch of the result sees whose fault it is, so it needs no guard.
     unguarded, failed = host.answer()
     (watched,) = host.execute(b"k", value, failed=failed, guarded=False)
     (own,) = host.execute(b"k", value)
@@ -99,7 +99,7 @@ async def test_an_argument_that_failed_here_alone_is_this_hosts_failure(host: Ho
     spec = spec_of()
     assert await host.install(b"k", export(add_one, [spec], [spec])) is None
     alike = Value(ErrorReport("ComputationFailed", "everywhere"))
-    nobody, poisoned = joint(host, b"k", alike)
+    unbroken, poisoned = joint(host, b"k", alike)
     assert await host.watch(poisoned) == alike.error
     built, moved = Value(), Value()
     wrong = [((0,), whole(spec), np.zeros(3, np.float32))]
@@ -110,7 +110,7 @@ async def test_an_argument_that_failed_here_alone_is_this_hosts_failure(host: Ho
     report = await heard(failure)
     assert moved.alone
     assert report == built.error == await host.watch(result)
-    assert not nobody.done()
+    assert not unbroken.done()
 
 
 @on_host

@@ -1,4 +1,4 @@
-"""Work of several clients on one host: each in its order, gangs after all, and nobody waits for more."""
+"""Work of several clients on one host: each in its order, gangs after all, and no work waits for more."""
 
 from __future__ import annotations
 

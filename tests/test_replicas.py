@@ -1,4 +1,4 @@
-"""Copies in host memory: restoring arrays from them, offering them, and who may have them."""
+"""Replicas in host memory: restoring arrays from them, offering them, and refusing them."""
 
 from __future__ import annotations
 

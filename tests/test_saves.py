@@ -136,7 +136,7 @@ def test_a_host_may_be_lost_at_any_moment(
         writer.step()
         writer.world.settle()
         writer.world.wait(5)
-        assert not writer.junk(), "who comes next has removed it"
+        assert not writer.junk(), "the next checkpoint has removed it"
         error, found = writer.error(asked), writer.on_disk()
         outcomes.add(error is None)
         if error is None:

@@ -1,4 +1,4 @@
-"""A host's object store: who may ask, what waits, and what a late or dead client leaves behind."""
+"""A host's object store: its clients, their requests, and what a late or dead client leaves behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ARRAY = client_id(1, 5)
 
 
 class Bench:
-    """The store of host "h", and client 1 on node "c", who has identified itself."""
+    """The store of host "h", and client 1 on node "c", which has identified itself."""
 
     def __init__(self) -> None:
         self.world = World()

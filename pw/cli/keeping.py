@@ -79,7 +79,7 @@ class Keeper:
             parcel = handover.pack_what_fits(replicas, self._supervisor.beat)
             self._supervisor.hand_over(parcel)
         except OSError as error:
-            log("error", "nothing is handed over", self._name, "", {"reason": error})
+            log("error", "no replicas are handed over", self._name, "", {"reason": error})
             return
         finally:
             if parcel is not None:
@@ -113,7 +113,9 @@ class Keeper:
         kept, self._kept = self._kept, None
         report = None
         if error is not None:
-            words = f"host {self._name} has no room for copies that survive a crash of it: {error}"
+            words = (
+                f"host {self._name} has no room for replicas that survive a crash of it: {error}"
+            )
             report = ErrorReport.of(CheckpointFailed(words), self._name)
         if kept is not None:
             kept(report)

@@ -193,7 +193,7 @@ class ReplicaMemory(Part):
         late = {key for key, since_s in self._unkept.items() if since_s <= before_s}
         if late and not self._left:
             words = (
-                f"the copies on host {self._env.address.node} were not safe within "
+                f"the replicas on host {self._env.address.node} were not safe within "
                 f"{self._patience_s:.0f} s, because its pw-worker process does not answer (is it stopped?). "
                 "The arrays are as they were: call pw.checkpoint again when it goes on"
             )

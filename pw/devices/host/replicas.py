@@ -111,7 +111,7 @@ class Replicas(Part):
     def copy(self, copy: Copy, value: Value | None) -> Read | None:
         """Return the op that copies shards of an array to host memory."""
         if value is None:
-            gone = ArrayLost(f"the array {copy.spec.short}, to be copied, is not there any more")
+            gone = ArrayLost(f"the array {copy.spec.short} is not on this host any more")
             self.memory.skip(copy.array, ErrorReport.of(gone, self._host))
             return None
         boxes = [copy.spec.box(position) for position in copy.positions]
@@ -205,7 +205,7 @@ class Replicas(Part):
                 gathering.why = f"host {hosts.pop()} has gone"
             if not hosts:
                 part = ", ".join(f"{start}:{stop}" for start, stop in box)
-                words = f"no host has a copy of its part [{part}] any more: {gathering.why}"
+                words = f"no host has a replica of its part [{part}] any more: {gathering.why}"
                 lost = ArrayLost(words)
                 self._end(gathering, ErrorReport.of(lost, self._host))
                 return
@@ -277,7 +277,7 @@ class Replicas(Part):
         data = [held[box] for box in message.boxes if box in held]
         offsets, total = packed_offsets(sizes)
         if [part.nbytes for part in data] != sizes:
-            lost = ArrayLost("this host has not got the copy that it was asked for")
+            lost = ArrayLost("this host does not have the replica")
             self._refuse(sender, message, ErrorReport.of(lost, self._host))
         elif message.landing is None and total <= INLINE_BYTES:
             self._env.send(sender, ReplicaData(message.request, pack(data)))
@@ -306,7 +306,7 @@ class Replicas(Part):
         def gathered(found: dict[Box, Bytes] | ErrorReport) -> None:
             self._offers = [gathering for gathering in self._offers if not gathering.over]
             if isinstance(found, ErrorReport):
-                self._env.log("warning", "cannot take a copy", sender=sender, why=found.message)
+                self._env.log("warning", "cannot take a replica", sender=sender, why=found.message)
                 if found.kind == ArrayLost.__name__:
                     # Only the replica is lost: the array itself may be well.
                     found = msgspec.structs.replace(found, kind=HostLost.__name__)
