@@ -17,7 +17,7 @@ from pw.transport import chunk_receiver, shared, shared_receiver
 from pw.transport import proof as proof_module
 from pw.transport import secret as secret_file
 from pw.transport.bulk import BulkPlane
-from pw.transport.proof import NO_PROOF, Proof, ProofError, ProofMechanism
+from pw.transport.proof import NO_PROOF, Proof, ProofError
 from pw.transport.zmtp import Refusal, Zmtp, ZmtpError
 from tests.cluster import Cluster, make_cluster, numbers
 from tests.test_bulk import CHANNELS, land, noise, on_loop, push, until
@@ -78,8 +78,7 @@ def test_the_secret_is_never_said() -> None:
 
 
 def end(kind: bytes, secret: bytes | None) -> Zmtp:
-    mechanism = None if secret is None else ProofMechanism(secret, kind)
-    return Zmtp(kind, LARGEST, mechanism)
+    return Zmtp(kind, LARGEST, secret)
 
 
 def talk(one: Zmtp, other: Zmtp) -> None:

@@ -26,14 +26,7 @@ _EXPIRE_MS = 1000
 
 
 class BulkThread:
-    """Runs the connections of a plane, other than those of `SharedReceiver`.
-
-    Args:
-        loop: the loop of the process.
-        finish: called, on the thread, when a push has ended.
-        unshare: takes back a shared block, and whether it may be used again.
-        secret: of the cluster; None without one.
-    """
+    """Runs the connections of a plane, other than those of `SharedReceiver`."""
 
     def __init__(
         self,

@@ -53,19 +53,6 @@ class Inflows(Protocol):
 class _Caller:
     """One sender's connection, at the receiver."""
 
-    __slots__ = (
-        "header",
-        "inflow",
-        "missing",
-        "outbox",
-        "proof",
-        "reading_header",
-        "socket",
-        "until_s",
-        "woken_bytes",
-        "writing",
-    )
-
     def __init__(self, connection: socket.socket, proof: Proof | None) -> None:
         self.socket = connection
         self.proof = proof  # until the sender has proven that it knows the secret

@@ -88,13 +88,7 @@ class _Receiver:
 
 
 class ChunkSender:
-    """The sending ends of a plane's tcp connections.
-
-    Args:
-        watch, unwatch: those of the bulk thread.
-        finish: ends a push.
-        secret: of the cluster, if it has one.
-    """
+    """The sending ends of a plane's tcp connections."""
 
     def __init__(
         self,

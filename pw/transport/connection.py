@@ -19,7 +19,6 @@ import contextlib
 import errno
 import socket
 from collections import deque
-from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from pw.transport import nearby
 from pw.transport.codec import MAX_FRAME_BYTES
 from pw.transport.endpoints import SocketAddress, is_numeric, look_up
 from pw.transport.peers import is_trusted
-from pw.transport.zmtp import Mechanism, Refusal, Zmtp, ZmtpError
+from pw.transport.zmtp import Refusal, Zmtp, ZmtpError
 
 LOST = "connection lost"
 """The reason when the peer's process has ended."""
@@ -62,7 +61,7 @@ class Connection:
         owner: gets messages, and the end.
         end: the address to dial, or the socket of an accepted connection.
         send_buffer_bytes: the size of the kernel's buffer; 0 for its choice.
-        mechanism: makes one for an end of either kind, b"ROUTER" or b"DEALER"; None for NULL.
+        secret: of the cluster; None without one.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Connection:
         owner: Owner,
         end: SocketAddress | socket.socket,
         send_buffer_bytes: int = 0,
-        mechanism: Callable[[bytes], Mechanism] | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self.closed = False
         self.heard_s = loop.time()
@@ -79,7 +78,7 @@ class Connection:
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
-        self._mechanism = mechanism
+        self._secret = secret
         self._socket: socket.socket | None = None
         self._zmtp = Zmtp(b"DEALER", 0)
         self._open = False
@@ -199,8 +198,7 @@ class Connection:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._send_buffer_bytes:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
-        mechanism = self._mechanism(kind) if self._mechanism is not None else None
-        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES, mechanism)
+        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES, self._secret)
         self._loop.add_reader(connected, self._read)
         self._say()
 

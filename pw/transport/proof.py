@@ -19,8 +19,6 @@ import hashlib
 import hmac
 import os
 
-from pw.transport.zmtp import SECRET, Refusal, ZmtpError, metadata
-
 PROOF_S = 5.0
 """How long a listener waits for a dialler's proof."""
 _NONCE_BYTES = 32
@@ -98,47 +96,3 @@ class Proof:
         if not hmac.compare_digest(digest, self._digest(end)):
             raise ProofError(NO_PROOF)
         self.is_done = True
-
-
-class ProofMechanism:
-    """The exchange as a security mechanism of ZMTP."""
-
-    name = SECRET
-
-    def __init__(self, secret: bytes, kind: bytes) -> None:
-        self.as_server = as_server = kind == b"ROUTER"
-        self.peer_metadata: bytes | None = None
-        self._proof = Proof(secret, b"control", as_server)
-        self._metadata = metadata(kind)
-        self._expected = b"HELLO" if as_server else b"WELCOME"
-
-    def begin(self) -> list[tuple[bytes, bytes]]:
-        """Commands, name and body, to send when the greetings have been exchanged."""
-        return [] if self.as_server else [(b"HELLO", self._proof.hello)]
-
-    def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
-        """The commands that answer a command of the handshake.
-
-        Raises:
-            Refusal: the peer does not know the secret.
-            ZmtpError: it breaks the protocol.
-        """
-        proof, size = self._proof, self._proof.missing_bytes
-        expected, self._expected = self._expected, b""
-        if name != expected:
-            raise ZmtpError(f"command {name!r} in the handshake")
-        try:
-            if name == b"HELLO":
-                self._expected = b"INITIATE"
-                return [(b"WELCOME", proof.answer(body))]
-            if name == b"WELCOME":
-                self._expected = b"READY"
-                return [(b"INITIATE", proof.answer(body) + self._metadata)]
-            if name == b"INITIATE":
-                proof.answer(body[:size])
-                body = body[size:]
-        except ProofError as error:
-            raise Refusal(str(error)) from error
-        assert proof.is_done
-        self.peer_metadata = body
-        return [(b"READY", self._metadata)] if self.as_server else []

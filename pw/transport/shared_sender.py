@@ -89,14 +89,7 @@ class _Copy:
 
 
 class SharedSender:
-    """Copies pushes into the receivers' blocks, on the bulk thread.
-
-    Args:
-        watch, unwatch: those of the bulk thread.
-        finish: ends a push.
-        unshare: takes back a shared block, and whether it may be used again.
-        secret: of the cluster, if it has one.
-    """
+    """Copies pushes into the receivers' blocks, on the bulk thread."""
 
     def __init__(
         self,

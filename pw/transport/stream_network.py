@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from functools import partial
 
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
 from pw.core.ids import CONTROLLER, Address
@@ -38,7 +37,7 @@ from pw.transport.link import Link, Versions, objection
 from pw.transport.listening import Listening
 from pw.transport.log import Warnings, log
 from pw.transport.network import Mailroom
-from pw.transport.proof import ONE_SECRET, ProofMechanism
+from pw.transport.proof import ONE_SECRET
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
@@ -225,8 +224,7 @@ class StreamNetwork:
         self._warnings.once("accept", "cannot accept connections", self.name, reason=error)
 
     def _connection(self, end: SocketAddress | socket.socket) -> Connection:
-        mechanism = None if self._secret is None else partial(ProofMechanism, self._secret)
-        return Connection(self._loop, self, end, self._send_buffer_bytes, mechanism)
+        return Connection(self._loop, self, end, self._send_buffer_bytes, self._secret)
 
     def is_behind(self) -> bool:
         """Whether the mailbox is so full that nothing is received."""

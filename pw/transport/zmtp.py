@@ -1,7 +1,7 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ, as one end of one connection sees it.
 
-It has no socket: the connection feeds received bytes, takes messages, and sends `output`. The
-mechanism is NULL, which does not authenticate, unless another one is given.
+It has no socket: the connection feeds received bytes, takes messages, and sends `output`. Its
+mechanism is NULL, or the exchange of `pw.transport.proof`.
 
     greeting -64 bytes of the peer's-> handshake, our READY goes out
     handshake -READY-> open
@@ -13,7 +13,7 @@ neither large nor many parts can fill the memory. No buffer is made before its b
 
 from __future__ import annotations
 
-from typing import Protocol
+from pw.transport.proof import Proof, ProofError
 
 LARGEST_COMMAND_BYTES = 4096
 _PART_BYTES = 64
@@ -36,21 +36,6 @@ class Refusal(ZmtpError):
     """One end does not trust the other, so another try would fail as well."""
 
 
-class Mechanism(Protocol):
-    """How two ends authenticate each other in the handshake (see `pw.transport.proof`)."""
-
-    name: bytes
-    as_server: bool
-    peer_metadata: bytes | None
-    """The peer's metadata; None until the peer is trusted."""
-
-    def begin(self) -> list[tuple[bytes, bytes]]:
-        """Commands, name and body, to send when the greetings have been exchanged."""
-
-    def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
-        """The commands that answer a command of the handshake."""
-
-
 def metadata(kind: bytes) -> bytes:
     """The metadata of an end of this kind in a handshake."""
     return _property(b"Socket-Type", kind) + _property(b"Identity", b"")
@@ -64,15 +49,15 @@ class Zmtp:
     Args:
         kind: the socket type to present, b"ROUTER" or b"DEALER".
         largest_bytes: the bound of an incoming message.
-        mechanism: instead of NULL.
+        secret: of the cluster; with it, the ends prove that they know it.
     """
 
-    def __init__(self, kind: bytes, largest_bytes: int, mechanism: Mechanism | None = None) -> None:
+    def __init__(self, kind: bytes, largest_bytes: int, secret: bytes | None = None) -> None:
         self.open = False
         """Whether messages may be sent: the handshake is over."""
-        self._mechanism = mechanism
-        name, as_server = (mechanism.name, mechanism.as_server) if mechanism else (b"NULL", False)
-        self._tag = name.ljust(20, b"\0")
+        self._proof = None if secret is None else _ProofHandshake(secret, kind)
+        self._tag = _NULL if self._proof is None else SECRET
+        as_server = self._proof is not None and self._proof.as_server
         self.output = [_SIGNATURE + b"\x03\x01" + self._tag + bytes((as_server, *bytes(31)))]
         self._kind = kind
         self._largest = largest_bytes
@@ -193,10 +178,10 @@ class Zmtp:
             raise _other_mechanism(self._tag, greeting[12:32])
         self._at = _GREETING_BYTES
         self._greeted = True
-        if self._mechanism is None:
+        if self._proof is None:
             self._command(b"READY", metadata(self._kind))
         else:
-            self._commands(self._mechanism.begin())
+            self._commands(self._proof.begin())
         return True
 
     def _command(self, name: bytes, body: bytes) -> None:
@@ -211,10 +196,10 @@ class Zmtp:
         name, body = _counted(command, 0, 1)
         if name == b"ERROR":
             raise ZmtpError(f"refused: {_counted(command, body, 1)[0]!r}")
-        if self._mechanism is not None and not self.open:
-            self._commands(self._mechanism.answer(name, command[body:]))
-            if self._mechanism.peer_metadata is not None:
-                self._welcome(self._mechanism.peer_metadata)
+        if self._proof is not None and not self.open:
+            self._commands(self._proof.answer(name, command[body:]))
+            if self._proof.peer_metadata is not None:
+                self._welcome(self._proof.peer_metadata)
         elif name == b"READY" and not self.open:
             self._welcome(command[body:])
         elif not self.open:
@@ -227,6 +212,48 @@ class Zmtp:
         if theirs not in _PEERS[self._kind]:
             raise ZmtpError(f"a peer of type {theirs!r}")
         self.open = True
+
+
+class _ProofHandshake:
+    """The handshake of an end that proves that it knows the cluster's secret."""
+
+    def __init__(self, secret: bytes, kind: bytes) -> None:
+        self.as_server = as_server = kind == b"ROUTER"
+        self.peer_metadata: bytes | None = None
+        self._proof = Proof(secret, b"control", as_server)
+        self._metadata = metadata(kind)
+        self._expected = b"HELLO" if as_server else b"WELCOME"
+
+    def begin(self) -> list[tuple[bytes, bytes]]:
+        """Commands, name and body, to send when the greetings have been exchanged."""
+        return [] if self.as_server else [(b"HELLO", self._proof.hello)]
+
+    def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
+        """The commands that answer a command of the handshake.
+
+        Raises:
+            Refusal: the peer does not know the secret.
+            ZmtpError: it breaks the protocol.
+        """
+        proof, size = self._proof, self._proof.missing_bytes
+        expected, self._expected = self._expected, b""
+        if name != expected:
+            raise ZmtpError(f"command {name!r} in the handshake")
+        try:
+            if name == b"HELLO":
+                self._expected = b"INITIATE"
+                return [(b"WELCOME", proof.answer(body))]
+            if name == b"WELCOME":
+                self._expected = b"READY"
+                return [(b"INITIATE", proof.answer(body) + self._metadata)]
+            if name == b"INITIATE":
+                proof.answer(body[:size])
+                body = body[size:]
+        except ProofError as error:
+            raise Refusal(str(error)) from error
+        assert proof.is_done
+        self.peer_metadata = body
+        return [(b"READY", self._metadata)] if self.as_server else []
 
 
 def _other_mechanism(ours: bytes, theirs: bytes) -> ZmtpError:

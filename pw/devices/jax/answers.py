@@ -52,13 +52,7 @@ _READY = _Ready()
 
 
 class Answers:
-    """Answers the questions about the values of one host.
-
-    Args:
-        layouts: where arrays lie.
-        completions: the way to the loop, where every `done` is called.
-        failures: makes the errors of values.
-    """
+    """Answers the questions about the values of one host."""
 
     def __init__(self, layouts: Layouts, completions: Completions, failures: Failures) -> None:
         self._layouts = layouts

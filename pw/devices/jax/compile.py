@@ -150,16 +150,7 @@ def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
 
 
 class Compiler:
-    """Installs the computations of a host, in the order of `install`, on the compile thread.
-
-    Args:
-        host: the name of the host, for errors.
-        layouts: where arrays lie.
-        completions: the way to the loop.
-        publish: makes an executable known to the execute thread, or with None unknown, in order
-        with ops. executables: where compiled computations outlive this process. python: loads
-        Python functions. output: takes the lines that compilations write.
-    """
+    """Installs the computations of a host, in the order of `install`, on the compile thread."""
 
     def __init__(
         self,

@@ -25,13 +25,7 @@ _FEW_OPS = 8
 
 
 class Execution:
-    """Runs ops in order.
-
-    Args:
-        handlers: the function that runs each kind of op.
-        quick: knows which computations the loop may run.
-        failed: called with what a handler raises.
-    """
+    """Runs ops in order."""
 
     def __init__(
         self,

@@ -38,16 +38,7 @@ class PythonFunction:
 
 
 class PythonFunctions:
-    """Loads and calls Python functions.
-
-    Args:
-        layouts: where arrays lie.
-        answers: answers questions about the results.
-        failures: makes the errors of the results.
-        output: takes the lines that the functions write.
-        allowed: whether functions may be loaded.
-        failed: called with errors of the thread itself.
-    """
+    """Loads and calls Python functions."""
 
     def __init__(
         self,

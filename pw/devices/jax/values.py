@@ -31,11 +31,7 @@ alone that use the results fail with the same error."""
 
 
 class Failures:
-    """Makes the errors of one host's values.
-
-    Args:
-        host: the name of the host.
-    """
+    """Makes the errors of one host's values."""
 
     def __init__(self, host: str) -> None:
         self._host = host

@@ -42,11 +42,7 @@ class _Line:
 
 
 class Watchers:
-    """The threads of one host that wait for arrays.
-
-    Args:
-        failed: called, on such a thread, with what a callback raises.
-    """
+    """The threads of one host that wait for arrays."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
