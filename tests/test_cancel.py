@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pw.cli.cancel import parse
+from pw.cli.requests import parse
 from pw.core.errors import Error, ErrorReport
 from pw.core.ids import RESOURCES, client_id, executor_of, run_name, session_of
 from pw.core.messages import (

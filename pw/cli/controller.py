@@ -36,7 +36,7 @@ from pw.transport.secret import of_cluster
 from pw.transport.stream_network import StreamNetwork
 
 NUMBERS_PER_S = 1024
-"""Clients that would have to come in every second for numbers of an earlier start to be given again."""
+"""The rate of new clients from which numbers of an earlier start could repeat."""
 
 
 def serve(
@@ -48,7 +48,7 @@ def serve(
     ] = "fifo",
     lease: Annotated[
         float,
-        typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent client is given up."),
+        typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent client is lost."),
     ] = 10.0,
     allow_remote: Annotated[
         bool,

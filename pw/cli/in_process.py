@@ -63,7 +63,7 @@ class InProcessHost:
     def join(
         self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
     ) -> None:
-        """There is nobody to wait for."""
+        """Join at once: the island has one host."""
         device = self._devices[0]
         memory = (device.memory_stats() or {}).get("bytes_limit")
         joined(
@@ -71,18 +71,18 @@ class InProcessHost:
         )
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
-        """The island is over; the process is the user's and lives on."""
+        """End the host; the process is the user's and lives on."""
         self.finish(reason)
 
     def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
-        """They are as safe as they can be: there is no next incarnation."""
+        """Answer at once: there is no next incarnation."""
         kept(None)
 
     def hand_over(self, replicas: Iterable[Replica]) -> None:
-        """There is no next incarnation: what is on the devices ends with the session."""
+        """Drop the replicas: there is no next incarnation."""
 
     def finish(self, reason: str) -> None:
-        """As `stop`: there is no supervisor to keep from beginning again."""
+        """End the host, as `stop` does: there is no supervisor."""
         self.stopped = reason
         self._ended()
 
@@ -95,7 +95,7 @@ class InProcessHost:
 
 
 def _platform(device: jax.Device) -> str:
-    """What is to be compiled for: `jax.export` knows "cuda" and "rocm", and devices of both say "gpu"."""
+    """Return the platform for `jax.export`, "cuda" or "rocm" for devices that call themselves "gpu"."""
     backends = jax.extend.backend.backends()
     named = (name for name, client in backends.items() if client.platform == device.platform)
     return next(named, device.platform)

@@ -1,6 +1,6 @@
-"""`pw`: look at a cluster, ask why it does not go on, run scripts on one, and simulate one.
+"""`pw`: show a cluster, explain what holds it up, run scripts on one, and simulate one.
 
-None of the commands imports jax: the answer to "is it up?" should not take a second.
+No command imports jax, so each answers in less than a second.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ Address = Annotated[
 ]
 
 
+def _known(address: str) -> str:
+    """Return the address. Raises Error if there is none."""
+    if not address:
+        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
+    return address
+
+
 @app.command()
 def status(
     address: Address = "",
@@ -40,13 +47,11 @@ def status(
 ) -> None:
     """Show the islands, hosts, clients and runs of a cluster.
 
-    Exit codes: 0; 1 if there is no address or nobody answers there, said in one line on standard error.
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
     """
     from pw.cli import status as report
 
-    if not address:
-        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
-    answer = report.ask(address, timeout)
+    answer = report.ask(_known(address), timeout)
     if as_json:
         typer.echo(json.dumps(report.document(address, *answer), indent=2))
     else:
@@ -57,24 +62,22 @@ def status(
 def why(
     address: Address = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document with all that was found out.")
+        bool, typer.Option("--json", help="One JSON document with all reports.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
     ] = 5.0,
 ) -> None:
-    """Say why it does not go on: the most likely culprit first, then what every host says.
+    """Explain what holds up the cluster: the most likely cause first, then the report of every host.
 
-    Names the run, the computation, the host that has not delivered, enqueued or finished, since when, and
-    where its threads are in the code.
+    It names the run, the computation, the host that others wait for, since when, and where its threads are in
+    the code.
 
-    Exit codes: 0; 1 if there is no address or nobody answers there, said in one line on standard error.
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
     """
     from pw.cli import why as report
 
-    if not address:
-        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
-    explanation = report.explain(address, timeout)
+    explanation = report.explain(_known(address), timeout)
     typer.echo(json.dumps(report.document(explanation), indent=2) if as_json else explanation.text)
 
 
@@ -91,18 +94,16 @@ def cancel(
         float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
     ] = 3.0,
 ) -> None:
-    """Give up runs of any client: their results, and what needs them, fail with `Cancelled`.
+    """Cancel runs of any client: their results, and all that needs them, fail with `Cancelled`.
 
-    What is queued never starts. What has started has a second to end by itself; then its island is formed
-    anew, which keeps what others have there.
+    Queued runs never start. Started runs have a second to end; then their island is formed again, and other
+    clients keep their arrays there.
 
-    Exit codes: 0; 1 if there is no such run or client, or nobody answers, said in one line on standard error.
+    Exit codes: 0; 1, with one line on standard error, if there is no such run, or no controller answers.
     """
-    from pw.cli.cancel import cancel as cancel_runs
+    from pw.cli import requests
 
-    if not address:
-        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
-    cancel_runs(address, what, timeout)
+    requests.cancel(_known(address), what, timeout)
 
 
 @app.command()
@@ -113,16 +114,14 @@ def drain(
         float, typer.Option(min=0.1, help="Seconds to wait; the drain goes on afterwards.")
     ] = 120.0,
 ) -> None:
-    """Move all work and data off a host, and end its worker; nobody notices but by a pause.
+    """Move all work and data off a host, and end its worker; its island pauses for a moment.
 
-    Exit codes: 0 when it holds nothing any more; 1 if there is no such host, nothing that could take its
-    place, or it took longer, said in one line on standard error.
+    Exit codes: 0 when the host holds nothing any more; 1, with one line on standard error, if there is no such
+    host, no other host can take its place, or it took longer.
     """
-    from pw.cli.drain import drain_host
+    from pw.cli import requests
 
-    if not address:
-        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
-    drain_host(address, host, timeout)
+    requests.drain(_known(address), host, timeout)
     typer.echo(f"{host} is drained, and its worker ends")
 
 
@@ -147,8 +146,8 @@ def run(
     The script finds the cluster in PW_ADDRESS. Asking for islands, hosts or devices asks for a local
     cluster, whatever PW_ADDRESS says. Signals are passed on to the script.
 
-    Exit codes: the script's own, or 128 + n if signal n ended it; 1 also if there is no such script or
-    cluster, said in one line on standard error.
+    Exit codes: the script's own, or 128 + n if signal n ended it; 1 also, with one line on standard error, if
+    there is no such script or cluster.
     """
     from pw.cli.script import run_script
 
@@ -174,7 +173,7 @@ def run(
 
 
 DEVICES = 8
-"""As many as an embedded cluster has, so that a script finds the same either way."""
+"""As in an embedded cluster, so that a script finds the same devices either way."""
 
 
 @app.command()
@@ -184,7 +183,7 @@ def sim(
     profile: Annotated[
         str,
         typer.Option(
-            help="What goes wrong: calm, tenants, slow, clients, memory, devices, network, drains, crashes, "
+            help="The faults: calm, tenants, slow, clients, memory, devices, network, drains, crashes, "
             "slices, restarts, chaos, or all of them one after the other."
         ),
     ] = "chaos",
@@ -197,7 +196,7 @@ def sim(
     ] = "",
     trace: Annotated[bool, typer.Option("--trace", help="With --seed: print every event.")] = False,
     smallest: Annotated[
-        bool, typer.Option("--shrink", help="With --seed: look for the least that still fails.")
+        bool, typer.Option("--shrink", help="With --seed: find the smallest case that still fails.")
     ] = False,
     mutation: Annotated[
         str | None, typer.Option(help="With --seed: break one promise on purpose.")
@@ -209,12 +208,11 @@ def sim(
         ),
     ] = False,
 ) -> None:
-    """Run the real scheduler, hosts and clients on simulated time, and let things go wrong.
+    """Run the real scheduler, hosts and clients on simulated time, with faults.
 
-    A seed decides everything: what clients do, what fails and when. What is found can be replayed with
-    --seed, event for event.
+    The seed decides all acts of clients and all faults. --seed replays one, event for event.
 
-    Exit codes: 0; 1 if a seed violated what must always hold, said with the last events before.
+    Exit codes: 0; 1 if a seed violates a promise, with the last events before.
     """
     from pw.cli import sim as simulation
 
@@ -232,7 +230,7 @@ def sim(
 
 @app.command()
 def version() -> None:
-    """Show what is installed. Only the same versions of pw and jax talk to each other."""
+    """Show the installed versions. All processes of a cluster need the same versions of pw and jax."""
     from pw.transport.link import Versions
 
     typer.echo(f"{Versions.installed()}, Python {python_platform.python_version()}")

@@ -1,4 +1,4 @@
-"""What all commands share: one-line errors, logging, signals, the watch on the parent, how they end."""
+"""Shared by all commands: one-line errors, logging, signals, the watch on the parent, exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXIT_AGAIN = 75
 """This incarnation is over; start the next one."""
 
 GC_ALLOCATIONS = 10_000
-"""So many more objects are made than dropped before the collector looks at the newest."""
+"""The threshold of the youngest generation: allocations minus deallocations."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s pw: %(message)s"
@@ -41,15 +41,15 @@ SECRET_HELP = (
 STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
 SILENT_HEARTBEATS = 3
-"""A host that has missed so many of its beats is given up."""
+"""A host is lost after so many missing heartbeats."""
 LEAST_LEASE_S = 3.0
-"""Peers are heard once a second, and a busy machine may swallow a beat or two."""
+"""Peers send a heartbeat a second, and a busy machine may miss one or two."""
 
 
 def command(program: str, function: Callable[..., None]) -> NoReturn:
-    """Be the program that consists of one command.
+    """Run a program with one command.
 
-    Whatever the user can have caused is one line on standard error and exit code 1.
+    An error that the user can have caused is one line on standard error and exit code 1.
     """
     app = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
@@ -59,7 +59,7 @@ def command(program: str, function: Callable[..., None]) -> NoReturn:
 
 
 def run_app(program: str, app: typer.Typer) -> NoReturn:
-    """Be the program `app` (see `command`)."""
+    """Run the program `app` (see `command`)."""
     try:
         code: Any = app(prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
@@ -73,13 +73,13 @@ def run_app(program: str, app: typer.Typer) -> NoReturn:
 
 
 def check_log_level(level: str) -> None:
-    """Raise BadParameter for what is no level."""
+    """Raise BadParameter unless `level` is a log level."""
     if level not in LOG_LEVELS:
         raise typer.BadParameter(f"no log level {level!r}; there are {', '.join(LOG_LEVELS)}")
 
 
 def check_bind(bind: str, allow_remote: bool) -> None:
-    """Raise BadParameter for what is no endpoint, Error if others could reach it unasked."""
+    """Raise BadParameter if `bind` is no endpoint, Error if other machines could reach it unintentionally."""
     try:
         place = parse(bind)
     except ConnectionFailed as error:
@@ -93,7 +93,7 @@ def check_bind(bind: str, allow_remote: bool) -> None:
 
 
 def check_reachable(controller: str, bind: str) -> None:
-    """Raise Error if a host of a cluster on several machines would listen only to its own."""
+    """Raise Error if a host of a cluster on several machines would listen only on its own machine."""
     if controller.startswith("tcp://") and bind.startswith("tcp://"):
         there, here = (endpoint[6:].rpartition(":")[0] for endpoint in (controller, bind))
         if _is_loopback(here) and not _is_loopback(there):
@@ -112,7 +112,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def host_of(endpoint: str) -> str:
-    """The numeric address in an endpoint that is listened on."""
+    """Return the numeric address of a listening endpoint."""
     if not endpoint.startswith("tcp://"):
         return "127.0.0.1"
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
@@ -148,14 +148,14 @@ class Daemon:
     def _parent_ended(self, parent_fd: int) -> None:
         try:
             ended = os.read(parent_fd, 1) == b""
-        except ConnectionError:  # a socket, of which the parent has not read all
+        except ConnectionError:  # a socket with bytes that the parent has not read
             ended = True
         if ended:
             self.loop.remove_reader(parent_fd)
             self.stop()
 
     def stop(self, exit_code: int = EXIT_OK) -> None:
-        """End the loop; the first reason counts."""
+        """End the loop with the exit code of the first call."""
         if not self._stopped:
             self._stopped = True
             self.exit_code = exit_code
@@ -163,8 +163,8 @@ class Daemon:
 
     def run(self, teardown: Callable[[], None]) -> int:
         """Run until stopped, tear down, and return the exit code."""
-        # What is there before the first message stays to the end: the garbage collector would look through
-        # a hundred thousand objects of libraries, for tens of milliseconds, again and again.
+        # The garbage collector need not visit a hundred thousand objects of libraries, which takes tens of
+        # milliseconds.
         gc.freeze()
         gc.set_threshold(GC_ALLOCATIONS)
         try:

@@ -1,4 +1,4 @@
-"""Runs somebody's script as a child process, as if it had been started without us."""
+"""Runs the user's script as a child process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PR_SET_PDEATHSIG = 1
 def run_script(command: Sequence[str], address: str) -> int:
     """Run `command` with PW_ADDRESS set; returns its exit code, 128 + n if signal n ended it.
 
-    At a terminal the script shares our process group, so the terminal sends Ctrl-C to both and we leave
-    it to the script. Otherwise the script has a group of its own, and whatever we are sent we pass on.
-    Should we be killed, the script is sent SIGTERM (on Linux).
+    At a terminal the script shares this process's group, so the terminal sends Ctrl-C to both, and this process
+    ignores it. Otherwise the script has a group of its own, and this process passes its signals on. If this
+    process is killed, the script gets SIGTERM (on Linux).
     """
     at_terminal = _in_foreground()
     pending: list[int] = []

@@ -1,4 +1,4 @@
-"""`pw sim`: run the cluster simulator, and replay what it found."""
+"""`pw sim`: run the cluster simulator, and replay seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 5
 def chosen_profiles(
     name: str, hosts: int | None, clients: int | None, runs: int | None, without: str
 ) -> list[Profile]:
-    """A profile, or "all", in the wanted size. Raises Error if there is no such profile or fault."""
+    """Return a profile, or all, in the wanted size. Raises Error if there is no such profile or fault."""
     if name not in (*PROFILES, "all"):
         raise Error(f"there is no profile {name!r}; there are {', '.join(PROFILES)} and all")
     faults = [fault for fault in without.split(",") if fault]
@@ -31,7 +31,7 @@ def chosen_profiles(
 
 
 def seeds_of(text: str) -> range:
-    """The seeds that `first:end` or `count` names. Raises Error if that is neither."""
+    """Return the seeds of `first:end` or a count. Raises Error for other text."""
     first, _, end = text.rpartition(":")
     try:
         return range(int(first or 0), int(end))
@@ -42,7 +42,7 @@ def seeds_of(text: str) -> range:
 def replay(
     seed: int, profile: Profile, *, trace: bool, smallest: bool, mutation: str | None
 ) -> bool:
-    """Run one seed, print what happened; whether nothing was violated."""
+    """Run one seed and print the outcome. Returns whether all promises held."""
     if mutation is not None and mutation not in MUTATIONS:
         raise Error(f"there is no mutation {mutation!r}; there are {', '.join(MUTATIONS)}")
     outcome = simulate(seed, profile, trace=trace, mutation=mutation)
@@ -61,7 +61,7 @@ def replay(
 
 
 def search(seeds: range, profile: Profile, jobs: int) -> bool:
-    """Run many seeds and report; whether nothing was violated."""
+    """Run many seeds and print a report. Returns whether all promises held."""
     found = 0
 
     def look(outcome: Outcome) -> None:
@@ -79,7 +79,7 @@ def search(seeds: range, profile: Profile, jobs: int) -> bool:
 
 
 def print_digest(seeds: range, profile: Profile, jobs: int) -> bool:
-    """Print one line that changes if any message of any of these seeds does; whether nothing was violated."""
+    """Print a digest of all messages of these seeds. Returns whether all promises held."""
     whole = hashlib.sha256()
     campaign = run_campaign(
         seeds, profile, jobs=jobs, digest=True, on_outcome=lambda o: whole.update(o.digest.encode())

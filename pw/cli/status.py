@@ -1,7 +1,8 @@
-"""What `pw status` shows: the tables of `pw.status()`, or the controller's answer as a document."""
+"""`pw status`: the tables of `pw.status()`, or the controller's answer as JSON."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,21 +17,18 @@ from pw.core.messages import Status
 
 
 def ask(address: str, timeout_s: float) -> tuple[Status, int]:
-    """What the controller at `address` says, and the number of the client that has asked.
+    """Return the answer of the controller at `address`, and the number of the client that has asked.
 
     Raises:
-        ConnectionFailed: nobody answers there within `timeout_s`.
+        ConnectionFailed: no controller answers there within `timeout_s`.
         VersionMismatch: the controller runs other versions.
     """
-    session = Runtime(remote(address), 1.0, 0, connect_s=timeout_s)
-    try:
+    with closing(Runtime(remote(address), 1.0, 0, connect_s=timeout_s)) as session:
         return session.ask.status(timeout_s), session.client
-    finally:
-        session.close()
 
 
 def document(address: str, told: Status, asker: int) -> dict[str, Any]:
-    """All of it as JSON: islands, clients (not counting the one that asks) and runs."""
+    """Return the answer for JSON, without the client that has asked."""
     return {
         "address": address,
         "pw": told.pw_version,
@@ -51,7 +49,7 @@ def _fields(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def show(address: str, told: Status, asker: int) -> None:
-    """Print it as tables, without the client that asks."""
+    """Print the answer as tables, without the client that has asked."""
     seen = ClusterStatus.of(told, address, asker)
     seen = replace(seen, clients=tuple(client for client in seen.clients if not client.is_me))
     tables.show(seen.head, seen.tables())

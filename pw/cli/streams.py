@@ -1,8 +1,8 @@
-"""Has a runtime's standard streams, and its log, give clients what their programs write.
+"""Sends the output and log records of host functions to their clients.
 
-Only threads that work for a client are listened to (`pw.devices.host.output`); what others write goes where it
-always went, so the daemon's own log stays its own. What clients' programs write is also shown by the daemon
-itself, unless it shares its terminal with a client: there it would stand twice.
+It takes the text of threads that work for a client (`pw.devices.host.output`); other text goes to
+the daemon's own streams. The daemon shows the output of host functions too, unless it shares its
+terminal with a client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLIENTS_ONLY = "PW_OUTPUT_TO_CLIENTS_ONLY"
 
 
 class _Stream:
-    """A standard stream of which some threads' text is taken."""
+    """A standard stream that takes the text of some threads."""
 
     def __init__(self, stream: TextIO, is_error: bool, output: Output, shows: bool) -> None:
         self._stream = stream
@@ -46,7 +46,7 @@ class _Stream:
 
 
 class _Records(logging.Handler):
-    """Takes records of warnings and worse; those of the daemon itself are not the client's."""
+    """Takes log records from WARNING on, but not those of the daemon itself."""
 
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
@@ -63,7 +63,7 @@ class _Records(logging.Handler):
 
 
 def take_output(level: str) -> Output:
-    """Begin to listen; `level` is that of the daemon's own log, to which logging has been set up."""
+    """Begin to take output; `level` is that of the daemon's own log."""
     output = Output()
     shows = os.environ.get(CLIENTS_ONLY) != "1"
     sys.stdout = _Stream(sys.stdout, False, output, shows)
@@ -73,7 +73,7 @@ def take_output(level: str) -> Output:
         handler.setLevel(level.upper())
         if not shows:
             handler.addFilter(lambda record: record.name == logger.name or not output.is_taking)
-    # Records below the level of their logger reach no handler: a client may want to see more than the daemon.
+    # A client may want a lower level than the daemon: records below a logger's level reach no handler.
     logger.setLevel(level.upper())
     root.setLevel(min(root.level, logging.WARNING))
     root.addHandler(_Records(output))

@@ -1,8 +1,9 @@
 """`checkpoint` makes replicas of arrays, `drain` moves all work off a host.
 
-The runtime restores lost arrays by a replay of the runs that made them. A checkpoint ends that lineage:
-replicas in the memory of other hosts are faster than a replay, and donated arrays cannot be computed again.
-Bytes go from host to host, and to disk with `path=` (see `pw.client.checkpoint_files`), never to this process.
+The runtime restores lost arrays by a replay of the runs that made them. A checkpoint ends that
+lineage: replicas in the memory of other hosts are faster than a replay, and donated arrays cannot
+be computed again. Bytes go from host to host, and to disk with `path=` (see
+`pw.client.checkpoint_files`), never to this process.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def _log_failure(future: Future[None]) -> None:
 def drain(host: str, *, timeout_s: float | None = None) -> None:
     """Move all work and data off a host, so that it can be switched off.
 
-    Computations on its island pause while another host takes its place, and go on with the same values.
-    Returns when the host holds nothing any more.
+    Computations on its island pause while another host takes its place, and go on with the same
+    values. Returns when the host holds nothing any more.
 
     Args:
         host: its name, as in `pw status`.

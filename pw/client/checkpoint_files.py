@@ -1,6 +1,7 @@
 """Checkpoints on disk: `checkpoint(tree, path=...)` and `restore`.
 
-Hosts write and read the bytes of arrays; this process describes the tree. A *leaf* of that description is an
+Hosts write and read the bytes of arrays; this process describes the tree. A *leaf* of that
+description is an
 array, by its JAX path in the tree, or a host value: numbers and small host arrays are in the description.
 """
 
@@ -142,7 +143,8 @@ def _host_leaf(key: str, leaf: Any) -> _Leaf:
 def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
     """Bring a tree back from disk, onto any devices; returns futures at once.
 
-    The hosts read what their shards need, whatever the sharding and the hosts it was written with. The
+    The hosts read what their shards need, whatever the sharding and the hosts it was written with.
+    The
     arrays last as long as their files: when hosts are lost, they are read again.
 
     Args:

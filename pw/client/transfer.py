@@ -1,7 +1,7 @@
 """`put`, `get`, `ready` and `block_until_ready`: between this process and devices.
 
-Small values travel inside the run of an identity program; large ones are uploaded to their hosts. A move from
-one sharding to another is an identity program too, so the bytes go from host to host.
+Small values travel inside the run of an identity program; large ones are uploaded to their hosts. A
+move from one sharding to another is an identity program too, so the bytes go from host to host.
 """
 
 from __future__ import annotations

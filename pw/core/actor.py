@@ -1,8 +1,8 @@
 """The one actor shell: a synchronous state machine with a mailbox.
 
 A handler takes one typed message, changes its own state, and sends messages. It never blocks, never
-awaits, and reaches the outside world only through the `Env` it was given, so that the same class runs
-over ZeroMQ, inside one process, and in simulation.
+awaits, and reaches the outside world only through the `Env` it was given, so that the same class
+runs over ZeroMQ, inside one process, and in simulation.
 
 An actor with several concerns is composed of parts. Each part declares the handlers of its own
 messages; the actor dispatches to all of them through one table.

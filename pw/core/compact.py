@@ -1,8 +1,8 @@
 """`Compact`: programs and plans in messages, with each placement once.
 
-A placement has one number for each device, and a training step takes and returns thousands of arrays on the
-same devices. So a message has each placement once. Where a spec has a placement, the message has its index: a
-`Placement` whose `slice` is the index and which has no devices.
+A placement has one number for each device, and a training step takes and returns thousands of
+arrays on the same devices. So a message has each placement once. Where a spec has a placement, the
+message has its index: a `Placement` whose `slice` is the index and which has no devices.
 """
 
 from __future__ import annotations

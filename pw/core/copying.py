@@ -1,7 +1,7 @@
 """Packs orders to copy arrays into `Replicate` messages, each small enough for a frame.
 
-A place has one entry for each device, and a tree has a thousand arrays at the same place. So a message has
-each place once. What does not fit into one message goes into several.
+A place has one entry for each device, and a tree has a thousand arrays at the same place. So a
+message has each place once. What does not fit into one message goes into several.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every failure a user can see.
 
 All derive from `Error`. A failure that happens on another process travels as an `ErrorReport` (type
-name and text, never a pickled exception) and is raised on the client as the class of that name, with
-the remote traceback in its text.
+name and text, never a pickled exception) and is raised on the client as the class of that name,
+with the remote traceback in its text.
 """
 
 from __future__ import annotations

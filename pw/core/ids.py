@@ -1,6 +1,7 @@
 """Names of nodes and actors, and numbers of clients and what they create.
 
-A node is one process (a host, the controller, a client); an actor is one state machine in it. Clients
+A node is one process (a host, the controller, a client); an actor is one state machine in it.
+Clients
 name what they create: the controller gives each a number, and every id made by that client carries it
 in its upper bits. So an ownership check is a shift and a comparison, and no call waits for a name.
 """

@@ -1,7 +1,7 @@
 """Checks the installed versions of jax, and that no other project overwrites pw.
 
-The distribution is called `openpathways`, the package that it installs `pw`. Another project on the Python
-package index is called `pw` and installs a package of that name into the same folder.
+The distribution is called `openpathways`, the package that it installs `pw`. Another project on the
+Python package index is called `pw` and installs a package of that name into the same folder.
 """
 
 from __future__ import annotations

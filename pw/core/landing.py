@@ -1,8 +1,8 @@
 """`Landing`: the receiver's description of the buffer for a bulk transfer.
 
-A receiver reserves a buffer and describes it in a `Landing`, which travels to the sender in a control message.
-The sender pushes the bytes to it over the bulk plane. The transfer number is random: a peer that did not get
-the landing cannot guess it, so it cannot write into the buffer.
+A receiver reserves a buffer and describes it in a `Landing`, which travels to the sender in a
+control message. The sender pushes the bytes to it over the bulk plane. The transfer number is
+random: a peer that did not get the landing cannot guess it, so it cannot write into the buffer.
 """
 
 from __future__ import annotations

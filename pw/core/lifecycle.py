@@ -1,7 +1,7 @@
 """Lifecycles as tables: the states of a thing, the events that happen to it, and the state after each.
 
-Each lifecycle stands in one file, with its theory of operation above the table. The thing's state is
-changed by its lifecycle only. An event that the table does not have in a state is a bug of the
+Each lifecycle stands in one file, with its theory of operation above the table. The thing's state
+is changed by its lifecycle only. An event that the table does not have in a state is a bug of the
 runtime: it raises `ImpossibleTransition`, which ends an actor, and a run of the simulator with it.
 
 Method: the connection states of h11, as one table of transitions.

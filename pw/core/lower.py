@@ -1,8 +1,8 @@
 """Lowering: turns a program and the bindings of its slices into a list of instructions for each host.
 
-A `Send` stands right after the producer of its value (for a program input, at the start of the island's first
-segment), a `Receive` right before the first consumer, and a `Free` right after the last use of a slot on a
-host. `pw.core.segments` decides the segment of each instruction.
+A `Send` stands right after the producer of its value (for a program input, at the start of the
+island's first segment), a `Receive` right before the first consumer, and a `Free` right after the
+last use of a slot on a host. `pw.core.segments` decides the segment of each instruction.
 
 The cost is one step for every computation, edge and piece.
 """
@@ -168,7 +168,8 @@ def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -
 def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) -> Execute:
     """Return node `number` as an instruction, the same on all of its hosts.
 
-    The hosts of a gang compile one executable, so no host donates a buffer that another one still needs.
+    The hosts of a gang compile one executable, so no host donates a buffer that another one still
+    needs.
     """
     node, args = program.nodes[number], schedule.args[number]
     donated = tuple(

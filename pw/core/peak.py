@@ -1,17 +1,18 @@
 """Computes the device memory of a run from the layout of its program.
 
-On each island the walk follows the run step by step. It adds what the run makes or receives, and subtracts it
-after its last use. The peak of a device must be free there before the run starts. Arguments are there already
-and count as zero; a donated one counts as negative from its last use on. While a computation runs, results
-that reuse donated arguments need no memory, and the compiler's temporaries come on top (`IslandMemory.peaks`,
-because only hosts know them). Runs in flight share the room for temporaries (`pw.sched.island.memory`).
+On each island the walk follows the run step by step. It adds what the run makes or receives, and
+subtracts it after its last use. The peak of a device must be free there before the run starts.
+Arguments are there already and count as zero; a donated one counts as negative from its last use
+on. While a computation runs, results that reuse donated arguments need no memory, and the
+compiler's temporaries come on top (`IslandMemory.peaks`, because only hosts know them). Runs in
+flight share the room for temporaries (`pw.sched.island.memory`).
 
-Two estimates are too high. An edge from another island counts from the start of its segment, because its
-bytes come when the sender has them. A value counts on all its devices until no host of the island uses it.
-Small host values that travel inside a `Run` do not count.
+Two estimates are too high. An edge from another island counts from the start of its segment,
+because its bytes come when the sender has them. A value counts on all its devices until no host of
+the island uses it. Small host values that travel inside a `Run` do not count.
 
-Devices with shards of the same arrays are one group, so the cost is one step for each computation and edge,
-not for each device.
+Devices with shards of the same arrays are one group, so the cost is one step for each computation
+and edge, not for each device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The physical devices of specs, and the routes between specs.
 
-Micro-batches and chains have the same few specs thousands of times, so the devices, hosts and routes of a spec
-are computed once.
+Micro-batches and chains have the same few specs thousands of times, so the devices, hosts and
+routes of a spec are computed once.
 """
 
 from __future__ import annotations

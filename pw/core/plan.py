@@ -1,7 +1,8 @@
 """Plans: for each host a short list of instructions, which lowering makes of a program.
 
-Values live in numbered slots, the same numbers on every host; a host fills only the slots whose shards
-it holds. Instructions are grouped in segments. A segment is what a gang scheduler launches as one unit
+Values live in numbered slots, the same numbers on every host; a host fills only the slots whose
+shards it holds. Instructions are grouped in segments. A segment is what a gang scheduler launches
+as one unit
 on one island: it begins with the transfers it needs from other islands, and `depends` names the segments
 (of other islands) that make them (DESIGN G4).
 """
@@ -17,8 +18,8 @@ from pw.core.sharding import ArraySpec, Binding, Box
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A box copied from one source shard into one or more destination shards.
 
-    Devices are positions in the meshes of the source and destination specs; boxes are relative to the
-    shard they are in.
+    Devices are positions in the meshes of the source and destination specs; boxes are relative to
+    the shard they are in.
     """
 
     source_device: int

@@ -1,8 +1,8 @@
 """Programs: sharded dataflow graphs of compiled functions.
 
-A `Program` has one `Node` per call of a computation and one `Value` per edge, whatever the number of
-shards. Where a value lies differently from what its consumer asks for, the edge implies a transfer; the
-client never writes one.
+A `Program` has one `Node` per call of a computation and one `Value` per edge, whatever the number
+of shards. Where a value lies differently from what its consumer asks for, the edge implies a
+transfer; the client never writes one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pw.core.sharding import ArraySpec, Placement
 class Computation(msgspec.Struct, frozen=True, array_like=True):
     """A compiled function over all its shards.
 
-    `artifact` is the SHA-256 of a serialized `jax.export` artifact whose arguments and results are flat
-    lists of arrays as `inputs` and `outputs` say. `donated` are positions in `inputs` whose buffers the
-    computation may take over.
+    `artifact` is the SHA-256 of a serialized `jax.export` artifact whose arguments and results are
+    flat lists of arrays as `inputs` and `outputs` say. `donated` are positions in `inputs` whose
+    buffers the computation may take over.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Re-sharding: which part of which shard goes where when an array changes its sharding or its devices.
 
-Both shardings cut every dimension into equal parts, so the source shards that overlap a destination box are a
+Both shardings cut every dimension into equal parts, so the source shards that overlap a destination
+box are a
 range of part numbers in each dimension: the plan never looks at pairs of shards that do not overlap. Among
 equal shards it prefers the destination device itself, then another device of its host, then the host that has
 the fewest bytes to send so far. Bytes cross between two hosts once, however many devices of the receiving host

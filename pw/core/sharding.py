@@ -1,8 +1,9 @@
 """The layout of logical arrays on virtual devices, in numbers.
 
-A `Sharding` is JAX's NamedSharding without devices: mesh axes with sizes, and for each dimension of the array
-the axes that split it. A `Placement` names the virtual devices of one slice at the positions of that mesh.
-Boxes (start and stop in every dimension) follow in closed form, so no part of pw needs an object per shard.
+A `Sharding` is JAX's NamedSharding without devices: mesh axes with sizes, and for each dimension of
+the array the axes that split it. A `Placement` names the virtual devices of one slice at the
+positions of that mesh. Boxes (start and stop in every dimension) follow in closed form, so no part
+of pw needs an object per shard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Clusters for tests: one over real devices in this process, and simulated ones on virtual time.
 
-`InProcessCluster` is loaded when first used, so that the simulator (`pw.testing.sim`) does without JAX.
+`InProcessCluster` is loaded when first used, so that the simulator (`pw.testing.sim`) does without
+JAX.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     with InProcessCluster(islands=2, devices_per_island=2) as cluster:
         ...
 
-Controller, schedulers, executors, coordinators, stores and clients are those of the daemons; only the
-network is a direct call (through the codec, so that whatever is sent could have crossed to another
-process) and each island is one host over some of this process's JAX devices. It starts in milliseconds,
-so most tests use it. An island of several hosts needs processes: see `pw.LocalCluster`.
+All actors are those of the daemons. Messages are direct calls (through the codec, so each could
+cross to another process), and each island is one host over some of this process's JAX devices. It
+starts in milliseconds, so most tests use it. An island of several hosts needs processes: see
+`pw.LocalCluster`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class InProcessCluster:
         self.crashes.append("".join(traceback.format_exception(error)))
 
     def client(self, *, share: float = 1.0, priority: int = 0) -> Runtime:
-        """Another client of this cluster; `pw.client.connection.current.use` makes calls go to it."""
+        """Return another client of this cluster; `pw.client.connection.current.use` makes it current."""
         name = f"client-{len(self._clients)}"
 
         def start(runtime: Runtime) -> SessionOnNode:

@@ -1,9 +1,9 @@
 """`Array`: the handle of a logical array, which is a future.
 
-The client has one handle, whatever the number of shards. Shape, dtype and sharding are known at once; reading
-the value waits for it and fetches it, once. When hosts are lost, the wait lasts until the value is restored, or
-is lost for good. The last reference to a handle releases the array on all hosts. A function may close over
-a handle.
+The client has one handle, whatever the number of shards. Shape, dtype and sharding are known at
+once; reading the value waits for it and fetches it, once. When hosts are lost, the wait lasts until
+the value is restored, or is lost for good. The last reference to a handle releases the array on all
+hosts. A function may close over a handle.
 """
 
 from __future__ import annotations

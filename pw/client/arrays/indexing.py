@@ -1,6 +1,7 @@
 """Indexing of arrays and tracers: computed where the array lies, as JAX's is.
 
-Each use is a compiled function of one node, like an operator. Integers in an index, and the start of a slice of
+Each use is a compiled function of one node, like an operator. Integers in an index, and the start
+of a slice of
 consecutive elements, are operands: reading element after element, or batch after batch, compiles once. The
 number of elements that a mask selects must be known to compile, so a host mask becomes indices.
 `x.at[index]` makes a changed copy, with JAX's methods.

@@ -1,9 +1,9 @@
 """Makes a handle a value that JAX knows, so that functions may close over it.
 
-When a traced function meets a registered handle, the handle itself becomes a constant of the jaxpr, and
-`pw.client.trace.export` turns it into an argument. Where JAX would compute on this machine instead, it
-asks for a local copy, and this module refuses. JAX has no public way to register an array type; everything
-private about it is here.
+When a traced function meets a registered handle, the handle itself becomes a constant of the jaxpr,
+and `pw.client.trace.export` turns it into an argument. Where JAX would compute on this machine
+instead, it asks for a local copy, and this module refuses. JAX has no public way to register an
+array type; everything private about it is here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Methods and properties of arrays and tracers: computed where the array lies, as JAX's are.
 
-Each is a compiled function of one node, like an operator. They have the parameters and the documentation of
-those of `jax.Array`: completion, `help` and type checkers know them.
+Each is a compiled function of one node, like an operator. They have the parameters and the
+documentation of those of `jax.Array`: completion, `help` and type checkers know them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Python's operators, for arrays and for the tracers of programs.
 
-Each operator is a compiled function of one node on the mesh of its first array operand; the compiler chooses
-the sharding of the result. Operators that were not used for long are forgotten.
+Each operator is a compiled function of one node on the mesh of its first array operand; the
+compiler chooses the sharding of the result. Operators that were not used for long are forgotten.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def _reflected(name: str) -> Callable[[Any, Any], Any]:
 def _power(self: Any, exponent: Any) -> Any:
     """JAX has rules of its own for an integer that is known while it traces: it multiplies, exactly.
 
-    Each such integer is another computation, so large ones are operands, where that makes no difference.
+    Each such integer is another computation, so large ones are operands, where that makes no
+    difference.
     """
     if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
         known = index(exponent)

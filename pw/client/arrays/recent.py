@@ -1,7 +1,7 @@
 """A table that forgets the entries that were not used for long.
 
-pw compiles programs for operators, indexing and moves, and a loop can need new ones without end. Users do not
-know these programs and cannot release them, so this table does.
+pw compiles programs for operators, indexing and moves, and a loop can need new ones without end.
+Users do not know these programs and cannot release them, so this table does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Types of arrays and of host values: the keys of traces.
 
-A call finds its trace by the types of its arguments. Every array has an interned `ArrayType` that compares by
-identity; a host value has a signature that is cheap to compute. JAX's configuration is part of the key too,
-because traces depend on it.
+A call finds its trace by the types of its arguments. Every array has an interned `ArrayType` that
+compares by identity; a host value has a signature that is cheap to compute. JAX's configuration is
+part of the key too, because traces depend on it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SCALARS = (bool, int, float, complex)
 class ArrayType:
     """Shape, dtype and sharding of a logical array; equal types are one object.
 
-    Users and traces see `aval`, the runtime sees `spec`: a typed PRNG key is an array of unsigned integers
-    there, whose extra dimensions are not split.
+    Users and traces see `aval`, the runtime sees `spec`: a typed PRNG key is an array of unsigned
+    integers there, whose extra dimensions are not split.
     """
 
     __slots__ = (

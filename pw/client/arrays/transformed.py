@@ -1,9 +1,10 @@
 """Lets JAX transform a pw function outside of pw for its shapes only.
 
-`jax.eval_shape(f, x)` of a pw function computes nothing, so it works. `jax.grad`, `jax.vmap`, `jax.jit` and the
-loops of `jax.lax` would compute in this process instead of on virtual devices. So the arguments of such a call
-pass through a primitive that JAX can trace, differentiate and batch; it raises when JAX computes or compiles
-it. When pw traces a function for the hosts, the arguments do not pass through it.
+`jax.eval_shape(f, x)` of a pw function computes nothing, so it works. `jax.grad`, `jax.vmap`,
+`jax.jit` and the loops of `jax.lax` would compute in this process instead of on virtual devices. So
+the arguments of such a call pass through a primitive that JAX can trace, differentiate and batch;
+it raises when JAX computes or compiles it. When pw traces a function for the hosts, the arguments
+do not pass through it.
 """
 
 from __future__ import annotations

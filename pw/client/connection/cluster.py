@@ -3,8 +3,8 @@
     with pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1) as cluster:
         ...
 
-It has the same processes as a deployment over several machines, with `jax.distributed` inside each island. They
-end with this process.
+It has the same processes as a deployment over several machines, with `jax.distributed` inside each
+island. They end with this process.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ def _forked() -> None:
 def stats() -> dict[str, dict[str, int]]:
     """Counters of every process of the cluster: `controller`, each host by name, and `client`.
 
-    `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the controller has
-    none), `launches`, `computations` and `compilations` the work of hosts, `live_arrays` and `live_bytes`
-    their arrays.
+    `messages_*` and `control_bytes_*` count the control plane, `bulk_*` the bulk plane (the
+    controller has none), `launches`, `computations` and `compilations` the work of hosts,
+    `live_arrays` and `live_bytes` their arrays.
 
     Raises:
         HostLost: a host was lost while it was asked.
@@ -166,8 +166,9 @@ def stats() -> dict[str, dict[str, int]]:
 def why() -> str:
     """Explain what holds up this client: the most likely cause in the first line, details below.
 
-    It names the run, the computation and its program, the host that others wait for, since when, and where its
-    threads are in the code. Call it from another thread (or `pw why` from another terminal) during a wait.
+    It names the run, the computation and its program, the host that others wait for, since when,
+    and where its threads are in the code. Call it from another thread (or `pw why` from another
+    terminal) during a wait.
 
     Raises:
         ConnectionFailed: the controller does not answer.

@@ -1,9 +1,9 @@
 """The embedded cluster, which `pw` starts by itself: a controller in this process, and one host.
 
-If JAX has only CPUs, the host is a child process with `PW_EMBEDDED_DEVICES` CPU devices, independent of the
-user's own JAX settings. It is a normal worker: a supervisor, and the runtime that it restarts. If JAX has
-accelerators, which two processes cannot share, the host is in this process; it cannot be restarted, so the
-session ends with it.
+If JAX has only CPUs, the host is a child process with `PW_EMBEDDED_DEVICES` CPU devices,
+independent of the user's own JAX settings. It is a normal worker: a supervisor, and the runtime
+that it restarts. If JAX has accelerators, which two processes cannot share, the host is in this
+process; it cannot be restarted, so the session ends with it.
 
 This is the only module of `pw.client` that imports `pw.cli`, where actors are put together.
 """

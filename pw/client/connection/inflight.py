@@ -1,7 +1,8 @@
 """The runs that a session has in flight: how many, what was uploaded for them, and their names.
 
-The controller gives a session credits, one for each run in flight. A call without a credit waits. So does a
-call that uploads a large host value while `AHEAD_BYTES` of such values belong to runs in flight.
+The controller gives a session credits, one for each run in flight. A call without a credit waits.
+So does a call that uploads a large host value while `AHEAD_BYTES` of such values belong to runs in
+flight.
 """
 
 from __future__ import annotations

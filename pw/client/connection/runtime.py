@@ -1,6 +1,7 @@
 """The connected runtime: one session with a cluster, as the API's threads see it.
 
-The session's actors live on an event loop in a background thread. The methods here run in the user's
+The session's actors live on an event loop in a background thread. The methods here run in the
+user's
 threads: they name what they create, post a note to the session, and return. Only `allocate_slice`, the
 questions, and a client that is too far ahead wait.
 """

@@ -1,8 +1,8 @@
 """Hosts: which hosts exist, where the client's slices lie, and which hosts know the client.
 
-A host that comes back is another process, and does not know the client until the client has identified
-itself again. So the client does so before the next message after any news of a new process: its end,
-another endpoint, a slice that is bound again. An extra `Identify` does no harm.
+A host that comes back is another process, and does not know the client until the client has
+identified itself again. So the client does so before the next message after any news of a new
+process: its end, another endpoint, a slice that is bound again. An extra `Identify` does no harm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """All that a session has told its controller, as far as another controller needs it.
 
-A controller keeps nothing on disk. When it is started again, each client tells it what the last one knew:
-slices, programs, and the runs and inputs from which the client's arrays were made. The controller says how
-far back that goes (`ForgetRuns`, `ForgetInputs`): its lineage ends at inputs and at checkpoints.
+A controller keeps nothing on disk. When it is started again, each client tells it what the last one
+knew: slices, programs, and the runs and inputs from which the client's arrays were made. The
+controller says how far back that goes (`ForgetRuns`, `ForgetInputs`): its lineage ends at inputs
+and at checkpoints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`JournalingEnv`: the session's `Env`, whose messages to the controller survive the loss of the controller.
 
-The parts of a session send to the controller as if it were always there. This `Env` writes down in the
-journal what it sends to the controller. While there is no controller, it holds messages for it. The next
-controller gets the journal, and then the held messages.
+The parts of a session send to the controller as if it were always there. This `Env` writes down in
+the journal what it sends to the controller. While there is no controller, it holds messages for it.
+The next controller gets the journal, and then the held messages.
 
     open -PeerLost-> lost -Attached-> open, after `Journal.retold`, open requests and held messages
 """

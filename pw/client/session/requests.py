@@ -1,6 +1,7 @@
 """Requests: what a client asks hosts and the controller, and asks again after a loss.
 
-The client asks the hosts of an array's slice for its value. When they cannot give it, because one of them
+The client asks the hosts of an array's slice for its value. When they cannot give it, because one
+of them
 was lost or does not have the array, the controller decides: it may be restoring the array. So the request
 stays open, and the controller says when to ask again.
 
@@ -12,9 +13,9 @@ stays open, and the controller says when to ask again.
       |                                                         |
       +-> failed <- RunFailed, Answered with an error, RETRIES in vain -+
 
-A host's error about the program itself (it raised, it did not compile) is final. So is any error of an array
-that this client has deleted or donated. The controller may hear of a loss later than the client, so the
-client asks again after pauses that grow.
+A host's error about the program itself (it raised, it did not compile) is final. So is any error of
+an array that this client has deleted or donated. The controller may hear of a loss later than the
+client, so the client asks again after pauses that grow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ClientSession`: a client's actor; it attaches to the controller, allocates slices, and starts runs.
 
-The API's threads reach the session with notes. Its parts fetch values from hosts (`requests.py`), upload
-inputs (`uploads.py`) and keep a journal for another controller (`journal.py`). Clients name what they create,
-so the session sends each call at once and never waits.
+The API's threads reach the session with notes. Its parts fetch values from hosts (`requests.py`),
+upload inputs (`uploads.py`) and keep a journal for another controller (`journal.py`). Clients name
+what they create, so the session sends each call at once and never waits.
 
 The loss of a host is no event for the user: requests stay open until the controller has restored the arrays,
 and the controller asks for inputs again. Nor is the loss of the controller, if it comes back in time. A

@@ -1,16 +1,16 @@
 """Uploads: sends a client's host values to devices, and keeps them in case hosts are lost.
 
-When hosts are lost together with all copies of an input, only the client can provide it again. So the
-client keeps the value until the controller says that nothing can ask for it any more.
+When hosts are lost together with all copies of an input, only the client can provide it again. So
+the client keeps the value until the controller says that nothing can ask for it any more.
 
     put -> under way -all hosts have it-> kept -the budget is spent-> gone (UploadAgain: InputGone)
              |   ^                          |
              |   +------- UploadAgain ------+
              +- (its slice is not bound, a host was lost, a push failed: stays until UploadAgain)
 
-The oldest value leaves the budget first. Values under way, and those that the user wants kept, do not count.
-`ForgetInputs`, and `RunFailed` for the array itself, end the life of an input. Hosts that still wait for its
-bytes get them nevertheless, because they rely on them.
+The oldest value leaves the budget first. Values under way, and those that the user wants kept, do
+not count. `ForgetInputs`, and `RunFailed` for the array itself, end the life of an input. Hosts
+that still wait for its bytes get them nevertheless, because they rely on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shows the output of host functions on this process's standard streams.
 
-The session's loop never waits for a terminal: a thread of its own writes the lines. A user's thread that gets a
-result writes them first, so that output appears before the result.
+The session's loop never waits for a terminal: a thread of its own writes the lines. A user's thread
+that gets a result writes them first, so that output appears before the result.
 """
 
 from __future__ import annotations

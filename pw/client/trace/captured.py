@@ -1,13 +1,15 @@
 """Turns the values that a traced function closes over into arguments, at any depth.
 
-JAX keeps such a value as a constant of the innermost jaxpr that uses it, and a jit inside the function has
-constants of its own, also in a loop or a branch. So this module passes a value down: every equation on the
-way gets further operands, and the jaxpr inside it further variables. They come first in both, where loops and
-custom derivatives expect loop-invariant operands; each primitive gets a count of them.
+JAX keeps such a value as a constant of the innermost jaxpr that uses it, and a jit inside the
+function has constants of its own, also in a loop or a branch. So this module passes a value down:
+every equation on the way gets further operands, and the jaxpr inside it further variables. They
+come first in both, where loops and custom derivatives expect loop-invariant operands; each
+primitive gets a count of them.
 
 Primitives that are not in the table keep their constants, which become part of the artifact.
 
-JAX can trace shardings over virtual devices, but not lower them. They become shardings over the abstract mesh.
+JAX can trace shardings over virtual devices, but not lower them. They become shardings over the
+abstract mesh.
 """
 
 from __future__ import annotations

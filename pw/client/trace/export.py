@@ -1,14 +1,15 @@
 """Export: from a Python function to an artifact that hosts can compile.
 
 A function is traced over an abstract mesh (axis sizes and names, no devices) under the caller's JAX
-configuration, and exported as portable StableHLO for the platform of its slice. The client needs neither that
-platform nor the devices. Three things change. Typed PRNG keys become unsigned integers, their only form in the
-runtime. Arrays that the function closes over become arguments: handles stay in place, and large host constants
-are uploaded (jax arrays once for all traces, NumPy arrays, which may change, for each trace). Constructs that
-cannot travel, such as a callback into this process, raise `TracingError`.
+configuration, and exported as portable StableHLO for the platform of its slice. The client needs
+neither that platform nor the devices. Three things change. Typed PRNG keys become unsigned
+integers, their only form in the runtime. Arrays that the function closes over become arguments:
+handles stay in place, and large host constants are uploaded (jax arrays once for all traces, NumPy
+arrays, which may change, for each trace). Constructs that cannot travel, such as a callback into
+this process, raise `TracingError`.
 
-A function with `check_nans` has one more result: a vector with a boolean for each floating-point result. It is
-the same on all devices, so all hosts agree; users never see it.
+A function with `check_nans` has one more result: a vector with a boolean for each floating-point
+result. It is the same on all devices, so all hosts agree; users never see it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """`JitFunction`: a function that runs on virtual devices.
 
-A call finds its program by the tree of its arguments, their types and JAX's configuration, passes the ids of
-its arguments, and returns futures. It takes tens of microseconds and does not wait. The first call of a kind
-traces and exports the function in the caller's thread, so errors of the function are raised there. All calls
-and programs with the same types share one computation.
+A call finds its program by the tree of its arguments, their types and JAX's configuration, passes
+the ids of its arguments, and returns futures. It takes tens of microseconds and does not wait. The
+first call of a kind traces and exports the function in the caller's thread, so errors of the
+function are raised there. All calls and programs with the same types share one computation.
 
-Inside `@pw.program` a call becomes a node. In a function that is traced for another `pw.jit` (also under
-`jax.grad` or a loop there) the function is simply applied. Under any other JAX transformation, only shapes
-are computed (`pw.client.arrays.transformed`).
+Inside `@pw.program` a call becomes a node. In a function that is traced for another `pw.jit` (also
+under `jax.grad` or a loop there) the function is simply applied. Under any other JAX
+transformation, only shapes are computed (`pw.client.arrays.transformed`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`host_function`: ordinary Python on the hosts, as a node of a program.
 
-Compiled functions cannot read files, tokenise or log. A host function travels pickled (cloudpickle), so a
-worker runs it only with `pw-worker --allow-python`; computations never travel pickled.
+Compiled functions cannot read files, tokenise or log. A host function travels pickled
+(cloudpickle), so a worker runs it only with `pw-worker --allow-python`; computations never travel
+pickled.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ def host_function(
 ) -> Callable[..., Any]:
     """Make a Python function run on the hosts of `devices`, as a node like any computation.
 
-    It takes numpy arrays, and its results become arrays on the devices. If the devices are on several hosts,
-    each host calls it once, and it must return the same values there; if it raises on one host, the call fails
-    on all. A host runs one call at a time, beside its computations. Its output, warnings and log records (from
-    `WARNING` on) appear here as `(host) line`: see `pw.connect`.
+    It takes numpy arrays, and its results become arrays on the devices. If the devices are on
+    several hosts, each host calls it once, and it must return the same values there; if it raises
+    on one host, the call fails on all. A host runs one call at a time, beside its computations. Its
+    output, warnings and log records (from `WARNING` on) appear here as `(host) line`: see
+    `pw.connect`.
 
     Args:
         fun: takes numpy arrays (whole, in the tree of the call) and returns arrays.

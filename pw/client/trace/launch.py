@@ -120,8 +120,8 @@ class Launch:
 class Launches:
     """The launches of a function by the kind of call; forgets those of closed sessions.
 
-    `get` takes no lock. A thread that finds no launch records one under `lock`, so threads that make the same
-    new call share one recording.
+    `get` takes no lock. A thread that finds no launch records one under `lock`, so threads that
+    make the same new call share one recording.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """`pw.pmap`: one call of a function on every device, with collectives between them.
 
-It is a `jax.shard_map` over a mesh with one axis: the mapped axis of an argument is split over the devices, and
-each device sees its own slice.
+It is a `jax.shard_map` over a mesh with one axis: the mapped axis of an argument is split over the
+devices, and each device sees its own slice.
 """
 
 from __future__ import annotations

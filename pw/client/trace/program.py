@@ -1,8 +1,8 @@
 """`pw.program`: a block of Python that calls many computations becomes one dataflow program.
 
-The function runs once, on tracers; every call of a `pw.jit` or `pw.pmap` function in it is a node, and
-later calls send one message, ahead of the data. Leaves of its arguments that are neither arrays nor numbers,
-and static arguments, are part of the trace's key.
+The function runs once, on tracers; every call of a `pw.jit` or `pw.pmap` function in it is a node,
+and later calls send one message, ahead of the data. Leaves of its arguments that are neither arrays
+nor numbers, and static arguments, are part of the trace's key.
 """
 
 from __future__ import annotations

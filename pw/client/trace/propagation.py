@@ -1,11 +1,12 @@
 """Computes the shardings of a computation's results without compiling it.
 
-XLA propagates shardings from the arguments to the results with Shardy. jaxlib has these passes, and they need
-neither devices nor a backend. The client runs them on a copy of the exported module. So it knows the results'
-shardings once a function is traced, and they are those of `jax.jit`. The hosts compile for these shardings.
+XLA propagates shardings from the arguments to the results with Shardy. jaxlib has these passes, and
+they need neither devices nor a backend. The client runs them on a copy of the exported module. So
+it knows the results' shardings once a function is traced, and they are those of `jax.jit`. The
+hosts compile for these shardings.
 
-Where the passes find no `PartitionSpec` (a part of a mesh axis, an axis that does not divide the dimension),
-they leave the dimension whole.
+Where the passes find no `PartitionSpec` (a part of a mesh axis, an axis that does not divide the
+dimension), they leave the dimension whole.
 """
 
 from __future__ import annotations

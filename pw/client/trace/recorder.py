@@ -1,8 +1,8 @@
 """`Recorder`: collects the calls of a traced function into a program.
 
-Each call is one node, whatever the number of shards. A value lies where its producer leaves it; if a consumer
-needs it elsewhere, the edge between them is a transfer. A host value is placed by its consumers: each
-different placement is an input of the program.
+Each call is one node, whatever the number of shards. A value lies where its producer leaves it; if
+a consumer needs it elsewhere, the edge between them is a transfer. A host value is placed by its
+consumers: each different placement is an input of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The whole protocol: every message between actors.
 
-Each message is a frozen struct that travels as a tagged msgpack array. Its docstring names the sender and the
-receiver, and what the message promises. A message marked *local* never leaves the controller process. Tags are
+Each message is a frozen struct that travels as a tagged msgpack array. Its docstring names the
+sender and the receiver, and what the message promises. A message marked *local* never leaves the
+controller process. Tags are
 part of the protocol: append, never reuse, and raise `PROTOCOL_VERSION` when the meaning of an old tag changes.
 
 Other modules import all messages from this package.

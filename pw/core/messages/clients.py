@@ -177,7 +177,8 @@ class Inquire(Base, frozen=True, tag=52):
 class Answered(Base, frozen=True, tag=53):
     """Controller to ClientSession: the request is done, or has failed.
 
-    To an `Inquire`: the arrays are on the devices of their slices, or the client knows that they are lost.
+    To an `Inquire`: the arrays are on the devices of their slices, or the client knows that they
+    are lost.
     """
 
     request: int

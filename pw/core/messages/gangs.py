@@ -211,8 +211,8 @@ class LaunchGap(Base, frozen=True, tag=76):
 class GangBroken(Base, frozen=True, tag=77):
     """HostExecutor to IslandScheduler: this host cannot go on with a gang, and the other hosts may.
 
-    An input is missing here that they may have; or, with an `error`, this host has failed in a way that they
-    may not, and would fail again.
+    An input is missing here that they may have; or, with an `error`, this host has failed in a way
+    that they may not, and would fail again.
     """
 
     epoch: int

@@ -36,8 +36,9 @@ class InstallReport(msgspec.Struct, frozen=True, array_like=True):
 class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
     """One launch on one host.
 
-    `state` is `missing` (it has not arrived), `queued` behind another one, `waiting` for values that it reads,
-    `submitted` to the execute thread, `entered` by it, `enqueued` on the devices, or `finished`.
+    `state` is `missing` (it has not arrived), `queued` behind another one, `waiting` for values
+    that it reads, `submitted` to the execute thread, `entered` by it, `enqueued` on the devices,
+    or `finished`.
     """
 
     run: int
@@ -54,9 +55,9 @@ class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
 class EdgeReport(msgspec.Struct, frozen=True, array_like=True):
     """One end of one route of an edge that has not ended.
 
-    `state` of the receiving end is `awaited` (the bytes come in a message), `credit sent` or `assembled`;
-    of the sending end `no value` (it does not exist yet), `no credit` (the receiver has sent no landing),
-    `sending`, or `credit early` (the launch has not arrived here).
+    `state` of the receiving end is `awaited` (the bytes come in a message), `credit sent` or
+    `assembled`; of the sending end `no value` (it does not exist yet), `no credit` (the receiver
+    has sent no landing), `sending`, or `credit early` (the launch has not arrived here).
     """
 
     run: int

@@ -3,11 +3,11 @@
     outcome = simulate(seed=7, profile=PROFILES["chaos"])
     assert outcome.violation is None
 
-The actors are those of production, unchanged. Simulated are time (`world`), processes (`node`), links
-(`network`), the bulk plane (`bulk`), devices (`devices`, `gangs`), supervisors (`host`) and users (`life`,
-`workload`, `programs`). `faults` go wrong; what every array must be says an `oracle`, what must hold at
-every step say the `monitors`, what may be left over a `census`. `mutations` show that all these see what
-they should. From the shell: `pw sim`.
+The actors are those of production, unchanged. Simulated are time (`world`), processes (`node`),
+links (`network`), the bulk plane (`bulk`), devices (`devices`, `gangs`), supervisors (`host`) and
+users (`life`, `workload`, `programs`). `faults` go wrong; what every array must be says an
+`oracle`, what must hold at every step say the `monitors`, what may be left over a `census`.
+`mutations` show that all these see what they should. From the shell: `pw sim`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BYTES_PER_S = 2e9
 SETUP_S = 40e-6
 STALLED_S = 5.0
-"""A transfer that does not move for so long is given up."""
+"""A transfer without progress for so long fails."""
 
 _Parts = Sequence[tuple[int, np.ndarray[Any, Any]]]
 _Done = Callable[[Exception | None], None]
@@ -94,7 +94,7 @@ class SimBulk:
             self._fail(done, f"{target.name} is gone")
             return
         waiting = there._landings.pop(landing.transfer, None)
-        if waiting is None:  # cancelled there; whether the sender is told is a matter of chance
+        if waiting is None:  # cancelled there; the sender may or may not hear of it
             if self._random.random() < 0.5:
                 self._fail(done, f"{target.name} does not want the bytes any more")
             else:

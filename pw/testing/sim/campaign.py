@@ -16,7 +16,7 @@ from pw.testing.sim.runner import Outcome, simulate
 
 @dataclass(slots=True)
 class Campaign:
-    """What many seeds came to."""
+    """The outcomes of many seeds."""
 
     profile: Profile
     seeds: int = 0
@@ -59,8 +59,8 @@ def run_campaign(
     """Run many seeds.
 
     Args:
-        seeds: which.
-        profile: how large the cluster is and what goes wrong in it.
+        seeds: the seeds to run.
+        profile: the size of the cluster, and its faults.
         jobs: processes to run them on; the outcomes do not depend on it.
         digest: have each outcome say the digest of its messages.
         on_outcome: called with each outcome, in the order of the seeds.

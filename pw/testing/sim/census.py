@@ -1,7 +1,7 @@
-"""What actors hold: every collection in them that is not empty, found by looking, not by name.
+"""The census: every collection in an actor that is not empty.
 
-A new dictionary in an actor is part of the census from the day it is written; what may stay for good is
-listed here.
+It finds collections by itself, so a new dictionary in an actor is part of it at once. The list
+below names the collections that may stay.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 PERMANENT = frozenset(
     (
-        # machinery, and what an actor was given when it was made
+        # machinery, and arguments of constructors
         *("_handlers", "_told", "_table", "_counters", "_registration", "env", "_env", "policy"),
-        # who is here, and which islands there are
+        # hosts and islands
         *(
             "_islands",
             "schedulers",
@@ -30,7 +30,7 @@ PERMANENT = frozenset(
         # one entry for each device, host or island
         *("_next_sequence", "_lost", "limited", "_numbers", "_device_sets", "_unsettled"),
         "_busy_until_s",
-        # bounded memories of what is gone
+        # bounded memories of the past
         *(
             "_dropped",
             "_gone_clients",
@@ -42,11 +42,11 @@ PERMANENT = frozenset(
         ),
     )
 )
-"""Names of what need not be empty in the end."""
+"""Attributes that need not be empty in the end."""
 
 
 def held(name: str, actor: object) -> Counter[str]:
-    """Sizes of all collections inside an actor and its parts that should become empty."""
+    """Return the sizes of all collections of an actor and its parts that should become empty."""
     found: Counter[str] = Counter()
     for path, size in _collections(name, actor, set()):
         found[path] += size

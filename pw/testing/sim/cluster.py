@@ -24,7 +24,7 @@ from pw.testing.sim.world import World
 
 SECRET = b"simulated"
 CLIENT_NUMBERS = 1000
-"""A start of the controller begins to number its clients this much higher than the last."""
+"""The distance between the first client numbers of two starts of the controller."""
 
 
 class _Services(Actor):
@@ -52,7 +52,7 @@ class SimCluster(Site):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.on_spawn: list[Callable[[IslandScheduler], None]] = []
-        """What is done to each new scheduler."""
+        """Changes to each new scheduler (see `mutations`)."""
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
         self.schedulers: dict[str, IslandScheduler] = {}
@@ -92,7 +92,7 @@ class SimCluster(Site):
             world.after(random.uniform(0.0, 0.05), host.start)
 
     def kill_controller(self) -> None:
-        """The controller dies at once, and leaves nothing behind but its address."""
+        """Kill the controller; only its address stays."""
         if self.node.alive:
             self.node.die()
             self.node.network.vanish(seen=True)
@@ -141,12 +141,12 @@ class SimCluster(Site):
         )
 
     def hosts_of(self, island: str) -> list[str]:
-        """Names of all hosts that an island may consist of."""
+        """Return the names of an island's hosts and of the spares that may join it."""
         members = self.islands[island]
         return [host.name for host in members] + self._spares.get(members[0].devices, [])
 
     def formed(self) -> bool:
-        """Whether every island is ready of which no host has left for good."""
+        """Whether all islands are ready, but for those that a host has left for good."""
         if not self.node.alive:
             return False
         ready = {status.island for status in self.status() if status.state == "ready"}
@@ -158,7 +158,7 @@ class SimCluster(Site):
         return ready >= whole
 
     def members(self) -> list[SimHost]:
-        """Hosts that are where the controller takes them to be, and so hear what they are told."""
+        """Return the running hosts that are in the epoch that the controller knows."""
         epochs = {
             host: scheduler.members.epoch
             for scheduler in self.schedulers.values()
@@ -173,7 +173,7 @@ class SimCluster(Site):
         ]
 
     def census(self) -> Counter[str]:
-        """All that is held anywhere, which must be nothing when all clients have gone."""
+        """Count what all actors hold; it must be nothing when all clients have left."""
         found: Counter[str] = Counter()
         for host in self.hosts:
             for what, count in host.census().items():

@@ -1,10 +1,10 @@
 """Simulated devices of one host: the promises of `pw.devices.host.backend`, after modelled delays.
 
-Computations and moves are done strictly in order, one at a time; arrays are built, and questions answered,
-beside them. A computation over several hosts starts when
-all of them have reached it (see `Gangs`) and computes a digest of its inputs (see `digests`). What a
-careful backend could notice is checked here: values that are read before they are made or after they
-were given away, made twice, replicas that differ, and buffers that are never dropped.
+Computations and moves run strictly in order, one at a time; builds and questions do not wait for
+them. A computation over several hosts starts when all of them have reached it (see `gangs`), and
+computes a digest of its inputs (see `digests`). The backend checks for values that are read before
+they are made or after they were donated, values that are made twice, different copies of one shard,
+and buffers that are never dropped.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ class SimBackend:
         self.epoch = 0
         """Of the group that the host has joined."""
         self.meeting: Installed | None = None
-        """The computation over several hosts that this host has reached and that has not started."""
+        """The computation of several hosts that waits for other hosts."""
         self.closed = False
         self.live_bytes: Counter[int] = Counter()
         self._made_bytes: Counter[int] = Counter()
-        """What computations made of it: uploads come whether or not there is room, runs wait."""
-        """Bytes of buffers on each device."""
+        """Bytes of results on each device: runs wait for memory, uploads do not."""
         self.peak_bytes: Counter[int] = Counter()
         self._world = node.world
         self._gangs = gangs
@@ -75,7 +74,7 @@ class SimBackend:
         self._queue: deque[ops.Op] = deque()
         self._installed: dict[bytes, Installed] = {}
         self.broken: ErrorReport | None = None
-        """How a computation of several hosts failed: this host meets no others any more."""
+        """The error of a failed computation of several hosts: this host joins no further ones."""
         self._running = False
         self._pump_planned = False
         self._compiling_until_s = 0.0
@@ -150,7 +149,7 @@ class SimBackend:
         ]
 
     def counters(self) -> dict[str, int]:
-        """What this backend holds."""
+        """Return the bytes of all buffers."""
         return {"device_bytes": sum(self.live_bytes.values())}
 
     def stage(self, value: Value) -> str:
@@ -189,7 +188,7 @@ class SimBackend:
     # --- the queue -----------------------------------------------------------------------------------
 
     def _awake(self, action: Callable[[], None]) -> None:
-        """Do something on a thread of this process, which may be stopped just now."""
+        """Call a function now, or when the paused process wakes."""
         if self.closed or not self.node.alive:
             return
         if self.node.paused:
@@ -198,7 +197,7 @@ class SimBackend:
             action()
 
     def answer(self, function: Callable[[], None]) -> None:
-        """Call something on the node's loop, unless this incarnation is over."""
+        """Call a function on the node's loop, unless this incarnation has ended."""
         if not self.closed:
             self.node.call(lambda: None if self.closed else function())
 
@@ -241,7 +240,7 @@ class SimBackend:
     # --- questions -----------------------------------------------------------------------------------
 
     def _look(self, op: ops.Watch | ops.Read) -> None:
-        """Answer a question in a moment, or look at it again when the first value that is missing is there."""
+        """Answer a question, or look at it again when the first missing value exists."""
         for value in op.values if isinstance(op, ops.Watch) else (op.value,):
             if value.payload is None and value.error is None:
                 if self.idle and value.building is None:
@@ -254,7 +253,7 @@ class SimBackend:
         self._world.after(OP_S * self.node.slowness, self._awake, answer)
 
     def _tell(self, value: Value) -> None:
-        """Look at what was asked about a value, now that it is there."""
+        """Answer the questions that have waited for a value."""
         asked, value.asked = value.asked or (), None
         for op in asked:
             self._look(op)
@@ -285,11 +284,13 @@ class SimBackend:
             for value in op.results:
                 value.error = error
                 self._tell(value)
-        op.args = op.results = ()  # what it has read can be freed, whoever still has the op at hand
+        op.args = (
+            op.results
+        ) = ()  # its values can be freed, although callers may still refer to the op
         self._awake(self._pump)
 
     def poison(self, op: ops.Execute) -> ErrorReport | None:
-        """What is wrong with an argument, if anything is."""
+        """Return the error of the first failed argument, if there is one."""
         for value in op.args:
             if (failure := self._failure(value)) is not None:
                 return failure

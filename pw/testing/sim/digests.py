@@ -1,8 +1,8 @@
-"""What a computation computes in a simulated cluster: a digest of its artifact and all its inputs.
+"""The results of simulated computations: a digest of the artifact and all inputs.
 
-Every byte of an output is a function of every byte of every input, of the artifact, of which output it
-is, and of where in the output it stands. A buffer that is lost, stale, doubled, crossed with another or
-laid out wrongly therefore changes the result, whatever the program.
+Every byte of an output is a function of every byte of every input, of the artifact, of which output
+it is, and of where in the output it stands. A buffer that is lost, stale, doubled, crossed with
+another or laid out wrongly therefore changes the result, whatever the program.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pw.core.sharding import ArraySpec, dtype_of
 
 DOES_NOT_COMPILE = b"does not compile"
 RAISES = b"raises"
-"""What artifacts of computations begin with that no host can compile, or that always fail."""
+"""Prefixes of artifacts that no host can compile, and that always fail."""
 _LASTS = b"lasts "
-"""What those begin with that take as long as they say."""
+"""The prefix of artifacts with a fixed duration."""
 
 
 def compute(

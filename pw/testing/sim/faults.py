@@ -1,4 +1,4 @@
-"""What goes wrong during a run, planned before it begins.
+"""The faults of a run, planned before it begins.
 
 Losses of frames, failed transfers and failed computations are drawn where they happen; here are the
 faults that have a place and a duration: partitions, pauses, crashes of processes and machines, and
@@ -18,7 +18,7 @@ from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Process
 
 WATCHDOG_S = 3.0
-"""After how long a supervisor kills a runtime that does not answer."""
+"""When a supervisor kills a runtime that does not answer."""
 
 
 class Faults:
@@ -54,7 +54,7 @@ class Faults:
         self._world.ledger.note(fault, *nodes)
         self._world.trace.add((self._world.now_s, "FAULT", "", f"{fault}: {', '.join(nodes)}"))
 
-    # --- what can happen -----------------------------------------------------------------------------
+    # --- faults --------------------------------------------------------------------------------------
 
     def _partition(self, random: Random) -> None:
         """Some nodes do not reach some others for a while, in one direction or both."""
@@ -84,7 +84,7 @@ class Faults:
             self._world.after(HEARTBEAT_S, node.network.probe, source)
 
     def _pause(self, random: Random) -> None:
-        """A process stops and goes on later, not knowing that it was away."""
+        """A process stops and goes on later without noticing."""
         node = self._random_node(random)
         if node is not None:
             self._note("pause", node.name)
@@ -146,7 +146,7 @@ class Faults:
                 host.restart_later(random.uniform(3.0, 20.0))
 
     def _restart_controller(self, random: Random) -> None:
-        """The controller dies or stops; all that is not its own goes on, and looks for the next one."""
+        """The controller dies or stops; hosts and clients go on, and look for the next one."""
         cluster = self._cluster
         if not cluster.node.alive or cluster.node.paused:
             return
@@ -169,7 +169,7 @@ class Faults:
     # --- the end -------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Faults stop: links carry, and the dead come back; the stopped go on when their time has come."""
+        """End all faults: links carry again, dead processes restart, stopped ones go on when they wake."""
         world = self._world
         world.calm = True
         world.blocked.clear()

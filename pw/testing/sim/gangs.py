@@ -1,7 +1,7 @@
-"""Computations over several hosts: they start when all have come, and hang or fail when one is gone.
+"""Computations over several hosts: they start when all hosts have reached them, and hang or fail without one.
 
-Two hosts that wait for each other in different computations have enqueued them in different orders; that
-is what gang scheduling must prevent (DESIGN G1), and is reported at once.
+Two hosts that wait for each other in different computations have enqueued them in different orders;
+that is what gang scheduling must prevent (DESIGN G1), and is reported at once.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Gangs:
     # --- members -------------------------------------------------------------------------------------
 
     def joined(self, backend: SimBackend, epoch: int) -> None:
-        """A host has joined the group of an epoch."""
+        """Add a host to the group of its epoch."""
         backend.epoch = epoch
         self._groups[backend.host, epoch] = backend
 
     def left(self, backend: SimBackend) -> None:
-        """A host has left its group, or died: those that wait for it hang, or fail."""
+        """Remove a host from its group: hosts that wait for it hang, or fail."""
         key = (backend.host, backend.epoch)
         if self._groups.get(key) is not backend:
             return
@@ -67,7 +67,7 @@ class Gangs:
                 self._bereaved(member, backend.host)
 
     def _bereaved(self, member: _Member, lost: str) -> None:
-        """A member will never come; the collective of this one may fail, or wait for ever."""
+        """Let a member whose peer is lost hang, or fail after a while."""
         world = self._world
         if self._random.random() < 0.5:
             world.ledger.injected["collective hangs"] += 1
@@ -87,7 +87,7 @@ class Gangs:
             self._fail(member, report)
 
     def _fail(self, member: _Member, report: ErrorReport) -> None:
-        """This host has failed a computation of several hosts, and says so to whom it concerns."""
+        """Fail a computation on this host, and report it to the executor."""
         member.backend.executed(member.op, report, ())
         if (failed := member.op.failed) is not None:
             member.backend.answer(lambda: failed(report))
@@ -95,12 +95,12 @@ class Gangs:
     # --- meetings ------------------------------------------------------------------------------------
 
     def reach(self, backend: SimBackend, installed: Installed, op: ops.Execute) -> None:
-        """A host has come to a computation; it starts when all have."""
+        """Start a computation if all its hosts have reached it."""
         member = _Member(backend, installed, op)
         hosts = installed.layout.hosts
         failure = backend.poison(op)
         if failure is not None:
-            # Nothing is enqueued here. The other hosts had better know as well.
+            # This host enqueues nothing, so the other hosts must hear of it.
             if len(hosts) > 1 and any(value.alone for value in op.args if value.error):
                 self._fail(member, failure)
             else:
@@ -139,7 +139,7 @@ class Gangs:
             self._start(here)
 
     def _start(self, members: list[_Member]) -> None:
-        """All are there: take the inputs, and compute."""
+        """Take the inputs of all members, and compute."""
         world = self._world
         first = members[0].installed
         failure: ErrorReport | None = None

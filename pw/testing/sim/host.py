@@ -1,9 +1,8 @@
 """A simulated host: its supervisor, and the runtime child that the supervisor starts again and again.
 
-The child holds the production actors of a host over simulated devices. What a child hands over, when it
-leaves its island and now and then before, is kept by the supervisor and given to the next child; a crash
-of the whole machine loses it. A supervisor may be slow to take something, or stopped: its child goes on, and
-when that one ends, the next has to wait.
+The child has the production actors of a host over simulated devices. The supervisor keeps the
+replicas that a child gives it, for the next child; a crash of the machine loses them. A supervisor
+may be slow, or stopped: its child goes on, and after the child's end the next one has to wait.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ CLIENT_SILENCE_S = 10.0
 
 
 def silence_s(peer: str) -> float:
-    """After how long a silent peer is given up."""
+    """Return how long a peer may be silent."""
     return CLIENT_SILENCE_S if peer.startswith("client") else HOST_SILENCE_S
 
 
 class Site:
-    """What all hosts of a cluster share."""
+    """The parts that all hosts of a cluster share."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -75,13 +74,13 @@ class SimHost:
         self.incarnation = 0
         self.node: SimNode | None = None
         self.replicas: list[Replica] = []
-        """What the supervisor has taken last: every child begins with it until another hands over."""
+        """The replicas that the supervisor has taken last; each child begins with them."""
         self._sent: list[tuple[SimNode, list[Replica], _Kept | None]] = []
-        """What is on its way to the supervisor, which takes it even if the child has ended."""
+        """Replicas on their way to the supervisor, which takes them even if the child has ended."""
         self.stopped_until_s = 0.0
         """When the supervisor goes on, if it is stopped."""
         self.finished = False
-        """It has left for good."""
+        """The host has left for good."""
         self._random = self.world.streams(f"host/{name}")
         self._keeping = self.world.streams(f"keeping/{name}")
         slow = self._random.random() < self.world.profile.slow_hosts
@@ -140,7 +139,7 @@ class SimHost:
         self.world.after(delay_s, self.start)
 
     def crash(self, *, machine: bool) -> None:
-        """The child dies at once; with the machine, so does what it had handed over."""
+        """Kill the child; with the machine, the supervisor's replicas are lost too."""
         if machine:
             self.replicas = []
             self._sent.clear()
@@ -155,7 +154,7 @@ class SimHost:
         self.stopped_until_s = max(self.stopped_until_s, self.world.now_s + length_s)
 
     def _take(self) -> None:
-        """The supervisor reads what it was sent."""
+        """The supervisor takes the replicas that were sent."""
         if self.stopped_until_s > self.world.now_s:
             self.world.at(self.stopped_until_s, self._take)
             return
@@ -165,7 +164,7 @@ class SimHost:
             if kept is not None and self.node is node:
                 node.call(partial(kept, None))
 
-    # --- what the child asks for ---------------------------------------------------------------------
+    # --- from the child ------------------------------------------------------------------------------
 
     def join(self, form: FormIsland, joined: _Joined) -> None:
         """Join the epoch's group; all its hosts must come."""
@@ -186,7 +185,7 @@ class SimHost:
         self._send(node, replicas, kept)
 
     def hand_over(self, replicas: Iterable[Replica]) -> None:
-        """Keep copies of arrays for the next child; this one is about to end."""
+        """Keep replicas for the next child; this one is about to end."""
         assert self.node is not None
         self._send(self.node, replicas, None)
 
@@ -242,7 +241,7 @@ class SimHost:
 
 
 class Groups:
-    """Where the hosts of an epoch meet (the role of jax.distributed)."""
+    """Forms the group of an epoch (the role of jax.distributed)."""
 
     def __init__(self, cluster: Site) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""What was injected: counts for the report, and which errors that can excuse."""
+"""The injected faults: counts for the report, and the nodes whose errors they excuse."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Ledger:
     def __init__(self) -> None:
         self.injected: Counter[str] = Counter()
         self.any = False
-        """Something was injected that may end an epoch or cost an answer."""
+        """A fault was injected that may end an epoch or fail a request."""
         self._touched: set[str] = set()
         self._failures: dict[str, str] = {}
 
     def note(self, fault: str, *nodes: str) -> None:
-        """A fault was injected that these nodes may have felt."""
+        """Count a fault that may have touched these nodes."""
         self.injected[fault] += 1
         self.any = True
         self._touched.update(nodes)
 
     def touch(self, *nodes: str) -> None:
-        """These nodes felt what was injected elsewhere."""
+        """A fault elsewhere has touched these nodes."""
         self._touched.update(nodes)
 
     def touched(self, nodes: Iterable[str]) -> bool:
@@ -31,14 +31,14 @@ class Ledger:
         return not self._touched.isdisjoint(nodes)
 
     def failure(self, computation: str) -> str:
-        """Note that this computation is made to fail; the words with which it does."""
+        """Count a failed computation, and return the text of its error."""
         self.note("computation failed")
         words = f"injected failure {len(self._failures) + 1}"
         self._failures[words] = computation
         return words
 
     def failed_computation(self, message: str) -> str | None:
-        """The computation whose injected failure an error message speaks of."""
+        """Return the computation of the injected failure in an error message."""
         for words, computation in self._failures.items():
             if message.endswith(words):
                 return computation

@@ -1,7 +1,7 @@
 """A simulated client's sessions: the production `ClientSession`, born, attached, cut off, closed or killed.
 
-A user may come back after a session has ended, under another name, as a new process would. Slices are
-allocated here as well, because a session without one can do nothing.
+A user may come back after a session has ended, under another name, as a new process would. Slices
+are allocated here as well, because a session without one can do nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EVERYTHING = 1 << 30
 
 
 class Promise:
-    """What the session settles (see `pw.client.session.notes.Settle`)."""
+    """A future for the session (see `pw.client.session.notes.Settle`)."""
 
     __slots__ = ("_settled", "_then")
 
@@ -41,12 +41,12 @@ class Promise:
         self._settled = False
 
     def set_result(self, result: Any) -> None:
-        """It worked."""
+        """Settle with a result."""
         self._settled = True
         self._then(result, None)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """It did not."""
+        """Settle with an error."""
         self._settled = True
         self._then(None, exception)
 
@@ -56,7 +56,7 @@ class Promise:
 
 
 class Life:
-    """The sessions of one user: how they begin and end; `act` is what the user does in between."""
+    """The sessions of one user: how they begin and end; `act` does the work in between."""
 
     def __init__(self, cluster: SimCluster, number: int, runs: int) -> None:
         self.cluster = cluster
@@ -67,9 +67,9 @@ class Life:
         self.random = self.world.streams(f"client/{number}")
         self.drained = False
         self.finished = False
-        """Everything this user wanted has been done, and the session is closed or dead."""
+        """The user's work is done, and the session is closed or dead."""
         self.final = False
-        """Look at all arrays once more, then go."""
+        """Check all arrays once more, then leave."""
         self.fetched = 0
         self.failed = 0
         self.live()
@@ -87,7 +87,7 @@ class Life:
         self.session = node.add("session", lambda env: ClientSession(env, self.bulk, self._credits))
         self.attached: Attached | None = None
         self.open: dict[int, str] = {}
-        """What has been asked and not been answered."""
+        """Requests without an answer."""
         self.slices: dict[int, SliceBound] = {}
         self.given_back: dict[int, SliceBound] = {}
         """Slices that it had."""
@@ -157,7 +157,7 @@ class Life:
             return
         self.closing = True
         self.open.clear()
-        self.lives += 1  # answers to this life do not matter any more
+        self.lives += 1  # ignore further answers to this life
         self._post(Close(Disconnected("the user has left"), Promise(lambda result, error: None)))
         self.world.after(0.01, self._close, self.node)
 
@@ -170,7 +170,7 @@ class Life:
             self._again()
 
     def _again(self) -> None:
-        """This life is over; there may be another."""
+        """End this life; begin another if runs are left."""
         self.open.clear()
         if self.lives < 2 * LIVES and self.runs_left > 0 and not self.final:
             self.world.after(self.random.uniform(0.01, 2.0), self.live)
@@ -190,7 +190,7 @@ class Life:
         self.world.after(0.001, self.act, self.lives)
 
     def _place(self) -> tuple[str, int]:
-        """The island of its next slice, and how many devices that is to have."""
+        """Return the island and the size of its next slice."""
         island = self.random.choice(list(self.cluster.islands))
         members = self.cluster.islands[island]
         most = len(members) * members[0].devices
@@ -216,7 +216,7 @@ class Life:
             self._allocate()
 
     def _cut_off(self, error: BaseException | None) -> None:
-        """The session has ended without being asked."""
+        """Check that a fault excuses the end of the session."""
         if not isinstance(error, Error):
             raise Violation("errors are typed", f"{self.name}: {error!r}")
         is_alone = self.attached is None and self.world.ledger.injected["controller killed"]

@@ -1,25 +1,25 @@
-"""What must hold at every step, whatever goes wrong.
+"""Monitors: the promises that hold at every step, under all faults.
 
-| monitor | what it watches |
+| monitor | promise |
 |---|---|
 | G1 | any two gangs reach all hosts that they share in the same order (launches here, meetings in `gangs`) |
 | G4 | nothing is launched before the producers of its remote inputs |
 | once | no segment is launched twice on a host in one epoch |
 | epochs | a host takes no launch of another epoch than its own |
 | epochs last | no island leaves its epoch unless something was injected |
-| credits | a client gets back what it has spent, no more, and in the end no less (in `workload`) |
+| credits | a client gets back the credits of its runs, no more, and in the end no less (in `workload`) |
 | values | read before made, made twice, wrong parts (in `devices`) |
-| kept | a host tells the controller only of copies that its next runtime would find, if it crashed now |
-| survives | what a checkpoint was answered for is there, if all runtimes crashed now |
-| prompt | a host that is asked about values which are ready answers soon, whatever it computes |
-| memory | devices with little memory never hold much more than they have (in `devices`) |
+| kept | a host reports only replicas that its next runtime would find after a crash now |
+| survives | the arrays of an answered checkpoint would survive a crash of all runtimes now |
+| prompt | a host answers questions about ready values soon, whatever it computes |
+| memory | devices never hold much more than their memory (in `devices`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
-| census | a client that has deleted all it had holds nothing; when all have gone, nothing is held anywhere |
-| liveness | when faults have stopped, everything asked for is answered and all islands are formed |
+| census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
+| liveness | when faults have stopped, all requests are answered and all islands are formed |
 
-G1 at launch and G4 together keep the wait-for graph without circles: launches are numbered across all
-islands, and whatever a launch waits for (the launch before it on each of its hosts, the producers of its
-inputs) has a smaller number.
+G1 at launch and G4 together keep the wait-for graph without circles: launches are numbered across
+all islands, and a launch waits only for smaller numbers (the launch before it on each host, the
+producers of its inputs).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.world import Process, Violation
 
 PROMPT_S = 2e-3
-"""Within which a host answers what it can answer: a busy one has some hundred messages to handle first."""
+"""A host answers within this time: a busy one has some hundred messages to handle first."""
 
 
 class Monitors:
@@ -141,7 +141,7 @@ class Monitors:
     def _asked(
         self, sender: Address, to: Address, message: Wait | Fetch
     ) -> Callable[[], None] | None:
-        """A client asks a host about arrays; what comes over the bulk plane may take its time."""
+        """A client asks a host about arrays; the promise does not cover the bulk plane."""
         node = self._world.nodes[to.node]
         store = node.actors.get(to.actor)
         arrays = message.arrays if isinstance(message, Wait) else (message.array,)
@@ -193,7 +193,7 @@ class Monitors:
                     raise Violation("kept", f"{sender.node} told of {what}")
 
     def _kept(self, *names: str) -> set[tuple[int, Box]]:
-        """What the supervisors of these hosts keep, or of all."""
+        """Return the replicas of the supervisors of these hosts, or of all."""
         hosts = [host for host in self._cluster.hosts if not names or host.name in names]
         return {(array, box) for host in hosts for array, box, _ in host.replicas}
 
@@ -217,7 +217,7 @@ class Monitors:
     # --- epochs --------------------------------------------------------------------------------------
 
     def _island_lost(self, sender: Address, to: Address, message: IslandLost) -> None:
-        """An epoch ends; whatever was there has been touched by what ended it."""
+        """An epoch ends: its fault has touched all hosts of the island."""
         ledger = self._world.ledger
         if not ledger.any:
             raise Violation("epochs last", f"{message.error.message}, and nothing was injected")
@@ -226,7 +226,7 @@ class Monitors:
     # --- the end -------------------------------------------------------------------------------------
 
     def check_census(self) -> None:
-        """Nothing is left."""
+        """Raise Violation if an actor still holds anything."""
         self._world.checked["census"] += 1
         held = self._cluster.census()
         if held:

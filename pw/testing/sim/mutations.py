@@ -1,7 +1,7 @@
-"""Deliberate breakages, to see that the simulator sees.
+"""Mutations: deliberate bugs that the simulator must find.
 
-Each breaks one promise of one actor from outside: it alters a message on its way, or the handler of one
-actor. A simulator that does not notice one of these within a few seeds has a hole.
+Each breaks one promise of one actor from outside: it changes a message on its way, or a handler of an actor.
+The simulator must find it within a few seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mutation:
     """One breakage."""
 
     what: str
-    """What no longer holds."""
+    """The broken promise."""
     profile: str
     """The mildest profile in which that matters."""
     caught_by: frozenset[str]
@@ -203,7 +203,7 @@ def _unruly(cluster: SimCluster) -> None:
 
 @_mutation("work-passes-work", "calm", "values are made before they are used", "oracle")
 def _no_lanes(cluster: SimCluster) -> None:
-    """What a client wants passes what it has wanted before, and waits for an input on this host."""
+    """Work of a client passes its earlier work, which waits for an input on this host."""
 
     def careless(host: SimHost) -> None:
         lanes: Any = host.executor.interpreter.lanes
@@ -289,7 +289,7 @@ def _no_second_time(cluster: SimCluster) -> None:
 
 @_mutation("spoil-replicas", "crashes", "oracle", "replicas are equal")
 def _spoil(cluster: SimCluster) -> None:
-    """What a host hands over is not what its devices held."""
+    """A host hands over other bytes than its devices had."""
 
     def careless(host: SimHost) -> None:
         def hand_over(replicas: Iterable[Replica]) -> None:
@@ -337,7 +337,7 @@ def _in_line(cluster: SimCluster) -> None:
     cluster.alterations.append(careless)
 
 
-# --- what is given back ------------------------------------------------------------------------------
+# --- releases ----------------------------------------------------------------------------------------
 
 
 @_mutation("skip-free", "calm", "census")
@@ -395,13 +395,13 @@ def _same_numbers(cluster: SimCluster) -> None:
 
 @_mutation("lose-a-credit", "calm", "credits")
 def _no_refund(cluster: SimCluster) -> None:
-    """A client does not get back what a run has cost."""
+    """A client does not get back the credit of a run."""
     _tamper(cluster, RunsSettled, lambda random, to, message: [] if random.random() < 0.1 else None)
 
 
 @_mutation("double-credit", "calm", "credits")
 def _refund_twice(cluster: SimCluster) -> None:
-    """A client gets back more than its runs have cost."""
+    """A client gets back more credits than it had runs."""
     _tamper(
         cluster,
         RunsSettled,
@@ -414,7 +414,7 @@ def _refund_twice(cluster: SimCluster) -> None:
 
 @_mutation("keep-no-place", "tenants", "shares")
 def _impulsive(cluster: SimCluster) -> None:
-    """Whoever is there gets the devices, though a client that goes before it is about to come back."""
+    """The scheduler keeps no device for a client that is about to come back."""
 
     def spawned(scheduler: IslandScheduler) -> None:
         scheduler.policy.keeps_devices = False
@@ -424,7 +424,7 @@ def _impulsive(cluster: SimCluster) -> None:
 
 @_mutation("never-age", "tenants", "shares")
 def _merciless(cluster: SimCluster) -> None:
-    """However long a client of low priority has waited, others go first."""
+    """Work of low priority never ages: others go first for ever."""
 
     def spawned(scheduler: IslandScheduler) -> None:
         order = scheduler.policy.order
@@ -435,7 +435,7 @@ def _merciless(cluster: SimCluster) -> None:
 
 @_mutation("launch-far-ahead", "tenants", "response")
 def _greedy(cluster: SimCluster) -> None:
-    """All that is queued is launched at once, however much is under way."""
+    """The scheduler launches all queued work at once, however much is in flight."""
 
     def spawned(scheduler: IslandScheduler) -> None:
         scheduler.window.is_open = lambda footprint, contended: True  # type: ignore[method-assign]

@@ -1,13 +1,13 @@
 """Links between simulated nodes: the state machine of `pw.transport.stream_network`, without sockets.
 
-A *wire* is one connection, made by the node that dials; frames on it arrive in order, later, or never.
-Each end keeps a *link* to its peer: frames are numbered from the hello, and a missing or repeated
-number, a hello of another incarnation, a goodbye, or silence ends the link with a `PeerLost`. Frames of
-a wire that the receiver does not know (its link has ended, or it is a newer process at the same
-endpoint) are dropped and answered with a goodbye.
+A *wire* is one connection, made by the node that dials; frames on it arrive in order, later, or
+never. Each end keeps a *link* to its peer: frames are numbered from the hello, and a missing or
+repeated number, a hello of another incarnation, a goodbye, or silence ends the link with a
+`PeerLost`. Frames of a wire that the receiver does not know (its link has ended, or it is a newer
+process at the same endpoint) are dropped and answered with a goodbye.
 
-Heartbeats are not sent one by one. What they would bring to light is looked up by a *probe*, planned
-whenever something has happened that silences a peer.
+Heartbeats are not sent one by one. A *probe*, planned whenever an event silences a peer, finds what
+missing heartbeats would show.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HELLO, _GOODBYE, _DATA = 0, 1, 2
 _UNNUMBERED = -1
 
 RETRY_S = 0.1
-"""How often a connection is tried again that nobody accepts."""
+"""How often a node dials an endpoint again where no process listens."""
 
 Envelope = tuple[str, Address, Any]
 Frame = tuple[int, int, Any]
@@ -35,7 +35,7 @@ Frame = tuple[int, int, Any]
 
 
 class _Wire:
-    """One connection: who made it to where, and when its last frame arrives in each direction."""
+    """One connection: its two ends, and when its last frame arrives in each direction."""
 
     __slots__ = ("acceptor", "dialler", "endpoint", "last_s", "target", "waiting")
 
@@ -46,11 +46,11 @@ class _Wire:
         self.endpoint = endpoint
         self.last_s = [0.0, 0.0]
         self.waiting: list[Frame] = []
-        """What found nobody at the endpoint: it is tried again until somebody is there."""
+        """Frames for an endpoint where no process listens; they are sent again until one does."""
 
 
 class _Link:
-    """One end's idea of its peer."""
+    """One end's state of the link to a peer."""
 
     __slots__ = (
         "incarnation",
@@ -95,7 +95,7 @@ class SimNetwork:
     # --- what actors ask for -------------------------------------------------------------------------
 
     def send(self, to: Address, sender: Address, message: object) -> None:
-        """Take a message for another node; it leaves with the next `flush`."""
+        """Queue a message for another node; the next `flush` sends it."""
         link = self._links.get(to.node) or self._dial(to.node)
         if link is None:
             self.node.counters["messages_unroutable"] += 1
@@ -105,7 +105,7 @@ class SimNetwork:
         link.pieces.append((to.actor, sender, message))
 
     def flush(self) -> None:
-        """Let everything go that was sent in this turn, in one frame for each peer."""
+        """Send all messages of this turn, in one frame for each peer."""
         if self._to_ship:
             links, self._to_ship = self._to_ship, []
             for link in links:
@@ -136,7 +136,7 @@ class SimNetwork:
         self._unlisten()
 
     def vanish(self, seen: bool) -> None:
-        """The process has died; if `seen`, its kernel closes the connections."""
+        """End all links without a goodbye; if `seen`, the kernel of the dead process closes the connections."""
         random = self._world.streams(f"death/{self.name}/{self.node.incarnation}")
         for link in self._links.values():
             peer = self._peer(link)
@@ -157,12 +157,12 @@ class SimNetwork:
             del self._world.listeners[self.endpoint]
 
     def connection_lost(self, peer: str, wire: _Wire) -> None:
-        """The next frame finds no connection."""
+        """End the link of a closed connection."""
         link = self._links.get(peer)
         if self.node.alive and link is not None and link.out is wire:
             self._lose(link, "connection lost", goodbye=False)
         else:
-            self.probe(peer)  # it speaks on another wire, and will miss the heartbeats
+            self.probe(peer)  # it sends on another wire, and will miss the heartbeats
 
     # --- outgoing ------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class SimNetwork:
             world.after(random.uniform(0.1, HEARTBEAT_S), self._beat, target, wire)
 
     def _beat(self, peer: str, wire: _Wire) -> None:
-        """A heartbeat, which shows the peer that a frame before it is missing."""
+        """Send a heartbeat, whose number shows the peer that an earlier frame is missing."""
         link = self._links.get(peer)
         if self.node.alive and link is not None and link.out is wire:
             self._ship(link, _DATA, [])
@@ -228,7 +228,7 @@ class SimNetwork:
     def _arrive(
         self, wire: _Wire, side: int, target: str, kind: int, sequence: int, payload: Any
     ) -> None:
-        """A frame that this node sent has come to the other end of the wire."""
+        """Deliver a frame of this node at the other end of the wire."""
         world = self._world
         there = world.listeners.get(wire.endpoint) if side == 0 else wire.dialler.node
         if side == 0 and wire.acceptor is None and (there is None or wire.waiting):
@@ -245,7 +245,7 @@ class SimNetwork:
         there.network.frame(wire, side, self.name, kind, sequence, payload)
 
     def _connect(self, wire: _Wire, target: str) -> None:
-        """Try once more to reach whoever may listen at the endpoint by now."""
+        """Send the waiting frames if a process listens at the endpoint by now."""
         link = self._links.get(target)
         if not self.node.alive or link is None or link.out is not wire:
             return
@@ -259,7 +259,7 @@ class SimNetwork:
     def frame(
         self, wire: _Wire, side: int, sender: str, kind: int, sequence: int, payload: Any
     ) -> None:
-        """A frame has come."""
+        """Handle a frame."""
         link = self._sources.get(wire)
         if link is None and side == 1:
             link = self._links.get(wire.target)
@@ -292,7 +292,7 @@ class SimNetwork:
             self._transmit(wire, sender, _GOODBYE, _UNNUMBERED, None)
 
     def _greeted(self, wire: _Wire, hello: tuple[str, int]) -> None:
-        """Somebody has dialled us."""
+        """Answer a hello on a new wire."""
         name, incarnation = hello
         link = self._links.get(name)
         if link is not None and link.incarnation is not None:
@@ -353,7 +353,7 @@ class SimNetwork:
     # --- silence -------------------------------------------------------------------------------------
 
     def probe(self, peer: str) -> None:
-        """Look whether heartbeats of a peer come through, and give it up if they have not for long."""
+        """Check whether heartbeats of a peer arrive; end the link if it was silent for too long."""
         link, world = self._links.get(peer), self._world
         if not self.node.alive or link is None or link.incarnation is None:
             return
@@ -381,13 +381,13 @@ class SimNetwork:
         world.after(HEARTBEAT_S / 2, self.probe, peer)
 
     def hears(self, wire: _Wire | None, incarnation: int) -> bool:
-        """Whether this process, of this incarnation, speaks on a wire."""
+        """Whether this process has this incarnation, and sends on this wire."""
         if self.node.incarnation != incarnation:
             return False
         return any(link.out is wire for link in self._links.values())
 
     def _reaches(self, link: _Link, there: SimNetwork) -> bool:
-        """Whether what we say comes to the peer's present process."""
+        """Whether frames reach the peer's present process."""
         wire = link.out
         if wire.dialler is self:
             return self._world.listeners.get(wire.endpoint) is there.node

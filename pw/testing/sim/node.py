@@ -1,9 +1,9 @@
 """A simulated process: the mailbox, turns and timers of `pw.transport.node.Node`, on virtual time.
 
-What comes from outside (a frame, a timer, a completion of the devices) goes into the mailbox and asks
-for a turn. A turn begins when the process has time, empties the mailbox, ends with `turn_ended` on the
-actors concerned and with one flush of the network. A slow process takes longer for each message, so more
-of them meet in one turn. A paused one handles nothing and finds everything when it wakes.
+A frame, a timer or a completion of the devices goes into the mailbox and requests a turn. A turn
+begins when the process has time, empties the mailbox, and ends with `turn_ended` on the actors
+concerned and one flush of the network. A slow process takes longer for each message, so a turn
+handles more of them. A paused process handles nothing until it wakes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pw.testing.sim.world import Event, Violation, World
 A = TypeVar("A", bound=Actor)
 
 MESSAGE_S = 8e-6
-"""What a process needs for one message."""
+"""The time that a process takes for one message."""
 
 
 class _Alarm:
-    """A note in waiting; it can still be cancelled while it lies in the mailbox."""
+    """A timer; it can be cancelled as long as it is in the mailbox."""
 
     __slots__ = ("cancelled", "event", "note")
 
@@ -41,7 +41,7 @@ class _Alarm:
 
 
 class SimEnv:
-    """What one actor sees of its node (see `pw.core.actor.Env`)."""
+    """The `Env` of one actor (see `pw.core.actor.Env`)."""
 
     def __init__(self, node: SimNode, actor: str) -> None:
         self._node = node
@@ -102,12 +102,12 @@ class SimNode:
     """One incarnation of a process.
 
     Args:
-        world: where it lives.
+        world: the world of the process.
         name: name of the node.
         incarnation: grows with every start of a node of this name.
-        endpoint: where others can connect; empty if nowhere.
-        slowness: how many times slower than others it is.
-        silence_s: after how long a silent peer is given up, by the name of the peer.
+        endpoint: where other nodes can connect; empty for none.
+        slowness: the factor by which it is slower than others.
+        silence_s: returns how long the peer of this name may be silent.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SimNode:
         self.post("", function)
 
     def request_turn(self) -> None:
-        """Have the mailbox handled and the network flushed when there is time."""
+        """Plan a turn for when the process has time."""
         if not self._turn_requested and self.alive:
             self._turn_requested = True
             world = self.world
@@ -174,7 +174,7 @@ class SimNode:
             world.at(at_s, self._turn)
 
     def die(self) -> None:
-        """Nothing happens here any more."""
+        """End the process."""
         self.alive = False
         self._mailbox.clear()
         if self.world.nodes.get(self.name) is self:
@@ -188,7 +188,7 @@ class SimNode:
         if self.paused_until_s > world.now_s:
             self.request_turn()
             return
-        self._turn_requested = True  # what is sent meanwhile belongs to this turn
+        self._turn_requested = True  # messages sent meanwhile belong to this turn
         handled = 0
         mailbox = self._mailbox
         while mailbox:

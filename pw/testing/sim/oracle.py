@@ -1,12 +1,12 @@
-"""What every array must be: computed one program after the other, without any cluster.
+"""The oracle: the right value of every array, computed without a cluster.
 
-An array may also end in an error, if the program asks for it (a computation that does not compile, or
-always fails) or if a fault excuses it: one that was injected, and that touched the client, the controller
-or a host of an island that the array, or anything it was made from, has been on. And no fault of a host
-excuses the loss of what can be made again: an array of a client that keeps all its inputs, in whose making
-nothing was donated. Where a checkpoint has a part in it, how that array was made is forgotten, and its copies
-are all there is: they outlive every process, and all machines but the last that has them. A slice that
-was given back is unknown to the next controller.
+An array may also end in an error, if its program asks for it (a computation that does not compile,
+or always fails), or if an injected fault excuses it: one that touched the client, the controller,
+or a host of an island of the array or of its lineage. No loss of a host excuses the loss of an
+array that can be replayed: its client keeps all inputs, and no run has donated anything on the way.
+A checkpoint ends the lineage, so only replicas
+restore its arrays: they outlive every process, and all machines but the last one that has them. The next
+controller does not know released slices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INFRASTRUCTURE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """One array as it must be."""
+    """The right value of one array."""
 
     spec: ArraySpec
     data: bytes | None
@@ -41,15 +41,15 @@ class Truth:
     """Errors that its programs ask for."""
     computations: frozenset[str]
     slices: frozenset[int]
-    """All that it was made with, and where."""
+    """The computations and the slices of its lineage."""
     durable: bool
-    """It can be made again from inputs that the client has kept."""
+    """A replay can make it from inputs that the client keeps."""
     made_of: frozenset[int]
     """Itself, and all arrays that it was made from."""
 
 
 class Oracle:
-    """The truth about one client's arrays."""
+    """The right values of one client's arrays."""
 
     def __init__(
         self, client: str, keeps: bool, ledger: Ledger, nodes_of: Callable[[int], tuple[str, ...]]
@@ -72,7 +72,7 @@ class Oracle:
         self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps, made_of)
 
     def checkpoint(self, arrays: tuple[int, ...]) -> None:
-        """A checkpoint: from now on copies may be all that leads back to these."""
+        """Count a checkpoint: from now on only replicas may restore these arrays."""
         self._copied.update(arrays)
 
     def run(self, draft: Draft, args: tuple[int | bytes, ...], results: tuple[int, ...]) -> None:
@@ -113,7 +113,7 @@ class Oracle:
             )
 
     def check_value(self, array: int, parts: list[tuple[Any, np.ndarray[Any, Any]]]) -> str | None:
-        """What is wrong with a value that was fetched, if anything is."""
+        """Return the error of a fetched value, or None if it is right."""
         truth = self.arrays[array]
         spec = truth.spec
         whole = np.zeros(spec.shape, dtype_of(spec.dtype))
@@ -130,9 +130,9 @@ class Oracle:
         return None
 
     def check_error(self, array: int, error: BaseException, *, held: bool = True) -> str | None:
-        """What is wrong with an error, if nothing asked for it and no fault excuses it.
+        """Return the violation if no program asks for this error and no fault excuses it, else None.
 
-        Nobody makes an array again that the client does not hold any more.
+        The controller does not restore arrays that the client does not hold any more.
         """
         truth = self.arrays[array]
         kind, words = type(error).__name__, str(error)

@@ -1,4 +1,4 @@
-"""How large a simulated cluster is, and what goes wrong in it."""
+"""Profiles: the size of a simulated cluster, and its faults."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Profile:
     restarts: float = 0.0
     """The controller dies, and another one is started at its address."""
     machine_crashes: float = 0.0
-    """Nobody sees the connections end, and the supervisor dies as well."""
+    """Peers do not see the connections end, and the supervisor dies as well."""
     supervisor_stops: float = 0.0
-    """A supervisor does nothing for a while, and takes nothing from its runtime."""
+    """A supervisor stops for a while, and takes nothing from its runtime."""
     client_deaths: float = 0.0
     slow_hosts: float = 0.0
     """Share of hosts that are 3 to 30 times slower."""
@@ -53,7 +53,7 @@ class Profile:
     broken_programs: bool = True
     """Clients also bring programs that do not compile, or raise."""
     tenants: bool = False
-    """Clients share one island for good, and what each gets of it is looked at."""
+    """Clients share one island for good; the monitor checks the share of each."""
 
     def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
         """The same faults in a cluster of another size."""
@@ -71,7 +71,7 @@ class Profile:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kinds of faults that the profile of this name has and this one has not."""
+        """The faults of the profile of this name that this one does not have."""
         whole = PROFILES.get(self.name, self)
         return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
 
@@ -81,7 +81,7 @@ FAULTS = tuple(
     for field in dataclasses.fields(Profile)
     if field.type == "float" and field.name != "span_s"
 )
-"""Fields of a profile that say how often something goes wrong."""
+"""The fields of a profile that are rates of faults."""
 
 _NETWORK: dict[str, Any] = {
     "frame_loss": 0.001,

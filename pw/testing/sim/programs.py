@@ -1,7 +1,7 @@
 """Random programs: chains, fans, diamonds, pipelines across islands, reshardings, donation.
 
-A client works with a few *kinds* of arrays (a shape and a way to lie on one of its slices); programs
-take and return arrays of these kinds, so that what one makes another can use.
+A client works with a few *kinds* of arrays (a shape, and a sharding on one of its slices); programs
+take and return arrays of these kinds, so that one program can use the results of another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = ("uint8", "uint8", "uint16", "uint32")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice that a client has, in the client's own terms."""
+    """A slice of a client."""
 
     number: int
     size: int
@@ -42,7 +42,7 @@ class Draft:
 def random_spec(
     random: Random, part: Slice, shape: tuple[int, ...], dtype: str, devices: tuple[int, ...] = ()
 ) -> ArraySpec:
-    """An array of this shape that lies on a slice in one of the ways in which it can."""
+    """Return a random spec of this shape on a slice."""
     if not devices:
         size = random.choice([n for n in (1, 2, 4, part.size) if n <= part.size])
         start = random.randrange(part.size - size + 1)
@@ -93,10 +93,10 @@ def random_program(
     """A program over these slices that takes and returns arrays of these kinds.
 
     Args:
-        random: where chance comes from.
+        random: the source of chance.
         slices: where its computations may run.
         kinds: what its inputs and outputs may be.
-        name: says whose it is, and makes its results differ from those of all other programs.
+        name: names its client, and makes its results differ from those of other programs.
         broken: one of its computations does not compile, or always fails.
     """
     form = random.choice(("chain", "chain", "pipeline", "fan", "diamond", "copy", "any"))

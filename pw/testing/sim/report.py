@@ -1,4 +1,4 @@
-"""What a person reads after a simulation."""
+"""The report of a simulation, for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAST_EVENTS = 40
 
 
 def summary(campaign: Campaign) -> list[str]:
-    """What was injected, what was checked, and how fast that went."""
+    """Return the counts of faults and checks, and the speed."""
     profile = campaign.profile
     size = f"{profile.hosts} hosts, {profile.clients} clients, {profile.runs} runs a seed"
     lines = [
@@ -30,7 +30,7 @@ def summary(campaign: Campaign) -> list[str]:
 
 
 def command(outcome: Outcome) -> str:
-    """What to type in order to see a seed again, event for event."""
+    """Return the command that replays a seed, event for event."""
     profile = outcome.profile
     without = f" --without {','.join(profile.left_out)}" if profile.left_out else ""
     return (
@@ -40,7 +40,7 @@ def command(outcome: Outcome) -> str:
 
 
 def failure(outcome: Outcome, last: int = LAST_EVENTS) -> list[str]:
-    """One violation: which, and what happened before.
+    """Return one violation, and the events before it.
 
     Args:
         outcome: of the seed that failed.

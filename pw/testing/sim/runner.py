@@ -18,15 +18,15 @@ from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Violation, World
 
 EVENTS_PER_RUN = 20_000
-"""Far more than a run of a small program takes; who needs more makes no progress."""
+"""Far more than a run of a small program takes: with more, the simulation makes no progress."""
 LIVENESS_S = 300.0
 AFTERMATH_S = 700.0
-"""Longer than anything is kept for somebody who may still come (`pw.devices.host.coordinator`)."""
+"""Longer than hosts keep anything for a peer that may come back (`pw.devices.host.coordinator`)."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one seed."""
+    """The outcome of one seed."""
 
     seed: int
     profile: Profile
@@ -39,9 +39,9 @@ class Outcome:
     values: int = 0
     errors: int = 0
     trace: list[str] = field(default_factory=list)
-    """The last events, or all of them if that was asked for."""
+    """The last events, or all of them."""
     digest: str = ""
-    """Of all messages between nodes, if that was asked for (see `trace.Digest`)."""
+    """The digest of all messages between nodes, if wanted (see `trace.Digest`)."""
 
 
 def simulate(
@@ -56,7 +56,7 @@ def simulate(
 
     Args:
         seed: decides everything that may vary.
-        profile: how large the cluster is and what goes wrong in it.
+        profile: the size of the cluster, and its faults.
         trace: keep a line for each event.
         mutation: name of a deliberate breakage (see `mutations`).
         digest: instead of a line for each event, hash the messages.
@@ -126,7 +126,7 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
 
 
 def _stuck(cluster: SimCluster, clients: list[SimClient]) -> str:
-    """Who waits for what, long after the last fault."""
+    """Describe the open requests long after the last fault."""
     waiting = [
         f"{client.name} waits for {', '.join(client.open.values()) or 'its turn'}"
         for client in clients

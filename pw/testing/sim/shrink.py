@@ -1,7 +1,7 @@
 """Makes a failing schedule small before a person reads it.
 
-Kinds of faults are left out one by one, then runs and clients halved, as long as the same monitor is still
-violated. Streams of chance are named after what they decide, so what is left stays much as it was.
+Kinds of faults are left out one by one, then runs and clients halved, as long as the same monitor
+is still violated. Each random stream belongs to one decision, so the rest of a run changes little.
 """
 
 from __future__ import annotations

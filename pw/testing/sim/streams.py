@@ -1,7 +1,7 @@
 """Named streams of random numbers, all from one seed.
 
-Everything that may vary draws from a stream named after what varies (a link, a host, a client), so that
-one more actor, or one more draw by another, shifts nobody else's numbers.
+Each link, host and client draws from a stream of its own, so one more actor or draw does not change
+the numbers of the others.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Users that share one island for good: some wait for their results, some only enqueue.
 
-A tenant calls one function again and again. One that waits has so many calls in flight, waits for the oldest
-of them, thinks, and calls again; one that does not wait has as many in flight as it may. All run on all
-devices of the same island, so that what each gets is what the scheduler gives it. The last tenant is a
-visitor: it calls once in a while, for less than its share, and goes before all others. `Tenancy` looks at
+A tenant calls one function again and again. A waiting tenant has some calls in flight, waits for
+the oldest, thinks, and calls again; one that does not wait uses all its credits. All run on all
+devices of the same island, so the scheduler alone decides their shares. The last tenant is a
+visitor: it calls once in a while, uses less than its share, and has precedence. `Tenancy` checks
 every two seconds in which all of them were at work:
 
-| policy | what must hold |
+| policy | promise |
 |---|---|
-| share | each has its part of what the visitor left, within `TOLERANCE` of all of it |
+| share | each has its part of the time without the visitor's, within `TOLERANCE` |
 | priority | the highest has all of that but for `TOLERANCE` and what aged; each has something in `AGED_S` |
-| both | the visitor's calls take no longer than what was launched before them, and one more of each tenant |
+| both | the visitor's calls wait for the launches before them, and one more of each tenant |
 | all | the devices are in use most of the time |
 """
 
@@ -39,17 +39,17 @@ from pw.testing.sim.world import Violation
 WINDOW_S = 2.0
 STEP_S = 0.25
 LEARN_S = 0.5
-"""So long tenants have been at work before their shares are looked at."""
+"""The time before the first check, in which the scheduler measures."""
 TOLERANCE = 0.05
-"""Of the device's time."""
+"""As a part of the device's time."""
 AGED_S = AGE_S + 0.25
-"""What has waited for its turn is launched then, and has begun so much later."""
+"""When an aged launch has begun at the latest."""
 IN_USE = 0.75
-"""So much of the time, the devices are in use."""
+"""The least part of the time in which devices are in use."""
 VISIT_S = 0.03
 """Between a visitor's calls."""
 LONGEST_S = 12e-3
-"""What a call takes at most."""
+"""The longest call."""
 
 
 class Tenant(SimClient):
@@ -79,7 +79,7 @@ class Tenant(SimClient):
         return "island-0", len(members) * members[0].devices
 
     def act(self, life: int) -> None:
-        """See to the end; until then, answers lead from one call to the next."""
+        """Begin and finish; in between, each answer leads to the next call."""
         if life != self.lives or not self.node.alive or self.closing:
             return
         if self.session.closed is not None:
@@ -165,7 +165,7 @@ class Tenant(SimClient):
 
 
 class Tenancy:
-    """Looks at what each tenant got of the island."""
+    """Checks the share of each tenant."""
 
     def __init__(self, cluster: SimCluster, tenants: Sequence[SimClient]) -> None:
         self._cluster = cluster

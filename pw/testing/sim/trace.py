@@ -1,7 +1,7 @@
-"""What happened, in order: the last events of every run, all of them as text, or a digest of all messages.
+"""The trace of a run: its last events, all of them as text, or a digest of all messages.
 
-Noting costs as little as appending a tuple; text is made only when somebody wants to read it. The text
-depends on nothing but the run, so two runs of one seed can be compared byte for byte.
+A note costs as little as appending a tuple; text is made only for readers. The text depends on the
+run only, so two runs of one seed can be compared byte for byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEPT = 400
 
 
 class Trace:
-    """Notes of what happened; `full` keeps all of them."""
+    """The last notes; with `full`, all of them."""
 
     def __init__(self, full: bool = False) -> None:
         self.is_full = full
@@ -33,11 +33,10 @@ class Trace:
 
 
 class Digest(Trace):
-    """Hashes every message that crosses between two nodes: when, from where, to where, and what it says.
+    """Hashes every message between two nodes: its time, sender, receiver and content.
 
-    Two runs have equal digests if all processes did the same. Words for people are left out, so that a
-    changed sentence does not change the digest; so are the names of types and fields, and what an actor
-    tells itself.
+    Two runs have equal digests if all processes did the same. The digest leaves out words for
+    people, names of types and fields, and timers, so a changed sentence does not change it.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class Digest(Trace):
 
 
 def _content(value: Any) -> str:
-    """All that a message says but words for people, as text."""
+    """Return the content of a message as text, without words for people."""
     if isinstance(value, msgspec.Struct):
         fields = [_content(getattr(value, name)) for name in value.__struct_fields__]
         return f"{value.__struct_config__.tag}({','.join(fields)})"
@@ -83,7 +82,7 @@ def _line(time_s: float, where: str, sender: str, what: Any) -> str:
 
 
 def describe(value: Any, depth: int = 0) -> str:
-    """A message in a few words; what is too long to read appears as a checksum."""
+    """Return a message in a few words, with checksums for long values."""
     if isinstance(value, msgspec.Struct) or hasattr(value, "__dataclass_fields__"):
         name = type(value).__name__
         if depth > 1:

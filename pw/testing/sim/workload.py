@@ -1,7 +1,8 @@
-"""What a simulated user does: whatever the seed says.
+"""A simulated user, who acts as the seed says.
 
-The user registers programs, uploads, runs, fetches, waits, checkpoints, deletes, and sometimes goes away.
-Nothing here waits: each act is an event, and what the session answers is looked at when it comes.
+The user registers programs, uploads, runs, fetches, waits, checkpoints, deletes, and sometimes
+leaves. No act
+waits: each is an event, and the user checks the session's answers when they come.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pw.testing.sim.programs import Slice, random_kinds, random_program
 from pw.testing.sim.world import Violation
 
 SETTLED_S = 6.0
-"""When everything has been answered, what has been deleted is gone after this time."""
+"""So long after the last answer, hosts have dropped all deleted arrays."""
 
 
 class SimClient(Life):
@@ -237,7 +238,7 @@ class SimClient(Life):
         self._post(Forget((array,)))
 
     def _give_back(self) -> None:
-        """Have another slice instead of one, and nothing any more that lies there."""
+        """Release a slice with all that is on it, and allocate another one."""
         number = self.random.choice(list(self.slices))
         for program in [n for n, draft in self.programs.items() if number in draft.body.slices()]:
             del self.programs[program]
@@ -268,7 +269,7 @@ class SimClient(Life):
             self.world.after(SETTLED_S, self._check_out, self.lives)
 
     def _check_out(self, life: int) -> None:
-        """Nothing of this client should be anywhere, and all credits be back: it can go."""
+        """Check that hosts hold nothing of this client, and that all credits are back; then leave."""
         if life != self.lives or not self.node.alive or self.closing:
             return
         world = self.world
@@ -290,7 +291,7 @@ class SimClient(Life):
             missing = min(self.attached.run_credits, RUNS_AHEAD) - self.credits
             settled_s = world.held_until_s + SETTLED_S
             if (held or missing) and world.now_s < settled_s:
-                # A link that carries again brings its frames in order, those first that were held back.
+                # A link that carries again delivers the delayed frames first.
                 world.at(settled_s, self._check_out, life)
                 return
             if held:

@@ -1,8 +1,8 @@
-"""The simulated world: virtual time, a queue of events, and what everybody may look at.
+"""The simulated world: virtual time, a queue of events, and the state that all parts share.
 
 Time jumps from event to event. Events of the same moment happen in the order in which they were
-planned, so a run is a function of its seed and nothing else. Whoever finds that a promise is broken
-raises `Violation`, which ends the run.
+planned, so a run depends on its seed only. A monitor that finds a broken promise raises
+`Violation`, which ends the run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pw.testing.sim.streams import Streams
 from pw.testing.sim.trace import Trace
 
 Watcher = Callable[[Address, Address, Any], "Callable[[], None] | None"]
-"""Called with sender, receiver and message; may return what is to be called when it has been handled."""
+"""Called with sender, receiver and message; may return a function to call after the message was handled."""
 Tamper = Callable[[Address, Address, Any], "list[Any] | None"]
-"""What is sent in a message's place; None for the message itself."""
+"""Returns the messages to send instead; None for the message itself."""
 
 
 class Process(Protocol):
@@ -51,7 +51,7 @@ class Process(Protocol):
 
 
 class Violation(Exception):
-    """A monitor found that something which must never happen has happened."""
+    """A monitor has found a broken promise."""
 
     def __init__(self, monitor: str, what: str) -> None:
         super().__init__(monitor, what)
@@ -63,7 +63,7 @@ class Violation(Exception):
 
 
 class Event:
-    """Something planned; it can be called off."""
+    """A planned event, which can be cancelled."""
 
     __slots__ = ("action", "args")
 
@@ -72,7 +72,7 @@ class Event:
         self.args = args
 
     def cancel(self) -> None:
-        """It will not happen."""
+        """Do not let it happen."""
         self.action = None
         self.args = ()
 
@@ -82,8 +82,8 @@ class World:
 
     Args:
         seed: decides everything that may vary.
-        profile: how large the world is and what goes wrong in it.
-        trace: where what happens is noted.
+        profile: the size of the world, and its faults.
+        trace: takes notes of all events.
     """
 
     def __init__(self, seed: int, profile: Profile, trace: Trace) -> None:
@@ -98,9 +98,9 @@ class World:
         self.listeners: dict[str, Process] = {}
         """The processes that accept connections, by endpoint."""
         self.blocked: dict[tuple[str, str], float] = {}
-        """Directions in which nothing passes, and until when."""
+        """Blocked directions, and the time when each ends."""
         self.held_until_s = 0.0
-        """When the last frame comes that a partition has held back."""
+        """When the last frame arrives that a partition has delayed."""
         self.calm = False
         """Faults have stopped."""
         self.sent_watchers: dict[type, list[Watcher]] = {}
@@ -109,7 +109,7 @@ class World:
         """Called with the name of each computation that begins, and how long it takes, in seconds."""
         self.tamper: Tamper | None = None
         self.checked: Counter[str] = Counter()
-        """How often each monitor has looked."""
+        """How often each monitor has checked."""
         self._queue: list[tuple[float, int, Event]] = []
         self._serial = 0
 
@@ -147,14 +147,14 @@ class World:
         return True
 
     def blocked_until(self, source: str, target: str) -> float:
-        """When something sent now can pass; 0 if at once."""
+        """Return when a frame sent now can pass; 0 for at once."""
         until = self.blocked.get((source, target))
         return 0.0 if until is None or until <= self.now_s else until
 
     def watch_sent(self, kind: type, watcher: Watcher) -> None:
-        """Have every message of a type looked at when it is sent."""
+        """Call the watcher when a message of this type is sent."""
         self.sent_watchers.setdefault(kind, []).append(watcher)
 
     def watch_handled(self, kind: type, watcher: Watcher) -> None:
-        """Have every message of a type looked at before it is handled; what that returns is called then."""
+        """Call the watcher before a message of this type is handled, and its result afterwards."""
         self.handled_watchers.setdefault(kind, []).append(watcher)
