@@ -367,7 +367,7 @@ def test_a_host_takes_as_many_descriptors_as_it_may(
 SCRIPT = """
 import os, signal, sys
 from pw.client.connection import current
-islands = current.connect().status().islands
+islands = current.connect().ask.status().islands
 print(__name__, sys.argv[1:], [(i.island, sum(h.devices for h in i.hosts)) for i in islands], flush=True)
 if "wait" in sys.argv:
     signal.pause()

@@ -147,7 +147,7 @@ def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_paren
             for anew in (False, True):
                 forked = os.fork()
                 if not forked:
-                    for use in (current.runtime, session.status, lambda: session.allocate_slice(1)):
+                    for use in (current.runtime, session.ask.status, lambda: session.allocate_slice(1)):
                         try:
                             use()
                         except Disconnected as error:
