@@ -114,7 +114,7 @@ class World:
         self.dead: set[str] = set()
         self.stale: set[tuple[str, str]] = set()
         """Links to a process that has ended, of which the first node has not heard yet: what goes there
-        reaches nobody, whoever bears the name by then."""
+        reaches no process, whichever has the name by then."""
         self.mailboxes: defaultdict[str, deque[tuple[Address, Address, object]]] = defaultdict(
             deque
         )
@@ -142,7 +142,7 @@ class World:
         if to.node == sender.node:
             self.mailboxes[to.node].append((sender, to, message))
         elif (sender.node, to.node) in self.stale or (
-            to.node in self.dead and to.node != CONTROLLER  # it is dialled until somebody answers
+            to.node in self.dead and to.node != CONTROLLER  # it is dialled until a process answers
         ):
             self.counters["messages_lost"] += 1
         else:

@@ -1,7 +1,7 @@
 """What every test runs under: eight CPU devices, reproducible examples, and no process left behind.
 
 The environment is set before anything imports jax, because jax reads it once. Processes that tests
-start inherit it, so whoever starts a worker says how many devices that worker has.
+start inherit it, so a test that starts a worker says how many devices it has.
 
 XLA sizes its thread pool from the number of cores, and on a small machine collectives over more
 devices than threads wait for each other until the process aborts; `NPROC` and `PJRT_NPROC` give it

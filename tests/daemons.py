@@ -1,7 +1,7 @@
 """Programs as child processes: start one, wait for what it says, and find what it left behind.
 
 Every process that a program starts inherits an environment variable with a marker of its own, so its
-whole offspring can be found in /proc, whoever has adopted it by now.
+whole offspring can be found in /proc, even when another process has adopted it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def marked(marker: str) -> set[int]:
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     found.add(int(entry.name))
             except (FileNotFoundError, PermissionError, ProcessLookupError):
-                continue  # ended meanwhile, or somebody else's
+                continue  # ended meanwhile, or another user's
     return found
 
 

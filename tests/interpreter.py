@@ -81,7 +81,7 @@ class Interpreter:
             self.launch(name) if kind == "launch" else self.step(name)
         assert not any(self.waiting.values()), "deadlock: segments that can never be launched"
         assert not any(host.ready for host in self.hosts.values()), "deadlock: a receive starves"
-        assert not self.wire, "something was sent that nobody received"
+        assert not self.wire, "something was sent that no host received"
 
     def launchable(self, island: str) -> bool:
         if not self.waiting[island]:

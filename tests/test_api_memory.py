@@ -1,4 +1,4 @@
-"""Nothing is held longer than somebody can use it: arrays, what functions closed over, slices."""
+"""Nothing is held longer than it can be used: arrays, what functions closed over, slices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_pages_that_two_hosts_share_are_written_by_neither() -> None:
         tripled = pw.jit(lambda v: v * 3, mesh=there, donate_argnums=0)(y)
         assert np.array_equal(np.asarray(tripled), values * 3)
         assert np.array_equal(fetched, values)
-        for start in range(5):  # pages that nobody reads any more are written to again
+        for start in range(5):  # pages without a reader are written to again
             z = pw.put(pw.put(values + start, sharding=split(here)), sharding=split(there))
             assert np.array_equal(np.asarray(z), values + start)
         assert np.array_equal(fetched, values)

@@ -450,7 +450,7 @@ def _tcp_garbage(transfer: int) -> dict[str, bytes]:
 
 @contextlib.asynccontextmanager
 async def stranger(landing: Landing) -> AsyncIterator[socket.socket]:
-    """A connection of somebody who talks to a receiver directly."""
+    """A connection of a program that talks to a receiver directly."""
     host, _, port = landing.endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket() as connection:
         connection.setblocking(False)
@@ -705,7 +705,7 @@ def test_what_lies_in_a_block_is_shared_and_not_copied() -> None:
             assert shared_array.ctypes.data % 64 == 0
             assert not shared_array.flags.writeable
             del landed, array
-            # Nobody here reads it any more, but somebody there does.
+            # This process reads it no more, but the other one does.
             other = await moved(first, second, noise(LARGE, 1))
             assert np.array_equal(shared_array, source)
             assert second.counters()["live_blocks"] == 2

@@ -435,7 +435,7 @@ def test_a_run_may_be_cancelled_at_any_moment(seed: int) -> None:
 def test_what_is_queued_at_one_end_only_leaves_no_edges_at_the_other(
     seed: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody will fetch them, and the client stays: a pipeline may be cancelled every second."""
+    """No client will fetch them, and the client stays: a pipeline may be cancelled every second."""
     monkeypatch.setattr(window, "SEGMENTS", 2)
     monkeypatch.setattr(window, "CONTENDED_SEGMENTS", 2)
     cluster = Cluster(seed, elements=elements)

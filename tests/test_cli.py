@@ -187,7 +187,7 @@ MISTAKES = {
         "--bind tcp://192.0.2.1:1 --allow-remote",
         "cannot listen on tcp://192",
     ),
-    "everybody": ("controller", "--bind tcp://0.0.0.0:0", "add --allow-remote if"),
+    "a wildcard": ("controller", "--bind tcp://0.0.0.0:0", "add --allow-remote if"),
     "prefix": ("controller", "--bind tcp://127.example.com:0", "add --allow-remote if"),
     "lease": ("controller", "--lease 0.1", "--lease"),
     "loudness": ("controller", "--log-level loud", "no log level 'loud'"),
@@ -320,7 +320,9 @@ def test_status_is_a_document_or_tables(cluster: Cluster, start: Start) -> None:
         assert host["endpoint"].startswith("tcp://127.0.0.1:")
     (client,) = [client for client in status["clients"] if client["arrays"]]
     assert (client["name"], client["arrays"], client["programs"]) == (f"pid {os.getpid()}", 1, 1)
-    assert f"pid {document.process.pid}" not in document.out  # nobody asked about the one that asks
+    assert (
+        f"pid {document.process.pid}" not in document.out
+    )  # the asking process was not asked about
     for word in ("pair", "ready", "pair-0", str(pair["hosts"][0]["process"]), client["name"]):
         assert word in tables.out
 

@@ -1,4 +1,4 @@
-"""The controller is started again: hosts and clients find the new one, and nobody misses anything.
+"""The controller is started again: hosts and clients find the new one, and nothing is lost.
 
 In the world of `tests.actors` at any moment of a random workload, with the session that users have; and with
 processes of their own.
@@ -789,7 +789,7 @@ def test_what_is_asked_of_the_controller_is_asked_again() -> None:
     array = user.put(cluster.x, cluster.a)
     world.settle()
     asked = [user.ask(GetStatus), user.checkpoint(array)]
-    missing = user.ask(lambda request: DrainHost(request, "nobody"))
+    missing = user.ask(lambda request: DrainHost(request, "no-host"))
     drained = user.ask(lambda request: DrainHost(request, "b0"))
     world.drain(user.me.node)
     cluster.lose()
@@ -798,7 +798,7 @@ def test_what_is_asked_of_the_controller_is_asked_again() -> None:
     cluster.start()
     cluster.time(60)
     assert all(future.exception(0) is None for future in (*asked, late))
-    assert "nobody" in str(missing.exception(0))
+    assert "no-host" in str(missing.exception(0))
     assert "no spare host" in str(drained.exception(0)), "it was there"
 
 

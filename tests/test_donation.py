@@ -1,4 +1,4 @@
-"""Buffers that are given away or deleted while somebody still needs them.
+"""Buffers that are given away or deleted while they are still needed.
 
 Each of these would fail quietly: with a wrong value, not with an error. So values are checked, in many
 rounds, for arrays that travel in messages and for such that travel in bulk.

@@ -251,7 +251,7 @@ def add_one(x: Any) -> Any:
 
 
 def slow_add(x: Any) -> Any:
-    """Adds one, after enough work that nobody finds the result ready at once."""
+    """Adds one, after enough work that the result is not ready at once."""
     y = jax.lax.fori_loop(0, 30, lambda _, m: m @ m / 300.0, jnp.full((300, 300), 1.0, x.dtype))
     return (x + 1 + 0 * y[0, 0],)
 
@@ -316,7 +316,7 @@ def loop_of_one(x: Any) -> Any:
 
 @on_host
 async def test_a_computation_that_takes_no_time_runs_on_the_loop(host: Host) -> None:
-    """Other people's may take as long as they like, and hold up nobody."""
+    """Other clients' may take long, and delay no client."""
     spec = spec_of()
     await install_quick(host, b"quick", spec)
     for key, function, donated in (
@@ -799,7 +799,7 @@ async def waiting(host: Host, ops: int) -> None:
 
 @on_host
 async def test_what_is_ready_is_answered_while_the_execute_thread_is_held(host: Host) -> None:
-    """Somebody's computations may hold it: JAX takes 32 at a time on CPU, and runs some in the call."""
+    """One client's computations may hold it: JAX takes 32 at a time on CPU, and runs some in the call."""
     spec, wide = spec_of(), spec_of((1 << 16,))
     await host.install(b"k", export(add_one, [spec], [spec]))
     (ready,) = host.execute(b"k", host.build(spec, range(8)))

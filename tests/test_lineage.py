@@ -67,7 +67,7 @@ def test_a_donated_chain_is_kept_as_far_back_as_its_end_needs_it() -> None:
     assert len(history.lineage) == 1999
     assert orders(history.plan(1999)) == list(range(1, 2000))
     history.lineage.release([1999])
-    assert not history.lineage.origins, "nobody needs any of it"
+    assert not history.lineage.origins, "none of it is needed"
     assert not len(history.lineage)
     assert set(history.lineage.drain().arrays) == set(range(1, 2000))
 

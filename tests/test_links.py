@@ -94,11 +94,11 @@ def test_a_refused_stranger_cannot_harm_the_node_whose_name_it_claims(
 
 def test_a_peer_under_another_name_is_refused(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
-    b.env.introduce("somebody", sockets.endpoint(a))
-    b.env.send(Address("somebody", "main"), Ready(0))
+    b.env.introduce("other", sockets.endpoint(a))
+    b.env.send(Address("other", "main"), Ready(0))
     sockets.until(lambda: b.of(PeerRefused) and a.of(PeerRefused))
     (refusal,) = b.of(PeerRefused)
-    assert "answers a, where somebody was expected" in refusal.error.message
+    assert "answers a, where other was expected" in refusal.error.message
 
 
 @pytest.mark.parametrize("newcomer", [2, 1, 0])
@@ -252,7 +252,7 @@ def test_a_frame_that_takes_longer_than_a_silence_is_waited_for(tcp: Cluster) ->
 def test_how_long_a_peer_may_be_silent_is_its_own_to_say(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
 ) -> None:
-    """A host is given up sooner than a client; nobody can ask to be waited for without end."""
+    """A host is given up sooner than a client; no peer is waited for without end."""
     asked = {
         "patient": 300.0,
         "hasty": 0.1,
@@ -402,7 +402,7 @@ def test_a_gap_in_the_numbers_loses_the_peer(
     sockets.until(lambda: a.lost)
     assert numbers(a) == [1]
     assert a.lost == [("raw", "frames lost (expected 2, got 3)")]
-    if raw.poll(500):  # the kernel takes it back if something comes that nobody reads any more
+    if raw.poll(500):  # the kernel takes it back if data comes for a closed socket
         assert codec.decode(raw.recv()).sequence == -1
 
 

@@ -97,10 +97,10 @@ def test_a_long_wait_says_so_once_a_second_and_cleans_up() -> None:
 
 def test_where_nobody_looks_it_is_waited_for_in_one_go() -> None:
     clock = Clock(60)
-    wait(clock, lambda: pytest.fail("nobody asked"), None)
+    wait(clock, lambda: pytest.fail("was not asked"), None)
     assert clock.waits == [QUIET_S, None]
     clock = Clock(60)
-    wait(clock, lambda: pytest.fail("nobody asked"), None, timeout_s=20)
+    wait(clock, lambda: pytest.fail("was not asked"), None, timeout_s=20)
     assert clock.waits == [QUIET_S, 17]
 
 

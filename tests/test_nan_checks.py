@@ -1,4 +1,4 @@
-"""`check_nans`: what has a NaN in it is an error before anybody sees it, and so is all that is made of it."""
+"""`check_nans`: a result with a NaN is an error before it is read, and so is all that is made of it."""
 
 from __future__ import annotations
 

@@ -150,10 +150,10 @@ def test_messages_to_unknown_actors_are_counted_and_logged_once(
 ) -> None:
     actor = local.node("a")
     for _ in range(3):
-        actor.env.send(Address("a", "nobody"), Ready(0))
+        actor.env.send(Address("a", "unknown"), Ready(0))
     local.until(lambda: local.of(actor).counters["messages_undeliverable"] == 3)
     assert [record.message for record in caplog.records] == [
-        "message to an unknown actor node=a actor=nobody message=Ready"
+        "message to an unknown actor node=a actor=unknown message=Ready"
     ]
 
 

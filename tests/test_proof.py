@@ -49,7 +49,7 @@ def test_another_secret_or_plane_proves_nothing(secret: bytes, plane: bytes) -> 
 
 
 def test_a_proof_cannot_be_used_twice_or_sent_back() -> None:
-    """Whoever has listened, or can ask one end for digests, can prove nothing to the other."""
+    """A process that has listened, or can ask one end for digests, can prove nothing to the other."""
     dialler, listener = Proof(SECRET, b"bulk", False), Proof(SECRET, b"bulk", True)
     hello = dialler.hello
     challenge = listener.answer(hello)
@@ -217,7 +217,7 @@ def test_a_plane_without_the_secret_can_push_nothing(
         for size in (100, 100_000):
             landing, arrival = land(receiver, size)
             outcome = await push(sender, landing, (0, noise(size)))
-            if size > shared.INLINE_BYTES or channel == "tcp":  # else nobody waits for an answer
+            if size > shared.INLINE_BYTES or channel == "tcp":  # else no sender waits for an answer
                 assert isinstance(outcome, TransferFailed)
             assert not arrival.done()
         await until(lambda: receiver.counters()["rejected"] >= 1 or sends is OTHER)
@@ -231,7 +231,7 @@ def test_a_plane_without_the_secret_can_push_nothing(
 def test_a_plane_says_nothing_to_a_receiver_without_the_secret(
     channel: str, tmp_path: Path
 ) -> None:
-    """Whoever has taken the place of a receiver gets a nonce, and none of the bytes."""
+    """A process in the place of a receiver gets a nonce, and none of the bytes."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Shardings of results that nobody asked for: those that `jax.jit` gives them."""
+"""Shardings of results without out_shardings: those that `jax.jit` gives them."""
 
 from __future__ import annotations
 

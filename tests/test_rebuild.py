@@ -362,7 +362,7 @@ def test_copies_that_all_hosts_take_away_and_bring_back_are_kept() -> None:
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_hosts_that_have_the_last_copies_are_waited_for(returns: bool) -> None:
-    """Spares have taken their places by then, but nobody else has what they had."""
+    """Spares have taken their places by then, but no other host has what they had."""
     cluster = Cluster(spares=3)
     client, world = cluster.client, cluster.world
     step = client.program(chain([cluster.a], donated=(0,)))
@@ -981,10 +981,10 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
 def test_a_host_that_does_not_exist_cannot_be_drained() -> None:
     cluster = Cluster()
     request = cluster.client.id()
-    cluster.client.tell(DrainHost(request, "nobody"))
+    cluster.client.tell(DrainHost(request, "no-host"))
     cluster.world.settle()
     answer = cluster.client.answered(request)
     assert answer is not None
     assert answer.error is not None
-    assert "nobody" in answer.error.message
+    assert "no-host" in answer.error.message
     assert CONTROL.node == "controller"

@@ -81,7 +81,7 @@ ERROR = ErrorReport("HostLost", "the island is gone")
 
 
 class Bench:
-    """A session, and everybody it talks to."""
+    """A session, and all nodes that it talks to."""
 
     def __init__(self, keep_bytes: int = 1 << 30, hosts: tuple[str, ...] = ("a", "b")) -> None:
         self.world = World()
@@ -629,7 +629,7 @@ def test_hosts_get_what_they_wait_for_even_if_nothing_will_ask_again(end: Any) -
 
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_what_no_host_takes_any_more_is_forgotten_when_its_slice_moves(is_bound: bool) -> None:
-    """It is sent as another array, which nobody asks for again: the next time it has another name."""
+    """It is sent as another array, which is not asked for again: the next time it has another name."""
     bench = Bench(hosts=("a", "b", "c"))
     spec = split(SLICE, 2, LARGE)
     bench.put(spec, keep=True)

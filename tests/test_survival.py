@@ -324,7 +324,7 @@ def test_islands_come_and_go_while_others_work(grown: Grown) -> None:
     until(lambda: members("west"), "a new island", BOUND_S)
     other = grown.train("island-1", via="west")
 
-    # Without a spare an island waits, and whoever comes first takes the place.
+    # Without a spare an island waits, and the first host that comes takes the place.
     grown.host("island-1-host-0").kill()
     until(lambda: not members("island-1"), "the loss", BOUND_S)
     training.go_on()

@@ -67,7 +67,7 @@ def test_an_interval_that_the_user_has_chosen_stays(
 def test_hosts_dial_a_client_at_its_address_towards_the_controller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Hosts on other machines would find nobody on their own loopback."""
+    """Hosts on other machines would find no client on their own loopback."""
     listens_at = []
 
     def plane(loop: asyncio.AbstractEventLoop, *, bind_host: str, **options: Any) -> BulkPlane:
@@ -82,7 +82,7 @@ def test_hosts_dial_a_client_at_its_address_towards_the_controller(
 
 
 def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for what it was told would wait for ever."""
+    """A thread that waits for an answer would wait for ever."""
 
     def broken(session: ClientSession, sender: Address, note: object) -> None:
         raise KeyError("broken")

@@ -96,7 +96,7 @@ def test_local_notes_cannot_leave_the_process(sockets: Cluster) -> None:
 
 def test_messages_to_unknown_nodes_are_counted(anywhere: Cluster) -> None:
     a = anywhere.node("a")
-    a.env.send(Address("nobody", "main"), Ready(0))
+    a.env.send(Address("unknown", "main"), Ready(0))
     anywhere.until(lambda: anywhere.of(a).counters["messages_unroutable"] == 1)
     assert not a.received
 
@@ -373,7 +373,7 @@ def test_a_node_without_descriptors_accepts_later(
 
 
 def test_without_descriptors_nobody_is_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor can tcp be dialled, but that is tried again; whoever sends must not fail."""
+    """Nor can tcp be dialled, but that is tried again; the sender must not fail."""
 
     def refuse(*how: int) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -440,7 +440,7 @@ def test_a_wildcard_is_advertised_as_the_address_on_the_default_route_or_refused
         "tcp://127.0.0.1:7777",
         "tcp://localhost:7777",
         "ipc:///tmp/controller",
-        "tcp://" + 80 * "x" + ":1",  # too long for a name, so nobody is asked
+        "tcp://" + 80 * "x" + ":1",  # too long for a name, so no server is asked
     ],
 )
 def test_this_machine_and_what_cannot_be_dialled_are_met_on_the_loopback(endpoint: str) -> None:

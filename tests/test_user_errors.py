@@ -1,4 +1,4 @@
-"""A user's errors, and what becomes of everybody else: on real processes, an island of two hosts.
+"""A user's errors, and their effect on other clients: on real processes, an island of two hosts.
 
 Wherever it can be, the processes live on; where a computation is stuck on the devices they cannot, and what
 was there is found again in the next epoch.

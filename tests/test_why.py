@@ -1,4 +1,4 @@
-"""Whoever asks why it does not go on is told which host holds up what; who does not ask finds it in the log."""
+"""`pw why` says which host holds up which run; the log says it unasked."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ def test_a_timeout_says_what_is_in_the_way() -> None:
 
 def test_who_only_polls_is_not_kept_waiting() -> None:
     def explain() -> str:
-        raise AssertionError("nobody wants to know")
+        raise AssertionError("was not asked")
 
     with pytest.raises(TimeoutError, match="not within 0 s"):
         Waiting[int](explain).result(0)
