@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from pw.core.errors import ErrorReport
-from pw.core.lifecycle import ImpossibleTransition
+from pw.core.lifecycle import ImpossibleTransition, Lifecycle
 from pw.sched.control.array_states import (
     ARRAY,
     NOWHERE,
@@ -14,6 +17,8 @@ from pw.sched.control.array_states import (
     Arrays,
     ArrayState,
 )
+from pw.sched.control.run_states import RunState
+from pw.testing.sim import PROFILES, simulate
 
 ERROR = ErrorReport("HostLost", "h was lost")
 LATER = ErrorReport("HostLost", "i was lost")
@@ -115,3 +120,20 @@ def test_lost_arrays_are_known_until_they_are_brought_back_or_fail() -> None:
     assert arrays.fail((3,), LATER) == (3,)
     assert not arrays.lost
     assert arrays.fail((3, 4, 5), LATER) == ()
+
+
+def test_the_simulator_goes_through_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[tuple[str, str]] = Counter()
+    after = Lifecycle.after
+
+    def watched(self: Lifecycle[Any, Any], state: Any, event: Any) -> Any:
+        seen[self.name, state] += 1
+        seen[self.name, after(self, state, event)] += 1
+        return after(self, state, event)
+
+    monkeypatch.setattr(Lifecycle, "after", watched)
+    for seed in range(3):
+        for profile in ("crashes", "slices", "chaos"):
+            assert simulate(seed, PROFILES[profile]).violation is None
+    for name, states in (("array", ArrayState), ("run", RunState)):
+        assert not [state for state in states if not seen[name, state]], name

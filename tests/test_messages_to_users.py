@@ -199,7 +199,7 @@ def test_a_program_that_crashes_its_hosts() -> None:
     ("args", "words"),
     [
         ((), "takes 1 arrays and was given 0"),
-        ((b"short",), r"argument 0 of 'chain', int64\[8\], takes 64 bytes and has 5"),
+        ((b"short",), r"argument 0 of 'chain', int64\[8\], takes 64 bytes, not 5"),
         (("theirs",), r"argument 0 of 'chain', .* another client.*pw\.get"),
         (("deleted",), r"argument 0 of 'chain', .* was deleted or donated before .*copy"),
         (("elsewhere",), r"argument 0 of 'chain', .* is int64\[8\], split over .* traced for"),

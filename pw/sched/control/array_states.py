@@ -15,9 +15,10 @@ would have made. Recovery brings a lost array back: from replicas, from files or
 is arriving again; a repeated run makes it present at once. What cannot be brought back has failed.
 
 A failed array carries the error for all that is computed from it. An array that fails while it is
-arriving waits until all its hosts have reported, or are lost. The same holds for an array that the client
-deletes or donates while it is arriving: it is *discarded*, and the hosts drop it when all have
-reported. An array that only a repeated run needs, and no client holds, is discarded from the start.
+arriving waits until all its hosts have reported, or are lost. The same holds for an array that the
+client deletes or donates while it is arriving: it is *discarded*, and the hosts drop it when all
+have reported. An array that only a repeated run needs, and no client holds, is discarded from the
+start.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Array(Attempts):
     input: int = 0
     """The id under which the client uploads it; 0 if it does not come from the client."""
     restored: bool = False
-    """It was made from replicas, or brought more than once, so that hosts may have replicas of it."""
+    """It was made from replicas, or brought again, so that hosts may have replicas of it."""
     past: tuple[ArrayState, ...] = ()
 
     @classmethod
@@ -243,7 +244,7 @@ class Arrays:
         self.lost.pop(number).replay(island, hosts)
 
     def fail(self, numbers: Iterable[int], error: ErrorReport) -> tuple[int, ...]:
-        """Fail arrays; return those of them that the client holds and that had not failed before."""
+        """Fail the arrays that the client holds and that have not failed; return them."""
         failed = []
         for number in numbers:
             array = self.held.get(number)
@@ -263,6 +264,6 @@ class Arrays:
         return array
 
     def arrive(self, number: int, array: Array) -> bool:
-        """All hosts of an array have reported; return whether it was discarded, and is forgotten."""
+        """All hosts of an array have reported; return whether it was discarded."""
         array.arrive()
         return self.discarded.pop(number, None) is not None

@@ -1,13 +1,14 @@
 """How each array of a client came to be, as far back as it may be needed again.
 
-A *record* is a run: the program, what it read, what it made. A record is kept while one of its results is
-needed: because the client holds it, or because another kept record reads it. Lineage ends at an array
-of which there are replicas, and at an input, which the client keeps. The number of records is bounded:
-the oldest go first, and what they made can then not be made again. Nothing here sends a message:
-`drain` returns what nothing needs any more.
+A *record* is a run: the program, what it read, what it made. A record is kept while one of its
+results is needed: because the client holds it, or because another kept record reads it. Lineage
+ends at an array of which there are replicas, and at an input, which the client keeps. The number of
+records is bounded: the oldest go first, and what they made can then not be made again. Nothing here
+sends a message: `drain` returns what nothing needs any more.
 
-A record, like an array, counts how often it is tried again. Tries that follow each other closely are
-one attempt, because a network may need a while to heal. After `ATTEMPTS` attempts it is given up.
+A record, like an array, counts how often it is tried again. Tries that follow each other closely
+are one attempt, because a network may need a while to heal. After `ATTEMPTS` attempts it is given
+up.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Origin:
     error: ErrorReport | None = None
     """How it failed, if the client does not hold it any more."""
     lasting: bool = False
-    """There were such replicas; they may be all that is left of it, so they are kept when they come back."""
+    """There were such replicas, and they are kept when they come back."""
 
 
 @dataclass(slots=True)
@@ -226,7 +227,7 @@ class Lineage:
         unneeded, self._unneeded = self._unneeded, Unneeded()
         return unneeded
 
-    # --- what is still needed -----------------------------------------------------------------------
+    # --- what is still needed -------------------------------------------------------------------
 
     def _reconsider(self, array: int) -> None:
         """Forget an array that nothing needs, and what was kept for its sake."""

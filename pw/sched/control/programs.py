@@ -1,7 +1,7 @@
 """A program at the controller: its plan, and what each island's scheduler needs of a run.
 
-What does not change from run to run is computed once, so that a run costs the controller a check
-of its arguments and one local message for each island.
+What does not change from run to run is computed once, so that a run costs the controller a check of
+its arguments and one local message for each island.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RegisteredProgram:
             for producer in plan.segments[index].depends:
                 if island_of[producer] != island:
                     waiters.setdefault(producer, set()).add(island)
-        # With memory to reserve, each of several islands must admit a run before one of them starts it.
+        # With memory to reserve, all islands must admit a run before one of them starts it.
         admitting = tuple(sorted(indices)) if with_memory and len(indices) > 1 else ()
         parts = {}
         for island, own in indices.items():

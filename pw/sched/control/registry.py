@@ -66,8 +66,8 @@ class ProgramRegistry(ControlPart):
         try:
             if any(number not in client.slices for number in program.slices):
                 raise NotOwner(
-                    f"the devices that {program.body.name!r} is to run on have been given back; use "
-                    "the ones of another pw.make_virtual_device_set()"
+                    f"the devices that {program.body.name!r} is to run on have been given back; "
+                    "use the ones of another pw.make_virtual_device_set()"
                 )
             unbound = program.slices - bindings.keys()
             if unbound and unbound <= client.slices.unbound.keys():
@@ -133,7 +133,7 @@ class ProgramRegistry(ControlPart):
     # --- replays ----------------------------------------------------------------------------------
 
     def reinstall(self, client: Client, program: RegisteredProgram) -> bool:
-        """Have a program installed for a replay, if it was released; return whether hosts compile it."""
+        """Install a released program for a replay; return whether hosts are compiling it."""
         if program.program not in client.programs and program.program not in client.retired:
             client.retired[program.program] = program
             self._lower(client, program)

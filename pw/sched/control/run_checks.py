@@ -1,4 +1,4 @@
-"""Checks whether a run can be submitted: its program, its arguments and the names of its results."""
+"""Checks whether a run can be submitted: its program, its arguments and its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Poisoned(Exception):
 
 
 def program_of(client: Client, message: Run) -> RegisteredProgram:
-    """Return the program of a run. Raises if it is unknown, failed, or takes and makes other arrays."""
+    """Return the program of a run. Raises if it is unknown or failed, or does not fit the run."""
     program = client.programs.get(message.program)
     if program is None:
         raise NotOwner(
@@ -59,7 +59,7 @@ def check_arguments(
         if isinstance(arg, bytes):
             if len(arg) != spec.size_bytes:
                 raise ArgumentError(
-                    f"{_argument(program, position)} takes {spec.size_bytes} bytes and has {len(arg)}"
+                    f"{_argument(program, position)} takes {spec.size_bytes} bytes, not {len(arg)}"
                 )
             continue
         if client_of(arg) != client.number:
@@ -91,7 +91,7 @@ def check_results(
     results: tuple[int, ...],
     bindings: Mapping[int, Binding],
 ) -> list[Home]:
-    """Return where each result will lie. Raises if a number is taken, or a result has no devices."""
+    """Return where each result will lie. Raises if its number is taken, or it has no devices."""
     for array in results:
         if client_of(array) != client.number or array in client.arrays.held:
             raise ProtocolError("a result has a number that is taken or is another client's")

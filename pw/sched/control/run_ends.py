@@ -1,4 +1,4 @@
-"""The end of runs: by themselves, or because they are refused, overdue, cancelled, or their arguments fail.
+"""The end of runs: with their values, or refused, overdue, cancelled, or with a failed argument.
 
 A run that fails takes with it all that needs its results, in flight or later. The schedulers forget
 the queued part of it. The launched part cannot be called back from the devices: if it does not end
@@ -77,7 +77,7 @@ class RunEnds(ControlPart):
 
     @handles(RunRefused)
     def _refused(self, sender: Address, message: RunRefused) -> None:
-        """A scheduler cannot launch a run; if it seemed to have ended, its results have failed now."""
+        """A scheduler cannot launch a run; if it seemed to have ended, its results fail now."""
         error, results = message.error, message.results
         if message.run not in self.runs.in_flight and results:
             client = self.sessions.owner(results[0])
@@ -95,7 +95,7 @@ class RunEnds(ControlPart):
         reason: str = "",
         grace_s: float = 0.0,
     ) -> None:
-        """Fail these runs in flight, those that need these arrays, and those that need their results.
+        """Fail these runs, the runs that need these arrays, and the runs that need their results.
 
         With a `reason`, the launched part of them must end as well, `grace_s` later at the latest.
         """
@@ -162,8 +162,8 @@ class RunEnds(ControlPart):
         program = run.record.program
         where = ", ".join(f"{island} ({', '.join(h)})" for island, h in program.hosts.items())
         words = (
-            f"a call of {program.body.name!r} had not ended {program.body.timeout_s:g} s after it began "
-            f"on {where}"
+            f"a call of {program.body.name!r} had not ended {program.body.timeout_s:g} s after it "
+            f"began on {where}"
         )
         self._env.log("warning", "run timed out", run=run_name(number), program=program.body.name)
         error = ErrorReport.of(ComputationTimeout(". ".join(filter(None, (words, explanation)))))

@@ -98,7 +98,7 @@ class RunInFlight:
         self.cause = error
 
     def segment_ended(self, error: ErrorReport | None) -> bool:
-        """A segment has ended, without its value if there is an `error`; return whether it was the last."""
+        """A segment has ended, with its value or an `error`; return whether it was the last."""
         self.segments_left -= 1
         if error is not None and self.cause is None:
             self.spoil(error)

@@ -27,7 +27,7 @@ CLIENT_NUMBERS = 1 << 23
 """Numbers below this one: an id has 63 bits, and 40 of them are the client's to give."""
 
 GIVEN_KEPT = 1 << 16
-"""Numbers of clients that have left are known until so many others have come: each `pw status` is a client."""
+"""So many numbers of clients that have left are remembered; each `pw status` is a client."""
 
 
 def ticket_for(secret: bytes, client: int) -> bytes:
@@ -36,22 +36,17 @@ def ticket_for(secret: bytes, client: int) -> bytes:
 
 
 class ClientNumbers:
-    """The numbers that one controller gives to its clients.
-
-    Args:
-        first: the first one; another start has another one.
-        here: those of the clients that are here.
-    """
+    """The numbers that one controller gives; each start begins at another `first` number."""
 
     def __init__(self, first: int, here: Container[int]) -> None:
         self.first = first % CLIENT_NUMBERS or 1
         self._here = here
         self._next = self.first
         self._given: OrderedDict[int, str] = OrderedDict()
-        """With the reason why a client left that is not here any more."""
+        """With the reason why a client has left."""
 
     def take(self, taken: Container[int]) -> int:
-        """A number that is not `taken`."""
+        """Return a number that is not in `taken`."""
         while self._next in taken or self.is_known(self._next):
             self._skip()
         number = self._next
@@ -68,7 +63,7 @@ class ClientNumbers:
         self._next = (self._next + 1) % CLIENT_NUMBERS or 1
 
     def claim(self, number: int) -> bool:
-        """A client of an earlier controller has this number; false if it cannot have it (any more)."""
+        """Give a client the number that it had before; return False if it cannot have it."""
         if not 0 < number < CLIENT_NUMBERS or self.is_known(number):
             return False
         self._give(number)
@@ -80,19 +75,19 @@ class ClientNumbers:
             self._given[number] = reason
 
     def why_gone(self, number: int) -> str:
-        """Why a client that comes back cannot have this number any more."""
+        """Return why a client that comes back cannot have its number any more."""
         reason = self._given.get(number)
         if not reason:
             return "it does not know this session, nor did the one before it; its arrays are gone"
         if reason.startswith("silent"):
             return f"{in_words(reason)}, and was given up"
         return (
-            f"the connection between them was lost ({in_words(reason)}), and so it was given up. If the "
-            "network was not cut, the controller was paused for longer than its clients wait for it"
+            f"the connection between them was lost ({in_words(reason)}), and so it was given up. "
+            "If the network was not cut, the controller was paused for longer than its clients wait"
         )
 
     def is_known(self, number: int) -> bool:
-        """Whether a client has this number here, or had it not long ago, whatever has become of it."""
+        """Return whether a client has this number here, or had it not long ago."""
         return number in self._here or number in self._given
 
 
@@ -139,7 +134,7 @@ class Sessions(Part):
         return self._numbers.is_known(number)
 
     def attach(self, sender: Address, message: Attach, taken: Container[int]) -> Client | None:
-        """Let a client in, unless its old number is gone; a new one gets no number that is `taken`."""
+        """Let a client in, unless its old number is gone; a new number is not in `taken`."""
         number = message.resume
         if not number:
             number = self._numbers.take(taken)

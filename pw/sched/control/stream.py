@@ -1,9 +1,9 @@
 """The stream of each client: its messages are handled in the order in which the client sent them.
 
-A message that has to wait goes to the client's backlog, with all that come after it. While a program is
-being compiled, its runs wait, so that a compile error poisons a run on all its hosts alike, and no
-delete overtakes a run. All messages wait while something of the client is rebuilt. The stream goes
-on at the end of each turn of the controller, and nowhere else.
+A message that has to wait goes to the client's backlog, with all that come after it. While a
+program is being compiled, its runs wait, so that a compile error poisons a run on all its hosts
+alike, and no delete overtakes a run. All messages wait while something of the client is rebuilt.
+The stream goes on at the end of each turn of the controller, and nowhere else.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Stream(ControlPart):
         error = None
         if any(number not in client.arrays for number in message.arrays):
             words = (
-                "the array was deleted, or donated to a computation, before its value was asked for; "
-                "keep a copy, copy.copy(x), or do not donate it"
+                "the array was deleted, or donated to a computation, before its value was asked "
+                "for; keep a copy, copy.copy(x), or do not donate it"
             )
             error = ErrorReport.of(ArrayDeleted(words))
         self._env.send(client.address, Answered(message.request, error))

@@ -79,15 +79,15 @@ class Uploads(ControlPart):
     ) -> None:
         self._env.count("messages_refused")
         error: Error = NotOwner(
-            f"the array {message.spec.short} cannot be put where it was to go: these devices have been "
-            "given back; put it on the ones of another pw.make_virtual_device_set()"
+            f"the array {message.spec.short} cannot be put where it was to go: these devices have "
+            "been given back; put it on the ones of another pw.make_virtual_device_set()"
         )
         is_bound = message.spec.placement.slice in self._islands.bindings
         if not is_bound and message.spec.placement.slice in client.slices.owned:
             error = ArrayLost(
-                f"the array {message.spec.short} cannot be put where it was to go: a host was lost, and "
-                "its island has not come back. Put it again when it has (see pw.status()), or on other "
-                "devices"
+                f"the array {message.spec.short} cannot be put where it was to go: a host was "
+                "lost, and its island has not come back. Put it again when it has (see pw.status()), or "
+                "on other devices"
             )
         report = ErrorReport.of(error)
         for host in reported:
@@ -104,8 +104,8 @@ class Uploads(ControlPart):
             return
         error = ErrorReport.of(
             ArrayLost(
-                f"the hosts that had the array {array.spec.short} were lost, and this process has not "
-                "kept the value that it was put there with; pass keep=True to pw.put, or call "
+                f"the hosts that had the array {array.spec.short} were lost, and this process has "
+                "not kept the value that it was put there with; pass keep=True to pw.put, or call "
                 "pw.checkpoint"
             )
         )
@@ -169,7 +169,7 @@ class Uploads(ControlPart):
             self._islands.release(client.number, [(number, array)], late=True)
 
     def host_lost(self, node: str) -> None:
-        """Forget what a host has reported of uploads that are not announced: they are lost with it."""
+        """Forget what a host has reported of uploads that are not announced."""
         for client in self.sessions.clients:
             for reported in client.arrays.unannounced.values():
                 reported.pop(node, None)

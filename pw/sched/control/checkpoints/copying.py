@@ -203,7 +203,7 @@ def objection(client: Client, number: int) -> ErrorReport | None:
     if array is None:
         return ErrorReport.of(
             ArrayDeleted(
-                "pw.checkpoint was given an array that was deleted, or donated to a computation, before"
+                "pw.checkpoint was given an array that was deleted, or donated to a computation"
             )
         )
     return array.error

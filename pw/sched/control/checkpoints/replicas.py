@@ -283,7 +283,7 @@ class Replicas(ControlPart):
                 self._env.send(RESOURCES, HostEmptied(node))
 
     def _is_empty(self, host: str) -> bool:
-        """Return whether nothing is needed that only this host has; offer such replicas elsewhere."""
+        """Return whether no replica is on this host alone; offer such replicas elsewhere."""
         for client in self.sessions.clients:
             if client.recovering or any(one.restored for _, one in client.arrays.arriving()):
                 return False

@@ -1,8 +1,8 @@
-"""Checkpoints on disk, as the controller sees them: which files are missing, and which host commits.
+"""Checkpoints on disk at the controller: which files are missing, and which host commits.
 
     begin -> each host writes its file -> all are written -> one host commits -> answered
-                     |                                          |
-                     +-- a host cannot, or is lost -> one host removes the rest -> answered with the error
+                 |                                          |
+                 +-- a host cannot, or is lost -> one host removes the rest -> an error
 
 If arrays cannot be written, an earlier controller may have had them written, and may have been lost
 before it answered. Then one host looks whether the checkpoint is at its path. If it is not, the
@@ -72,7 +72,7 @@ class Saves(ControlPart):
         """By id, in the order in which they were begun."""
         self._hosts: tuple[str, ...] = ()
         self.leftovers: dict[str, tuple[str, frozenset[str]]] = {}
-        """Paths of abandoned checkpoints, by id, and the islands that wrote them; if none, any can look."""
+        """Paths of abandoned checkpoints, by id, and the islands that wrote them, if any did."""
 
     def count(self, client: Client) -> int:
         """Return how many checkpoints of a client are being written."""
@@ -121,7 +121,9 @@ class Saves(ControlPart):
             (names for names, copies in parts.values() if weight_of(copies) > OBJECTS), None
         )
         if many is not None:
-            words = f"a host would have to write {len(many)} arrays at once; make several checkpoints of them"
+            words = (
+                f"a host would have to write {len(many)} arrays at once; make several checkpoints"
+            )
             answer = Answered(message.request, ErrorReport.of(ArgumentError(words)))
             self._env.send(client.address, answer)
             return
@@ -153,7 +155,7 @@ class Saves(ControlPart):
     def _divide(
         self, spec: ArraySpec, devices: tuple[DeviceAddress, ...], sizes_bytes: dict[str, int]
     ) -> dict[str, tuple[int, ...]]:
-        """Return the mesh positions whose boxes each host writes: the host with the least so far."""
+        """Return the positions whose boxes each host writes; the host with the least takes more."""
         chosen: dict[str, list[int]] = {}
         for _, positions in spec.distinct_boxes():
             at = min(positions, key=lambda at: sizes_bytes.get(devices[at].host, 0))

@@ -1,9 +1,9 @@
-"""Tells what schedulers and hosts have reported: the verdict, then the states of all that is under way.
+"""Tells what schedulers and hosts have reported: the verdict, then the states of all work.
 
 Pure: the same reports give the same words. Each host of a launch gives *findings*: what the launch
 waits for there. The lightest finding of the oldest launch is the verdict, because what is certainly
-wrong (a host does not answer, a handshake that only one side knows) weighs less than what may
-take its time (a computation that runs).
+wrong (a host does not answer, a handshake that only one side knows) weighs less than what may take
+its time (a computation that runs).
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _Story:
             words = f"{peer} has not come to sending {what} to {host}; it waits at {head}"
             return Finding(LATE, peer, words)
         words = (
-            f"{not_there}, and has nothing left to send: either it has not been launched there, or a "
-            "message was lost"
+            f"{not_there}, and has nothing left to send: either it has not been launched there, "
+            "or a message was lost"
         )
         return Finding(BROKEN, peer, words)
 
@@ -268,7 +268,7 @@ def _stage(report: HostReport, work: WorkReport, launch: LaunchReport | None) ->
 
 
 def _first_waiting(report: HostReport, run: int) -> LaunchReport:
-    """Return the launch that holds up a run on a host: of its client, or of all clients for a gang."""
+    """Return the launch that holds up a run on a host: its client's, or any for a gang."""
     waiting = [launch for launch in report.launches if launch.state == "waiting"]
     own = [launch for launch in waiting if client_of(launch.run) == client_of(run)]
     return (own or waiting or list(report.launches))[0]

@@ -57,7 +57,7 @@ class Losses(ControlPart):
         runs: Iterable[int] = (),
         arrays: Iterable[int] = (),
     ) -> None:
-        """Withdraw the runs in flight that need this island, or are these, and all that need their results.
+        """Withdraw these runs, those that need this island, and those that need their results.
 
         Also those that need one of these arrays, which do not arrive: a run waits for all its
         arguments, even for one on another island that it does not read.

@@ -96,12 +96,12 @@ _NO_ORIGIN = (
     "the arrays that your program cannot do without"
 )
 _NOWHERE = (
-    "the devices on which it lay, or something that it is made of, did not come back, or were given back. Put "
-    "it on other ones: pw.make_virtual_device_set().add_slice(...)"
+    "the devices on which it lay, or something that it is made of, did not come back, or were "
+    "given back. Put it on other ones: pw.make_virtual_device_set().add_slice(...)"
 )
 _IMPURE = (
-    "a Python function had a part in making it, which may have run already and is not run again by itself. "
-    "Call it once more, or pw.checkpoint what it returns"
+    "a Python function had a part in making it, which may have run already and is not run again by "
+    "itself. Call it once more, or pw.checkpoint what it returns"
 )
 _IN_VAIN = (
     f"it was made again {ATTEMPTS} times, and lost again each time. The logs of the hosts "

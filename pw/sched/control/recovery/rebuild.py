@@ -155,8 +155,8 @@ class Rebuilder(ControlPart):
                 )
                 words = (
                     f"{timer.error.message}; there were no devices to go on with for "
-                    f"{self.recovery_s:g} s. Start its hosts again (pw.status() shows what is there), "
-                    "or ask for other devices with pw.make_virtual_device_set() and compute there again"
+                    f"{self.recovery_s:g} s. Start its hosts again (see pw.status()), or "
+                    "ask for other devices with pw.make_virtual_device_set() and compute there"
                 )
                 self._abandon(client, gone, msgspec.structs.replace(timer.error, message=words))
 

@@ -31,7 +31,7 @@ class Replays(ControlPart):
     runs: Runs
 
     def carry_out(self, client: Client, plan: RecoveryPlan) -> None:
-        """Bring back what a plan says, on slices that are bound and with programs that are compiled."""
+        """Carry out a plan, on slices that are bound and with programs that are compiled."""
         if plan.restores or plan.uploads or plan.runs:
             self._env.log(
                 "info",
