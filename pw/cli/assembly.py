@@ -150,9 +150,9 @@ def add_host(
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
-    `replicas` are those that the last incarnation of this host left (`HostProcess.keep`, `hand_over`). `aside`
-    are threads for files; without them, the host has no checkpoints on disk. `output` takes the lines
-    that clients' programs write.
+    `replicas` are those that the last incarnation of this host left (`HostProcess.keep`,
+    `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
+    `output` takes the lines that clients' programs write.
     """
     counters: Callable[[], dict[str, int]] = lambda: counters_of(node, bulk) | coordinator.census()  # noqa: E731
     keep = process.keep

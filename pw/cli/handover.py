@@ -1,8 +1,8 @@
 """The parcel that a runtime child leaves to the next one: arrays in one anonymous memory file.
 
-The file begins with the arrays, each row-major at a boundary that JAX can alias, and ends with an index of
-them. The next child maps the file and makes arrays of it without a copy. The file has no name: when no
-process holds it, its pages are freed, even after SIGKILL.
+The file begins with the arrays, each row-major at a boundary that JAX can alias, and ends with an
+index of them. The next child maps the file and makes arrays of it without a copy. The file has no
+name: when no process holds it, its pages are freed, even after SIGKILL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gives the supervisor the replicas that are to outlive the runtime.
 
-A thread of its own writes them to an anonymous file, so that the event loop goes on. They are safe when the
-supervisor says that it has taken the file; the next file waits until then. So a slow supervisor
-delays only the answer to a checkpoint.
+A thread of its own writes them to an anonymous file, so that the event loop goes on. They are safe
+when the supervisor says that it has taken the file; the next file waits until then. So a slow
+supervisor delays only the answer to a checkpoint.
 """
 
 from __future__ import annotations

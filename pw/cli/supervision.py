@@ -8,9 +8,9 @@
 
 The end of the file tells each process that the other one has ended. A parcel is an anonymous memory
 file (`pw.cli.handover`), of which the supervisor keeps the descriptor. It gives the parcel to every
-child until another one replaces it, so a child that is killed loses only what it has not sent. A parcel
-counts even if its child has ended since. It may have arrays that are gone, but no
-wrong ones, because arrays do not change.
+child until another one replaces it, so a child that is killed loses only what it has not sent. A
+parcel counts even if its child has ended since. It may have arrays that are gone, but no wrong
+ones, because arrays do not change.
 
 This module imports nothing heavy, for the supervisor's sake.
 """
@@ -246,7 +246,7 @@ class SupervisorLink:
         self._socket.close()
 
     def _unread_bytes(self) -> int:
-        """Return what the supervisor has not read, as the kernel counts it: some 800 bytes a message."""
+        """Return the bytes that the supervisor has not read; a message counts some 800."""
         count = array.array("i", [0])
         fcntl.ioctl(self._socket, termios.TIOCOUTQ, count)
         return count[0]

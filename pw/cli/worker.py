@@ -1,9 +1,10 @@
 """`pw-worker`: the small parent of a host's runtime.
 
-It starts the runtime (`pw.cli.host`) as a child, and restarts it as a new incarnation when an epoch has
-ended or the child has died. A host that is stuck in a collective can only be killed. That is why the
-runtime is a child, and why this process does no work and imports nothing heavy. It kills a child whose
-event loop does not turn, and keeps a child's parcel for the next one (`pw.cli.supervision`).
+It starts the runtime (`pw.cli.host`) as a child, and restarts it as a new incarnation when an epoch
+has ended or the child has died. A host that is stuck in a collective can only be killed. That is
+why the runtime is a child, and why this process does no work and imports nothing heavy. It kills a
+child whose event loop does not turn, and keeps a child's parcel for the next one
+(`pw.cli.supervision`).
 
 A runtime spends most of its start on importing JAX. So a standby child has imported everything and
 waits for the word to begin: then a host is back in a tenth of a second.
@@ -13,10 +14,10 @@ What follows depends on how a child ends:
     told to stop, drained, or an error that
     would come again                         -> this process ends as well
     its epoch is over                        -> the next child, at once
-    it crashed or was killed                 -> the next child, after a pause unless it had lived long;
+    it crashed or was killed                 -> the next child, after a pause unless it lived long;
                                                 a bounded number of times
-    the controller cannot be reached         -> if it never was: the end; otherwise the next child, until
-                                                no controller is found for `reconnect_s`
+    the controller cannot be reached         -> if it never was: the end; otherwise the next child
+                                                until no controller is found for `reconnect_s`
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A host's actors: executor, shard coordinator and object store, and the device backend as they see it."""
+"""A host's actors (executor, shard coordinator, object store), and their view of the devices."""

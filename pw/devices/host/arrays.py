@@ -1,8 +1,8 @@
 """The table of arrays that clients hold on a host.
 
-An entry appears when the launch that makes the array arrives, when its client uploads it, or when the
-controller restores it. It goes when a `Discard` says so, in launch order. A run that is replayed, or
-an array that is restored, replaces the entry.
+An entry appears when the launch that makes the array arrives, when its client uploads it, or when
+the controller restores it. It goes when a `Discard` says so, in launch order. A run that is
+replayed, or an array that is restored, replaces the entry.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ Done = Callable[[ErrorReport | None], None]
 """Called on the loop thread with an error, or None for success."""
 
 DoneInstalling = Callable[[ErrorReport | int | None], None]
-"""Called on the loop thread with an error, or with the bytes that the computation takes on each of its
-devices besides arguments and results; None if that is not known."""
+"""Called on the loop thread with an error, or with the bytes that the computation takes on each of
+its devices besides arguments and results; None if that is not known."""
 
 Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 """The positions of shards, a box relative to the shard, and its bytes in host memory."""
@@ -81,7 +81,7 @@ class Value:
         self.reads_begun = 0
         """Reads that have begun: their views may alias the buffers."""
         self.reads_ended = 0
-        """Reads whose views are copies or known to the backend; if all are, the buffers may be donated."""
+        """Reads that no longer keep the buffers from a donation."""
         self.building: Any = None
         """Tells the execute thread when a deferred build, or a Python function, has ended."""
         self.order = 0
@@ -104,14 +104,14 @@ class Value:
 class Execute:
     """Enqueue an installed computation, which fills `results`.
 
-    `copied` are donated positions whose argument is still needed: a copy is donated instead. So is a
-    copy of arguments that are `shared`, are being read, or are given twice. Other donated arguments
-    are gone afterwards (`ArrayDeleted`).
+    `copied` are donated positions whose argument is still needed: a copy is donated instead. So is
+    a copy of arguments that are `shared`, are being read, or are given twice. Other donated
+    arguments are gone afterwards (`ArrayDeleted`).
 
-    `failed` is given for computations of several hosts. It is called on the loop thread if this host
-    cannot enqueue the computation, or has an argument that failed here `alone`; and, if `guarded`, if the
-    computation fails later. After a failure to enqueue, no computation of several hosts is enqueued any
-    more, so that it does not meet the wrong one of its peers.
+    `failed` is given for computations of several hosts. It is called on the loop thread if this
+    host cannot enqueue the computation, or has an argument that failed here `alone`; and, if
+    `guarded`, if the computation fails later. After a failure to enqueue, no computation of several
+    hosts is enqueued any more, so that it does not meet the wrong one of its peers.
     """
 
     key: bytes
@@ -127,8 +127,8 @@ class Execute:
 class Move:
     """Lay out `source` differently, from devices of this host to devices of this host.
 
-    Exactly one piece covers each destination shard on this host. A whole shard that stays on its device
-    is aliased.
+    Exactly one piece covers each destination shard on this host. A whole shard that stays on its
+    device is aliased.
     """
 
     source: Value
@@ -178,8 +178,9 @@ class Watch:
 class Read:
     """Give host views of boxes of shards on this host, in this order, once the value is ready.
 
-    Each box is a position and a box relative to the shard there. No later op takes the buffers first. The
-    views are read-only, cost no copy where devices share the host's memory, and stay valid.
+    Each box is a position and a box relative to the shard there. No later op takes the buffers
+    first. The views are read-only, cost no copy where devices share the host's memory, and stay
+    valid.
     """
 
     value: Value
@@ -226,7 +227,8 @@ class Backend(Protocol):
     ) -> list[tuple[Box, np.ndarray[Any, Any]]] | None:
         """Return host views of this host's different boxes of an array, None if it is not ready now.
 
-        It does not wait for the execute thread, which a collective without its peers may hold for ever.
+        It does not wait for the execute thread, which a collective without its peers may hold for
+        ever.
         """
 
     def counters(self) -> dict[str, int]:
@@ -235,8 +237,8 @@ class Backend(Protocol):
     def stage(self, value: Value) -> str:
         """Return how far the op that makes a value is, without waiting.
 
-        `submitted` to the execute thread, `entered` by it (collectives may hold it there), `enqueued`
-        on the devices, or `finished`, with or without success.
+        `submitted` to the execute thread, `entered` by it (collectives may hold it there),
+        `enqueued` on the devices, or `finished`, with or without success.
         """
 
     def whereabouts(self) -> tuple[ThreadReport, ...]:

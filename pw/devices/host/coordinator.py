@@ -1,7 +1,7 @@
 """The shard coordinator of a host: the edges of programs, host to host (the paper's Plaque role).
 
-Its parts: edges in, edges out, and the messages that came before their launch. The states of an edge
-stand in `pw.devices.host.edge_states`.
+Its parts: edges in, edges out, and the messages that came before their launch. The states of an
+edge stand in `pw.devices.host.edge_states`.
 """
 
 from __future__ import annotations

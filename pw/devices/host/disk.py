@@ -1,19 +1,20 @@
 """Checkpoints on disk: each comes to its path as a whole or not at all.
 
-A checkpoint is a directory with a manifest, and a safetensors file of each host that had something to write:
+A checkpoint is a directory with a manifest, and a safetensors file of each host that had something
+to write:
 
-    PATH/manifest.json                    tree, id, and every file with its size, boxes and checksums
-    PATH/<id>-00000.safetensors ...       boxes of arrays, and an index of them in the file's own metadata
+    PATH/manifest.json               tree, id, and every file with its size, boxes and checksums
+    PATH/<id>-00000.safetensors ...  boxes of arrays, and their index in the file's own metadata
 
 The hosts write into a directory beside the path, `.NAME.pw-<id>`, and sync their files. Then one of
 them gathers the indexes into the manifest and renames the directory. If the path has a checkpoint
 already, the files go in beside the old ones, under their own names; one rename replaces the
-manifest, which makes them the checkpoint; then the old ones are removed. So a reader finds all of one
-checkpoint or all of the other at any moment. Files that a crash leaves behind belong to no checkpoint,
-and the next checkpoint to the same path removes them.
+manifest, which makes them the checkpoint; then the old ones are removed. So a reader finds all of
+one checkpoint or all of the other at any moment. Files that a crash leaves behind belong to no
+checkpoint, and the next checkpoint to the same path removes them.
 
-Every host must see the path. Elements that safetensors has no name for (or numpy no type) are written as
-bytes, in one more dimension; the index names the dtype. All calls block.
+Every host must see the path. Elements that safetensors has no name for (or numpy no type) are
+written as bytes, in one more dimension; the index names the dtype. All calls block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads arrays from a checkpoint on disk (`pw.devices.host.disk` has its format).
 
-All calls block. Files are read as bytes, not with safetensors, because that holds the interpreter, which
-the event loop needs to send heartbeats.
+All calls block. Files are read as bytes, not with safetensors, because that holds the interpreter,
+which the event loop needs to send heartbeats.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The host executor: runs its part of every gang, in launch order.
 
-Theory of operation. Launches have contiguous numbers. A gap means that the gang's order is lost: the
-host stops and says so (`launch_order.py`). Each launch names a segment of an installed program. The
-executor binds the arguments of a run, announces its results and expects its edges; then the launch goes
-into its client's lane (`lanes.py`), the interpreter turns its instructions into ops
+Theory of operation. Launches have contiguous numbers. A gap means that the gang's order is lost:
+the host stops and says so (`launch_order.py`). Each launch names a segment of an installed program.
+The executor binds the arguments of a run, announces its results and expects its edges; then the
+launch goes into its client's lane (`lanes.py`), the interpreter turns its instructions into ops
 (`interpreter.py`), and its end is reported (`launch_end.py`).
 
-A run lives here from its first launch to its last. Its values are in numbered slots; results are also in
-the object store, under the ids that the client gave them.
+A run lives here from its first launch to its last. Its values are in numbered slots; results are
+also in the object store, under the ids that the client gave them.
 """
 
 from __future__ import annotations

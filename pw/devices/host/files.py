@@ -1,8 +1,8 @@
 """A host's part in checkpoints on disk: it writes the shards that are here, and reads those that belong here.
 
 Shards are read from the devices in launch order, after the launches that make them and before those
-that they are donated to. The file is written when all of them are in host memory. The controller hears
-when the file is on disk, and has one host commit when all files are. The disk itself is
+that they are donated to. The file is written when all of them are in host memory. The controller
+hears when the file is on disk, and has one host commit when all files are. The disk itself is
 `pw.devices.host.disk`; its calls block, so the process lends threads for them (`Aside`).
 """
 

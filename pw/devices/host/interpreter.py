@@ -1,8 +1,8 @@
 """Turns the instructions of launches into ops for the devices.
 
 The ops of a launch are submitted at once: control runs ahead of the data. Only one thing holds a
-launch: an instruction that reads a value which has not arrived (`Arriving`). The client's later work
-waits then as well, and so do gangs (`pw.devices.host.lanes`).
+launch: an instruction that reads a value which has not arrived (`Arriving`). The client's later
+work waits then as well, and so do gangs (`pw.devices.host.lanes`).
 
 Errors. An error that all hosts of a gang have alike belongs to the values that are not made, and to
 all that is computed from them. An error that this host may have alone must not get into a gang of

@@ -1,16 +1,17 @@
 """The order in which a host does its work: each client's in its order, gangs after all work before them.
 
-Launches come in one order for the whole host. Two things depend on it. A client's work reads the results
-of its earlier work, and donates arrays that the earlier work reads. And gangs of several hosts must meet in
-the same order on all of them (DESIGN G1): each holds a device, or even the execute thread, until its other
-hosts have come. So each client has a lane, and its work is done in the order of the lane. A gang waits
-for all work that came before it, of any client. All other work passes the work of other clients that waits
-for a value.
+Launches come in one order for the whole host. Two things depend on it. A client's work reads the
+results of its earlier work, and donates arrays that the earlier work reads. And gangs of several
+hosts must meet in the same order on all of them (DESIGN G1): each holds a device, or even the
+execute thread, until its other hosts have come. So each client has a lane, and its work is done in
+the order of the lane. A gang waits for all work that came before it, of any client. All other work
+passes the work of other clients that waits for a value.
 
 This causes no deadlock. Work waits only for work that was launched before: for its inputs (G4), for
-the work before it in its lane, or, as a gang, for all work before. And an enqueued gang waits for other hosts,
-where its own part or earlier work is next. If gangs could pass work, that work might be the one that
-another host needs to come to the gang. A run that never ends is ended by its `timeout=`.
+the work before it in its lane, or, as a gang, for all work before. And an enqueued gang waits for
+other hosts, where its own part or earlier work is next. If gangs could pass work, that work might
+be the one that another host needs to come to the gang. A run that never ends is ended by its
+`timeout=`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Lanes(Generic[T]):
     """The work that waits on a host.
 
     Args:
-        go: does as much of a piece of work as possible, and returns whether all of it is done. It is
+        go: does as much of a piece of work as possible, and returns whether all of it is done. It
+        is
             called only with work that is next.
         on_pass: called once for work that waits, when later work of another client is done.
     """

@@ -1,6 +1,7 @@
 """The end of a launch: from its last instruction to the report to the scheduler.
 
-1. `watch_results`: when the last computation on a device is enqueued, its last result is watched. This
+1. `watch_results`: when the last computation on a device is enqueued, its last result is watched.
+This
    happens at once, so that no memory is held until the rest of the launch is enqueued.
 2. `enqueued`: all instructions have become ops. Results that come from other hosts are awaited.
 3. `_all_here`: these results are watched, too. From now on the launch uses its devices.

@@ -1,13 +1,13 @@
 """A host's place in an island: it registers, joins an epoch, and leaves when the epoch is over.
 
-One incarnation of a host is in at most one epoch, because JAX may hang when a process joins a second
-group. A host that leaves an epoch ends, and comes back as a new process. It leaves to the next
-incarnation the values that are ready on its devices and the replicas in its memory. The next
+One incarnation of a host is in at most one epoch, because JAX may hang when a process joins a
+second group. A host that leaves an epoch ends, and comes back as a new process. It leaves to the
+next incarnation the values that are ready on its devices and the replicas in its memory. The next
 incarnation announces these first, whether or not there is a place for the host itself.
 
-Without a controller a host goes on with the launches that it has, and answers clients, while it looks
-for another controller. That one does not know the epoch and ends it. As the hosts are well, they get
-a moment to end their launches.
+Without a controller a host goes on with the launches that it has, and answers clients, while it
+looks for another controller. That one does not know the epoch and ends it. As the hosts are well,
+they get a moment to end their launches.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class HostProcess(Protocol):
     def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         """Keep these for the next incarnation, in place of earlier ones; they survive a crash.
 
-        Returns at once. `kept` is called on the loop thread, perhaps before this returns: with None when
-        the next incarnation will find them, with an error when it will find the earlier ones.
+        Returns at once. `kept` is called on the loop thread, perhaps before this returns: with None
+        when the next incarnation will find them, with an error when it will find the earlier ones.
         This is not called again before `kept`.
         """
 
     def hand_over(self, replicas: Iterable[Replica]) -> None:
-        """At the end of this incarnation, keep these in place of earlier ones; takes them one by one."""
+        """At the end of this incarnation, keep these in place of earlier ones."""
 
     def finish(self, reason: str) -> None:
         """End for good, without an error."""

@@ -1,9 +1,9 @@
 """Finds out whether results are valid before any op uses them.
 
 Two kinds of computations need that. Results that are checked for NaNs (`Computation.checks`) come
-with a replicated vector of flags, which every host of the gang reads for itself. A Python function that
-runs on several hosts may raise on one of them, so each host tells the others through the scheduler,
-and the error of the first host in the gang's order counts for all.
+with a replicated vector of flags, which every host of the gang reads for itself. A Python function
+that runs on several hosts may raise on one of them, so each host tells the others through the
+scheduler, and the error of the first host in the gang's order counts for all.
 
 Until the outcome is known, the results count as values that have not arrived. So work that reads
 them is enqueued on all hosts of a gang or on none. The price is that the lane waits.

@@ -1,9 +1,9 @@
 """The lines that clients' programs write on a host.
 
 A thread that works for a client says so (`Output.on_behalf_of`). What it writes to the standard
-streams, or logs, is then taken here (`pw.cli.streams`), and the loop fetches it. For each client, only
-so much is taken in a second; a line says how much was left out. Threads that a function starts by
-itself write where this process writes.
+streams, or logs, is then taken here (`pw.cli.streams`), and the loop fetches it. For each client,
+only so much is taken in a second; a line says how much was left out. Threads that a function starts
+by itself write where this process writes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Output:
             of.left_out = 0
 
     def fetch(self) -> dict[int, tuple[Line, ...]]:
-        """Remove and return the lines of each client; `is_pending` stays set if lines were left out."""
+        """Remove and return the lines of each client."""
         with self._lock:
             now_s = self._now_s()
             found = {}

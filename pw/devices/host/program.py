@@ -35,8 +35,8 @@ class Segment:
     watch_after: frozenset[int] = frozenset()
     """Positions after which they are watched: their own, or that of the last send of their results."""
     unread: frozenset[int] = frozenset()
-    """Positions of gang computations whose results no later gang computation reads. If any other gang
-    computation fails, one of these fails as well."""
+    """Positions of gang computations whose results no later gang computation reads. If any other
+    gang computation fails, one of these fails as well."""
     together: bool = False
     """A gang of several hosts computes some of it."""
     devices: frozenset[int] = frozenset()
@@ -84,7 +84,7 @@ class Segment:
 
 
 def _last_send(instructions: tuple[Instruction, ...], position: int) -> int:
-    """Return the last send after an instruction and before the next computation, or the instruction."""
+    """Return the last send before the next computation, or the position itself."""
     last = position
     for behind in range(position + 1, len(instructions)):
         if isinstance(instructions[behind], Send):
@@ -162,8 +162,8 @@ class HostProgram:
     body: Program
     plan: HostPlan
     keys: tuple[bytes | None, ...]
-    """The backend's key of each computation, None for those that do not run here. Each installation has
-    its own keys, so that forgetting one does not harm the next."""
+    """The backend's key of each computation, None for those that do not run here. Each installation
+    has its own keys, so that forgetting one does not harm the next."""
     segments: dict[int, Segment]
     bindings: dict[int, Binding]
     located: dict[Placement, tuple[DeviceAddress, ...]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class HostProgram:
 
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
-        """Index the plan of program `number` for the plan's host; `install` counts its installations."""
+        """Index the plan of a program; `install` counts its installations."""
         instructions = [instruction for part in plan.segments for instruction in part.instructions]
         used = {i.computation for i in instructions if isinstance(i, Execute)}
         program = cls(
@@ -224,7 +224,7 @@ class HostProgram:
         return program
 
     def _own(self, computation: Computation) -> frozenset[int]:
-        """Return the devices of this host that a computation runs on; Python functions have a thread."""
+        """Return the devices of this host that a computation runs on, or its Python thread."""
         if computation.python:
             return _PYTHON
         here = (d for d in self.at(computation.placement) if d.host == self.plan.host)

@@ -29,7 +29,7 @@ Keeping = Callable[[Sequence[Replica], Callable[[ErrorReport | None], None]], No
 """See `pw.devices.host.membership.HostProcess.keep`."""
 
 KEEP_S = 0.05
-"""How long a replica waits until all are kept, so that those that arrive together are kept together."""
+"""How long a replica waits for others, so that they are kept together."""
 
 KEPT_WITHIN_S = 10.0
 """How long a replica may wait to be kept; the checkpoint that asked for it waits as well."""

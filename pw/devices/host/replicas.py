@@ -1,13 +1,13 @@
 """Moves replicas between hosts.
 
-A *replica* is the bytes of one box of an array in host memory (`pw.devices.host.replica_memory`). It
-outlives the epoch. Replicas come from the last incarnation of this host, from a checkpoint that
-copied this host's own shards, and from other hosts, which offer theirs so that one lost host
-loses nothing. They stay until the controller drops them or their client leaves.
+A *replica* is the bytes of one box of an array in host memory (`pw.devices.host.replica_memory`).
+It outlives the epoch. Replicas come from the last incarnation of this host, from a checkpoint that
+copied this host's own shards, and from other hosts, which offer theirs so that one lost host loses
+nothing. They stay until the controller drops them or their client leaves.
 
-Boxes are *gathered* to restore an array, or to hold an offered replica: those that are here at once, the
-others from hosts that are said to have them. If a host refuses or is lost, the next one with the same
-box is asked. If there is none, the whole gathering fails.
+Boxes are *gathered* to restore an array, or to hold an offered replica: those that are here at
+once, the others from hosts that are said to have them. If a host refuses or is lost, the next one
+with the same box is asked. If there is none, the whole gathering fails.
 
 Only hosts are answered. The controller's directory names them, but a request may overtake it on
 another link. So the request of an unknown node waits for the directory.

@@ -1,7 +1,7 @@
 """Which runs are under way on this host, and which hosts and links were lost since they began.
 
-An edge needs both: a message for a run that has not begun here is kept, and a run that began before a
-host was lost has no receiver on the next incarnation of that host.
+An edge needs both: a message for a run that has not begun here is kept, and a run that began before
+a host was lost has no receiver on the next incarnation of that host.
 """
 
 from __future__ import annotations

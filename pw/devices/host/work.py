@@ -92,7 +92,8 @@ RecentLaunch = tuple[int, int, HostProgram, tuple[ReferenceType[Value], ...]]
 class Arriving(dict[Value, list[Callable[[], None]]]):
     """The values that no op may use yet, each with the calls to be made when it arrives.
 
-    They are on their way from another host, or their outcome is not known (`pw.devices.host.outcomes`).
+    They are on their way from another host, or their outcome is not known
+    (`pw.devices.host.outcomes`).
     """
 
     def __init__(self) -> None:
