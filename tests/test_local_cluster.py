@@ -155,11 +155,11 @@ def test_a_forked_child_has_no_session_and_does_not_disturb_the_one_of_its_paren
                         else:
                             os._exit(9)
                     if anew:
-                        assert current.connect(cluster.address).allocate_slice(1).size == 1
+                        assert len(current.connect(cluster.address).allocate_slice(1).devices) == 1
                         assert len(current.runtime().ask.status().clients) == 2
                     sys.exit(5)
                 assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 5
-                assert session.allocate_slice(1).size == 1
+                assert len(session.allocate_slice(1).devices) == 1
         print("ok")
         """,
     )
