@@ -142,7 +142,7 @@ def test_every_door_is_in_a_private_directory_and_no_port_is_open(script: Progra
 
 
 def try_as_another_user(doors: list[str], secret: bytes | None) -> list[str]:
-    """What a process of the user nobody gets, at every socket and as a client of every controller."""
+    """What a process of another user gets, at every socket and as a client of every controller."""
     addresses = controllers(doors)
     arguments = [repr(each) for each in (addresses, doors, secret)]
     tries = subprocess.run(

@@ -17,7 +17,7 @@ from pw.devices.jax import executables
 from pw.devices.jax.executables import Executables
 
 KEY = b"1" * 32
-NOBODY = 65534
+OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
@@ -63,7 +63,7 @@ def link_to_another(folder: Path, file: Path) -> None:
     other = folder.parent.parent / "downloads"
     folder.rename(other)
     folder.symlink_to(other)
-    os.lchown(folder, NOBODY, NOBODY)
+    os.lchown(folder, OTHER_USER, OTHER_USER)
 
 
 OPENED: dict[str, Callable[[Path, Path], None]] = {
@@ -75,9 +75,9 @@ OPENED: dict[str, Callable[[Path, Path], None]] = {
     "the file is a link": lambda folder, file: file.symlink_to(file.rename(folder.parent / "file")),
 }
 GIVEN_AWAY: dict[str, Callable[[Path, Path], None]] = {
-    "the folder": lambda folder, file: os.chown(folder, NOBODY, NOBODY),
-    "the file": lambda folder, file: os.chown(file, NOBODY, NOBODY),
-    "the folder above": lambda folder, file: os.chown(folder.parent, NOBODY, NOBODY),
+    "the folder": lambda folder, file: os.chown(folder, OTHER_USER, OTHER_USER),
+    "the file": lambda folder, file: os.chown(file, OTHER_USER, OTHER_USER),
+    "the folder above": lambda folder, file: os.chown(folder.parent, OTHER_USER, OTHER_USER),
     "a link to another folder": link_to_another,
 }
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_made_again() -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("silent for 3 s", "no sign of life for 3 s"),
+        ("silent for 3 s", "no heartbeat for 3 s"),
         ("connection lost", "its process has ended"),
         ("closed", "it has ended"),
         ("replaced by a newer incarnation", "started again"),

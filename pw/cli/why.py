@@ -15,7 +15,7 @@ def explain(address: str, timeout_s: float) -> Explanation:
     """Ask the controller at `address` why it does not go on.
 
     Raises:
-        ConnectionFailed: nobody answers there within `timeout_s`.
+        ConnectionFailed: no controller answers there within `timeout_s`.
         VersionMismatch: the controller runs other versions.
     """
     session = Runtime(remote(address), 1.0, 0, connect_s=timeout_s)

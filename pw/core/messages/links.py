@@ -54,7 +54,7 @@ class PeerLost(Base, frozen=True, tag=5):
 def in_words(reason: str) -> str:
     """Return why a link was lost in the words of errors; logs have the reason itself."""
     if reason.startswith("silent for "):
-        return f"it has given no sign of life {reason.removeprefix('silent ')}"
+        return f"it has sent no heartbeat {reason.removeprefix('silent ')}"
     if reason.startswith("frames lost"):
         return "messages were lost on the way"
     return _WORDS.get(reason, reason)
