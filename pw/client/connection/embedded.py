@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import jax
-
 from pw.client.connection.children import KeptWorker
 from pw.client.connection.threads import LoopThread, SessionOnNode, incarnation
 from pw.client.session.notes import Close
@@ -50,6 +48,8 @@ def device_count() -> int:
 
 def start(runtime: Runtime) -> SessionOnNode:
     """Start the cluster and a session with it; closing the session ends both."""
+    import jax  # late: commands such as `pw status` import this module and do without jax
+
     if jax.default_backend() == "cpu":
         return _with_worker(runtime, device_count())
     return _in_process(runtime)
@@ -153,6 +153,8 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
                 "can be started again"
             )
             session.post(Close(error, Future()))
+
+        import jax
 
         devices = jax.local_devices()
         host = InProcessHost(thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended)
