@@ -2,7 +2,7 @@
 
 Links deliver in order for each pair of nodes and in no order otherwise; a node empties its mailbox and
 then ends its turn, as in production. Devices compute with numpy. A computation over several hosts
-waits until all of them have reached it, and two that meet out of order fail the test (DESIGN G1).
+waits until all of them have reached it, and two that meet out of order fail the test (G1).
 """
 
 from __future__ import annotations

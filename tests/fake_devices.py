@@ -1,7 +1,7 @@
 """Devices and a bulk plane for the world of `tests.actors`: numpy instead of accelerators.
 
 Ops of one host are done in order, one whenever the world picks the host. A computation over several
-hosts is done when all of them have reached it; two that meet out of order fail the test (DESIGN G1).
+hosts is done when all of them have reached it; two that meet out of order fail the test (G1).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client.connection import inflight
+from pw.client.connection import run_credits
 from pw.client.connection.runtime import Runtime
-from pw.client.session.notes import Close, Open, Put, Tell, resolve
+from pw.client.session.thread_messages import Close, Open, Put, Tell, resolve
 from pw.core.errors import Disconnected
 from pw.core.messages import Attached, Run
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -93,7 +93,7 @@ def waits(thread: threading.Thread) -> bool:
 
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "AHEAD_BYTES", FEW * SIZE)
+    monkeypatch.setattr(run_credits, "AHEAD_BYTES", FEW * SIZE)
 
 
 @pytest.fixture

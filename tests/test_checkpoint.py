@@ -16,7 +16,7 @@ import pytest
 import pw
 from pw.client.connection import current, waiting
 from pw.client.connection.questions import Questions
-from pw.client.session.notes import Put
+from pw.client.session.thread_messages import Put
 from pw.client.session.uploads import KEEP_BYTES
 from pw.testing import InProcessCluster
 from tests.daemons import until

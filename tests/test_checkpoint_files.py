@@ -19,7 +19,7 @@ from safetensors import safe_open
 import pw
 from pw.client.connection import current
 from pw.core.sharding import ArraySpec, Box, Placement, Sharding
-from pw.devices.host import disk, disk_reader
+from pw.devices.host import checkpoint_format, checkpoint_reader
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import held, live, mesh_on, numbers, split, until_live
@@ -69,13 +69,13 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hosts read no checkpoint before this is set."""
-    reader, gate = disk_reader.Reader, threading.Event()
+    reader, gate = checkpoint_reader.Reader, threading.Event()
 
     def gated(*args: Any) -> Any:
         assert gate.wait(BOUND_S)
         return reader(*args)
 
-    monkeypatch.setattr(disk_reader, "Reader", gated)
+    monkeypatch.setattr(checkpoint_reader, "Reader", gated)
     yield gate
     gate.set()
 
@@ -260,7 +260,7 @@ def test_what_is_donated_or_deleted_right_after_is_written_as_it_was(
 def test_the_last_of_several_to_the_same_path_stays(
     west: pw.Mesh, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, gate = disk.write, threading.Event()
+    write, gate = checkpoint_format.write, threading.Event()
     first: list[str] = []
 
     def slow(job: Any, shards: Any) -> None:
@@ -269,7 +269,7 @@ def test_the_last_of_several_to_the_same_path_stays(
             assert gate.wait(BOUND_S)
         write(job, shards)
 
-    monkeypatch.setattr(disk, "write", slow)
+    monkeypatch.setattr(checkpoint_format, "write", slow)
     x = pw.put(numbers(8), sharding=on(west, "z"))
     savings = [pw.checkpoint(x, path=path, overwrite=True)]
     until(lambda: first, "the first is being written")
@@ -287,14 +287,14 @@ def test_the_last_of_several_to_the_same_path_stays(
 def test_a_session_ends_when_its_checkpoints_are_on_disk(
     cluster: InProcessCluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, reached, gate = disk.write, threading.Event(), threading.Event()
+    write, reached, gate = checkpoint_format.write, threading.Event(), threading.Event()
 
     def slow(job: Any, shards: Any) -> None:
         reached.set()
         assert gate.wait(BOUND_S)
         write(job, shards)
 
-    monkeypatch.setattr(disk, "write", slow)
+    monkeypatch.setattr(checkpoint_format, "write", slow)
     mine = current.use(cluster.client())
     try:
         pw.checkpoint(pw.put(numbers(8)), path=path)
@@ -311,7 +311,7 @@ def test_a_session_ends_when_its_checkpoints_are_on_disk(
 def test_nothing_is_left_of_the_checkpoint_of_a_client_that_is_lost(
     cluster: InProcessCluster, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, reached, gate = disk.write, threading.Event(), threading.Event()
+    write, reached, gate = checkpoint_format.write, threading.Event(), threading.Event()
     written = threading.Event()
 
     def slow(job: Any, shards: Any) -> None:
@@ -320,7 +320,7 @@ def test_nothing_is_left_of_the_checkpoint_of_a_client_that_is_lost(
         write(job, shards)
         written.set()
 
-    monkeypatch.setattr(disk, "write", slow)
+    monkeypatch.setattr(checkpoint_format, "write", slow)
     client = cluster.client()
     mine = current.use(client)
     try:
@@ -414,14 +414,14 @@ def test_one_host_that_cannot_write_fails_the_checkpoint_and_nothing_is_left(
 ) -> None:
     x, y = pw.put(numbers(8), sharding=on(east, "x")), pw.put(numbers(8), sharding=on(west, "z"))
     save({"x": x, "y": y}, path)
-    serialize = disk.serialize_file
+    serialize = checkpoint_format.serialize_file
 
     def full(tensors: Any, file: str, **options: Any) -> None:
         if file.endswith("-00001.safetensors"):
             raise OSError(28, "No space left on device")
         serialize(tensors, file, **options)
 
-    monkeypatch.setattr(disk, "serialize_file", full)
+    monkeypatch.setattr(checkpoint_format, "serialize_file", full)
     with pytest.raises(pw.CheckpointFailed, match=r"No space left on device.*host-1"):
         save({"x": x + 1, "y": y}, path, overwrite=True)
     until(lambda: entries(path.parent) == [path.name], "what was written is removed")
@@ -454,10 +454,10 @@ def commit_that_ends_at(monkeypatch: pytest.MonkeyPatch, step: int) -> list[str]
 
         return act
 
-    monkeypatch.setattr(disk.os, "rename", counted("rename", os.rename))
-    monkeypatch.setattr(disk.os, "fsync", counted("sync", os.fsync))
-    monkeypatch.setattr(disk.os, "remove", lambda *_: None)
-    monkeypatch.setattr(disk.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint_format.os, "rename", counted("rename", os.rename))
+    monkeypatch.setattr(checkpoint_format.os, "fsync", counted("sync", os.fsync))
+    monkeypatch.setattr(checkpoint_format.os, "remove", lambda *_: None)
+    monkeypatch.setattr(checkpoint_format.shutil, "rmtree", lambda *_, **__: None)
     return steps
 
 
@@ -606,8 +606,10 @@ def test_many_arrays_are_read_with_few_openings(
     tree = [pw.put(numbers(8, start), sharding=on(west, "z")) for start in range(40)]
     save(tree, path)
     opened = []
-    real = disk_reader.header_of
-    monkeypatch.setattr(disk_reader, "header_of", lambda path: opened.append(path) or real(path))
+    real = checkpoint_reader.header_of
+    monkeypatch.setattr(
+        checkpoint_reader, "header_of", lambda path: opened.append(path) or real(path)
+    )
     back = pw.restore(path, [on(west, "z")] * 40)
     for start, array in enumerate(back):
         np.testing.assert_array_equal(array, numbers(8, start))
@@ -637,17 +639,21 @@ def test_a_box_that_no_file_has_is_missed(tmp_path: Path) -> None:
     half: Box = ((0, 4),)
     path, id_ = f"{tmp_path}/x", "0123456789abcdef"
     file = f"{id_}-00000.safetensors"
-    shard = disk.Shard("x", spec, half, np.arange(4, dtype=np.int32))
-    disk.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
+    shard = checkpoint_format.Shard("x", spec, half, np.arange(4, dtype=np.int32))
+    checkpoint_format.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
     with pytest.raises(pw.CheckpointFailed, match="share"):
-        disk.commit(CommitFiles(id_, path, False, (file, f"{id_}-00001.safetensors"), b"[]", ()))
+        checkpoint_format.commit(
+            CommitFiles(id_, path, False, (file, f"{id_}-00001.safetensors"), b"[]", ())
+        )
     assert entries(tmp_path) == []
-    disk.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
+    checkpoint_format.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
     (tmp_path / f".x.pw-{id_}" / ".tmp0").write_text("of a host that was killed while it wrote")
-    disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
+    checkpoint_format.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
     assert entries(tmp_path / "x") == [file, "manifest.json"]
-    disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))  # a second one finds it done
-    reader = disk_reader.Reader(path, id_)
+    checkpoint_format.commit(
+        CommitFiles(id_, path, False, (file,), b"[]", ())
+    )  # a second one finds it done
+    reader = checkpoint_reader.Reader(path, id_)
     source = FileSource(path, id_, "x")
     (part,) = reader.read(source, spec, [((1, 3),)])
     np.testing.assert_array_equal(part, [1, 2])
@@ -664,8 +670,8 @@ def test_a_host_that_commits_leaves_what_another_is_about_to_publish(
     spec = ArraySpec((4,), "int32", Sharding((), ()), Placement(0, (0,)))
     path, id_ = f"{tmp_path}/x", "0123456789abcdef"
     file, staging = f"{id_}-00000.safetensors", tmp_path / f".x.pw-{id_}"
-    shard = disk.Shard("x", spec, ((0, 4),), np.arange(4, dtype=np.int32))
-    disk.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
+    shard = checkpoint_format.Shard("x", spec, ((0, 4),), np.arange(4, dtype=np.int32))
+    checkpoint_format.write(CopyFile(id_, path, False, file, ("x",), ()), [shard])
     (staging / "manifest.json").write_text("the first host's")
     (staging / ".tmp0").write_text("of a host that was killed while it wrote")
     removed = []
@@ -673,8 +679,8 @@ def test_a_host_that_commits_leaves_what_another_is_about_to_publish(
     def remove(entry: str) -> None:
         removed.append(Path(entry).name)
 
-    monkeypatch.setattr(disk.os, "remove", remove)
-    disk.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
+    monkeypatch.setattr(checkpoint_format.os, "remove", remove)
+    checkpoint_format.commit(CommitFiles(id_, path, False, (file,), b"[]", ()))
     assert removed == [".tmp0"]
 
 
@@ -685,32 +691,32 @@ def test_what_is_abandoned_while_it_is_committed_is_there_or_is_not(
     from pw.core.messages import CommitFiles, CopyFile
 
     spec = ArraySpec((4,), "int32", Sharding((), ()), Placement(0, (0,)))
-    shard = disk.Shard("x", spec, ((0, 4),), np.arange(4, dtype=np.int32))
+    shard = checkpoint_format.Shard("x", spec, ((0, 4),), np.arange(4, dtype=np.int32))
     path, ids, steps, rename = f"{tmp_path}/x", ("0" * 16, "1" * 16), [], os.rename
 
     def put(id_: str) -> None:
         file = f"{id_}-00000.safetensors"
-        disk.write(CopyFile(id_, path, True, file, ("x",), ()), [shard])
-        disk.commit(CommitFiles(id_, path, True, (file,), b"[]", ()))
+        checkpoint_format.write(CopyFile(id_, path, True, file, ("x",), ()), [shard])
+        checkpoint_format.commit(CommitFiles(id_, path, True, (file,), b"[]", ()))
 
     def abandoned_before(one: str, other: str) -> None:
         if not other.endswith("-gone"):
             steps.append(other)
             if len(steps) == step + 1:
-                assert not disk.abandon(path, ids[1])
+                assert not checkpoint_format.abandon(path, ids[1])
         rename(one, other)
 
     put(ids[0])
     with monkeypatch.context() as patch:
-        patch.setattr(disk.os, "rename", abandoned_before)
+        patch.setattr(checkpoint_format.os, "rename", abandoned_before)
         with pytest.raises(pw.CheckpointFailed):
             put(ids[1])
-    assert disk.describe(path)[0] == ids[0]
+    assert checkpoint_format.describe(path)[0] == ids[0]
     assert entries(tmp_path) == ["x"]
     assert len(files(tmp_path / "x")) == 1
     put(ids[1])
-    assert disk.abandon(path, ids[1])
-    assert disk.describe(path)[0] == ids[1]
+    assert checkpoint_format.abandon(path, ids[1])
+    assert checkpoint_format.describe(path)[0] == ids[1]
 
 
 # --- processes -------------------------------------------------------------------------------------------

@@ -25,8 +25,18 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.connection import current, threads
 from pw.client.connection.runtime import Runtime
 from pw.client.session.journaling import JournalingEnv
-from pw.client.session.notes import Allocate, Ask, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import (
+    Allocate,
+    Ask,
+    Close,
+    Forget,
+    Get,
+    Open,
+    Put,
+    Tell,
+    resolve,
+)
 from pw.client.trace.jit import jit
 from pw.client.transfer import put
 from pw.core.compact import Compact

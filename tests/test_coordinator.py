@@ -18,7 +18,7 @@ from pw.core.plan import Receive, Send
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding
 from pw.devices.host import coordinator as under_test
-from pw.devices.host import early
+from pw.devices.host import early_edges
 from pw.devices.host.backend import Build, Value
 from pw.devices.host.coordinator import ShardCoordinator
 from tests.actors import World
@@ -233,7 +233,7 @@ def test_a_stranger_cannot_answer_for_a_source() -> None:
 
 def test_what_is_kept_for_later_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """An edge that was not kept fails its launch; it is not waited for."""
-    monkeypatch.setattr(early, "EARLY_BYTES", 100)
+    monkeypatch.setattr(early_edges, "EARLY_BYTES", 100)
     edge = Edge(SMALL)
     for serial in range(20):
         for rank in (0, 1):
@@ -266,7 +266,7 @@ def test_parking_again_and_again_leaves_one_timer() -> None:
     assert edge.arrived == 20
     names = sorted(type(alarm.note).__name__ for alarm in edge.world.alarms)
     assert names == ["_Expire", "_Probe"]
-    edge.world.wait(early.EARLY_S)
+    edge.world.wait(early_edges.EARLY_S)
     assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 
 
@@ -299,9 +299,9 @@ def test_what_came_a_moment_after_something_else_does_not_wait_twice_as_long() -
     edge.send(1)
     edge.world.settle()
     assert edge.census()["edges_parked"] == 2
-    edge.world.wait(early.EARLY_S - 0.1)
+    edge.world.wait(early_edges.EARLY_S - 0.1)
     assert edge.census()["edges_parked"] == 1
-    edge.world.wait(early.EXPIRY_S)
+    edge.world.wait(early_edges.EXPIRY_S)
     assert edge.census()["edges_parked"] == 0
     assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 
@@ -336,7 +336,7 @@ def test_a_credit_waits_as_long_as_the_run_of_its_sender_is_queued() -> None:
         end.actor.runs.begin(RUN)
     edge.expect()
     edge.world.settle()
-    edge.world.wait(early.EARLY_S + early.EXPIRY_S)
+    edge.world.wait(early_edges.EARLY_S + early_edges.EXPIRY_S)
     edge.arrives()
 
 
@@ -344,10 +344,10 @@ def test_a_credit_for_what_is_not_sent_any_more_is_dropped() -> None:
     edge = Edge(LARGE)
     edge.ends["b0"].actor.runs.begin(RUN)
     edge.tell("b0", EdgeCredit(RUN, 0, edge.ends["a0"].bulk.land(LARGE * 4, print)), "a0")
-    edge.world.wait(early.EARLY_S)
+    edge.world.wait(early_edges.EARLY_S)
     assert edge.census()["edges_parked"] == 1
     edge.ends["b0"].actor.runs.end(RUN)
-    edge.world.wait(early.EARLY_S)
+    edge.world.wait(early_edges.EARLY_S)
     assert edge.census()["edges_parked"] == 0
     assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 

@@ -1,4 +1,4 @@
-"""Gangs over real processes: order across hosts and islands, shown by values (DESIGN G1, G4).
+"""Gangs over real processes: order across hosts and islands, shown by values (G1, G4).
 
 Under Gloo two hosts that disagree about the order of two collectives of the same shape compute wrong
 values without an error, so a test that only looks for hangs would see nothing. Each client therefore runs

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from pw.core.messages import Release, UploadEnded
-from pw.sched.island.habits import KEPT_S, KEPT_SHARE, KEPT_TIMES
 from pw.sched.island.launching import AROUND_S, TIMER_S
 from pw.sched.island.policy import AGE_S
+from pw.sched.island.think_time import KEPT_S, KEPT_SHARE, KEPT_TIMES
 from pw.sched.island.window import CONTENDED_TIME_US
 from tests.test_scheduler import Bench, runs_on
 

@@ -1,4 +1,4 @@
-"""Who goes next: first come, shares of measured device time, priority (DESIGN G2)."""
+"""Who goes next: first come, shares of measured device time, priority (G2)."""
 
 from __future__ import annotations
 

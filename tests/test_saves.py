@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.client.session.notes import Tell
+from pw.client.session.thread_messages import Tell
 from pw.core.errors import ErrorReport
 from pw.core.ids import scheduler_of
 from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
-from pw.devices.host import disk, disk_reader
-from pw.sched.control.checkpoints import saves
+from pw.devices.host import checkpoint_format
+from pw.devices.host import checkpoint_reader as disk_reader
+from pw.sched.control.checkpoints import on_disk
 from tests import test_controller_restart as restart
 from tests.actors import FakeAside
 from tests.scripted import chain
@@ -27,7 +28,7 @@ X = np.arange(8)
 @pytest.fixture(autouse=True)
 def disks_do_not_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disks in a test are quick."""
-    monkeypatch.setattr(disk.os, "fsync", lambda _: None)
+    monkeypatch.setattr(checkpoint_format.os, "fsync", lambda _: None)
 
 
 class Writer:
@@ -64,7 +65,7 @@ class Writer:
         """What the checkpoint at the path has; None if there is none."""
         if not self.path.exists():
             return None
-        id_, _ = disk.describe(f"{self.path}")
+        id_, _ = checkpoint_format.describe(f"{self.path}")
         reader = disk_reader.Reader(f"{self.path}", id_)
 
         def read(name: str, spec: Any) -> Any:
@@ -205,7 +206,7 @@ def test_what_was_read_from_disk_is_read_again_when_its_host_is_lost(
         asked = writer.save()
         world.settle()
         assert writer.error(asked) is None
-        id_, _ = disk.describe(f"{writer.path}")
+        id_, _ = checkpoint_format.describe(f"{writer.path}")
         client.delete(writer.x, writer.y)
         array = client.id()
         spec = client.specs[array] = writer.cluster.a
@@ -371,7 +372,7 @@ def test_what_no_message_could_tell_a_host_is_refused_and_nothing_else_is_lost(
 ) -> None:
     writer = Writer(0, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(saves, "OBJECTS", 10)
+        patch.setattr(on_disk, "OBJECTS", 10)
         refused = writer.save()
         writer.world.settle()
     error = writer.error(refused)

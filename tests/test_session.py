@@ -14,9 +14,19 @@ import pytest
 
 from pw.client.connection.waiting import Fetching
 from pw.client.session.hosts import Hosts
-from pw.client.session.notes import Ask, Await, Close, Forget, Get, Open, Put, Tell, resolve
 from pw.client.session.requests import RETRIES
 from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import (
+    Ask,
+    Await,
+    Close,
+    Forget,
+    Get,
+    Open,
+    Put,
+    Tell,
+    resolve,
+)
 from pw.core.compact import Compact
 from pw.core.errors import (
     ArgumentError,

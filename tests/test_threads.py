@@ -14,8 +14,8 @@ import pytest
 from pw.client.connection import threads
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
-from pw.client.session.notes import Forget
 from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import Forget
 from pw.core.errors import ConnectionFailed, Disconnected, InternalError
 from pw.core.ids import CONTROLLER, Address
 from pw.testing import InProcessCluster

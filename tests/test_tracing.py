@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pw.client.arrays.array import Array
 from pw.client.arrays.devices import make_virtual_device_set
 from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.recent import OPERATORS_KEPT, Recent
+from pw.client.arrays.operator_cache import OPERATORS_KEPT, Recent
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.connection import current
 from pw.client.trace.jit import jit

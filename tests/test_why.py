@@ -39,7 +39,7 @@ from pw.core.messages import (
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.core.watchdog import STALL_S, Look, Watchdog
 from pw.sched.control.explain.story import BUSY_S, story
-from pw.sched.island.layout import names_of
+from pw.sched.island.installed_program import names_of
 from pw.testing import InProcessCluster
 from tests.actors import Alarm, World
 from tests.daemons import start_module, until

@@ -12,7 +12,7 @@ from pw.core.plan import Execute, Free, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.sched.island import window
-from pw.sched.island.layout import sites_of
+from pw.sched.island.installed_program import sites_of
 from pw.sched.island.policy import ProportionalShare
 from pw.sched.island.window import Footprint, Window
 from tests.test_policy import Wants

@@ -16,8 +16,8 @@ import pytest
 import pw
 from pw.cli import streams
 from pw.client.connection import current
-from pw.client.session.notes import Listen, Open
 from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import Listen, Open
 from pw.client.show import live, worker_output
 from pw.client.show.worker_output import WorkerOutput
 from pw.core.ids import CONTROL, client_id, session_of, store_of

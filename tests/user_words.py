@@ -20,7 +20,7 @@ OUR_FAULT = frozenset({"InternalError", "ProtocolError"})
 
 NOT_READ_BY_USERS = frozenset(
     {"log", "_warn_once", "warning", "info", "debug", "error", "exception", "Violation", "Option"}
-) | {"Argument", "count", "MalformedFrame", "ZmtpError", "getLogger"}
+) | {"Argument", "count", "MalformedFrame", "ZmtpError", "getLogger", "once", "Lifecycle"}
 """Calls whose words go to logs and operators, or nowhere."""
 
 WORDS = 3

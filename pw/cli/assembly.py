@@ -22,9 +22,9 @@ from pw.core.messages import (
 )
 from pw.core.watchdog import STALL_S
 from pw.devices.host.backend import Backend
+from pw.devices.host.checkpoint_files import Aside
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
-from pw.devices.host.files import Aside
 from pw.devices.host.membership import RECONNECT_S, HostProcess
 from pw.devices.host.output import Output
 from pw.devices.host.printing import Written

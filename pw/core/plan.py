@@ -4,7 +4,7 @@ Values live in numbered slots, the same numbers on every host; a host fills only
 shards it holds. Instructions are grouped in segments. A segment is what a gang scheduler launches
 as one unit
 on one island: it begins with the transfers it needs from other islands, and `depends` names the segments
-(of other islands) that make them (DESIGN G4).
+(of other islands) that make them (G4).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ one for each pair of a value and a wanted spec, shared by all consumers, with a 
 Each island has one open segment. A segment gains dependencies only while it is empty: a consumer
 that needs another dependency closes the open segment and opens the next. So each dependency, and
 each earlier segment of the same island, is older than the first instruction of a segment, and
-segments never wait for each other in a circle (DESIGN G4). Later sends do not matter: a `Send` does
+segments never wait for each other in a circle (G4). Later sends do not matter: a `Send` does
 not wait.
 """
 

@@ -9,9 +9,8 @@ A block is in one of three states:
 
     idle     in the pool, warm
     leased   reserved for one transfer; a sender may be writing
-    lent     delivered; an array (or a JAX array that aliases one) reads it, here or in the
-    processes
-             that it is shared with
+    lent     delivered; an array (or a JAX array that aliases one) reads it, here or in
+             the processes that it is shared with
 
     idle -lease-> leased -lend-> lent -the last alias dies, all shares come back-> idle
                   leased -restore-> idle        leased -retire-> gone
@@ -21,16 +20,13 @@ Four rules keep delivered bytes from changing:
 
 1. A cancelled lease is *retired*, never made idle: a sender that has the pages mapped may still be
    copying. The pages live until that sender unmaps them.
-2. Each block ends in one page that holds the number of the transfer it is leased to, or 0. A sender
-reads
-   it before each piece, so it does not write for a cancelled or replayed landing.
+2. Each block ends in one page that holds the number of the transfer it is leased to, or 0. A
+   sender reads it before each piece, so it does not write for a cancelled or replayed landing.
 3. No process writes to a lent block: JAX treats aliased memory as immutable, even when it is
-donated. So
-   the pages may be shared with other processes. A process that ends without returning its share may
+   donated. So the pages may be shared with other processes. A process that ends without returning its share may
    have readers left, so that block is never used again.
-4. A process that is forked while a block is lent may read its pages without a sign. Such a block is
-never
-   used again.
+4. A process that is forked while a block is lent may read its pages without a sign. Such a block
+   is never used again.
 
 A weak reference to the *exporter*, at the bottom of an array's chain of bases, notices the end of a
 lent block; numpy shortens that chain, so an intermediate array may die before its views. The
@@ -157,9 +153,8 @@ def map_received(descriptor: int, capacity_bytes: int, *, writable: bool = True)
     """Map a descriptor that a peer sent.
 
     Raises:
-        ValueError: the descriptor is not a sealed block of that capacity. Without the seal, the
-        peer
-            could cut the file, and an access would kill this process with SIGBUS.
+        ValueError: the descriptor is not a sealed block of that capacity. Without the seal,
+            the peer could cut the file, and an access would kill this process with SIGBUS.
         OSError: the kernel refused the mapping.
     """
     actual_bytes = os.fstat(descriptor).st_size

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
-from pw.client.arrays.recent import Recent
+from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
 from pw.core.messages import SliceBound

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pw.client.arrays.recent import Recent
+from pw.client.arrays.operator_cache import Recent
 from pw.core.errors import ArgumentError
 
 POWERS = 64

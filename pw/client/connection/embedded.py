@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pw.client.connection.children import KeptWorker
 from pw.client.connection.threads import LoopThread, SessionOnNode, incarnation
-from pw.client.session.notes import Close
+from pw.client.session.thread_messages import Close
 from pw.core.errors import Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.transport import secret as secret_file

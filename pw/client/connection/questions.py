@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pw.client.connection.waiting import Waiting
-from pw.client.session.notes import Ask, Look
+from pw.client.session.thread_messages import Ask, Look
 from pw.client.show.live import About, patiently
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.messages import (

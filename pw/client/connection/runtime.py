@@ -19,11 +19,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.client.connection.inflight import InFlight
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions, counted
+from pw.client.connection.run_credits import InFlight
 from pw.client.connection.waiting import Fetching, Waiting
-from pw.client.session.notes import Allocate, Await, Close, Forget, Get, Listen, Open, Put, Tell
+from pw.client.session.thread_messages import (
+    Allocate,
+    Await,
+    Close,
+    Forget,
+    Get,
+    Listen,
+    Open,
+    Put,
+    Tell,
+)
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.live import About, patiently
 from pw.client.show.worker_output import WorkerOutput, is_wanted

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import uvloop
 
-from pw.client.session.notes import AwaitHosts, Close
 from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import AwaitHosts, Close
 from pw.client.show.live import About, patiently
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pw.client.session.notes import Part
+from pw.client.session.thread_messages import Part
 from pw.client.show.live import QUIET_S, About, patiently
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Set
 from weakref import WeakValueDictionary
 
-from pw.client.session.notes import Listen
+from pw.client.session.thread_messages import Listen
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import Address, store_of
 from pw.core.messages import Attached, Identify, Peer, ReleaseSlice, SliceBound, SliceLost

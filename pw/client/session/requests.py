@@ -27,7 +27,7 @@ from typing import Any
 
 from pw.client.session.hosts import Devices, Hosts
 from pw.client.session.journaling import JournalingEnv
-from pw.client.session.notes import Ask, Await, Get, Look, Settle, reject, resolve
+from pw.client.session.thread_messages import Ask, Await, Get, Look, Settle, reject, resolve
 from pw.core.actor import Part, handles
 from pw.core.errors import (
     INFRASTRUCTURE,

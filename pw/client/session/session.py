@@ -18,7 +18,8 @@ import msgspec
 
 from pw.client.session.hosts import Hosts
 from pw.client.session.journaling import JournalingEnv
-from pw.client.session.notes import (
+from pw.client.session.requests import Requests
+from pw.client.session.thread_messages import (
     Allocate,
     AwaitHosts,
     Close,
@@ -29,7 +30,6 @@ from pw.client.session.notes import (
     reject,
     resolve,
 )
-from pw.client.session.requests import Requests
 from pw.client.session.uploads import Uploads
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost

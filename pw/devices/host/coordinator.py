@@ -13,7 +13,7 @@ from pw.core.ids import Address, client_of
 from pw.core.landing import Bulk
 from pw.core.messages import EdgeReport, PeerLost
 from pw.devices.host.backend import Backend
-from pw.devices.host.early import EarlyMessages
+from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import EdgeKey
 from pw.devices.host.edges_in import EdgesIn
 from pw.devices.host.edges_out import EdgesOut

@@ -32,7 +32,7 @@ from pw.core.reshard import route_layout
 from pw.core.sharding import DeviceAddress
 from pw.core.ticker import Ticker
 from pw.devices.host.backend import Backend, Build, Op, Read, Value
-from pw.devices.host.early import EarlyMessages
+from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import Arrived, Incoming, ReceiveEvent, Receiving
 from pw.devices.host.edges_out import is_alone, shards_of, source_boxes
 from pw.devices.host.run_table import RunTable

@@ -21,7 +21,7 @@ from pw.core.packing import pack
 from pw.core.plan import Route, Send
 from pw.core.sharding import Box, DeviceAddress
 from pw.devices.host.backend import Op, Read, Value
-from pw.devices.host.early import EarlyMessages
+from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import EdgeKey, Outgoing, SendEvent, Sending
 from pw.devices.host.run_table import RunTable
 

@@ -108,7 +108,7 @@ class HostExecutor(Actor):
         segment = run.program.segments.get(message.segment, NO_SEGMENT)
         if not interpreter.lanes:
             self._watchdog.went_on()
-        # An edge may fail at once and let work go on, so all are expected before the launch is put in.
+        # `_expect` may fail at once and let other work run, so this launch joins its lane last.
         for receive in segment.receives:
             self._expect(run, receive)
         run.launched = message.segment
@@ -194,7 +194,7 @@ class HostExecutor(Actor):
             copies = tuple((copy, value(copy.array)) for copy in order.copies)
             files = tuple((j, tuple([value(c.array) for c in j.copies])) for j in order.files)
             named = (*order.copies, *(copy for file in order.files for copy in file.copies))
-            client = next((client_of(copy.array) for copy in named), 0)  # the same of all
+            client = next((client_of(copy.array) for copy in named), 0)  # all belong to one client
             self.interpreter.put(client, Replicating(client, copies, files))
 
     @handles(Discard)

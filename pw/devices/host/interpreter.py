@@ -1,14 +1,14 @@
 """Turns the instructions of launches into ops for the devices.
 
-The ops of a launch are submitted at once: control runs ahead of the data. Only one thing holds a
-launch: an instruction that reads a value which has not arrived (`Arriving`). The client's later
-work waits then as well, and so do gangs (`pw.devices.host.lanes`).
+The ops of a launch are submitted at once: control runs ahead of the data. A launch stops
+only at an instruction that reads a value which has not arrived (`Arriving`). Later work of the client
+waits behind it, and a gang waits for all earlier work (`pw.devices.host.lanes`).
 
 Errors. An error that all hosts of a gang have alike belongs to the values that are not made, and to
 all that is computed from them. An error that this host may have alone must not get into a gang of
 several hosts, because the others already wait in the collective: the host stops
-(`LaunchOrder.break_gang`). An error of the INFRASTRUCTURE counts as alone, except on a run
-that was cut short, which ends alike on all hosts.
+(`LaunchOrder.break_gang`). Errors of the INFRASTRUCTURE count as alone. Exception: a run that was cut
+short fails alike on all hosts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pw.devices.host.work import (
 )
 
 RECENT = 512
-"""Enqueued launches that are remembered: more than may be in flight on an island."""
+"""Enqueued launches that `pw why` remembers; on a host with many devices more may be in flight."""
 
 
 class Interpreter(Part):

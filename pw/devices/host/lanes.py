@@ -2,7 +2,7 @@
 
 Launches come in one order for the whole host. Two things depend on it. A client's work reads the
 results of its earlier work, and donates arrays that the earlier work reads. And gangs of several
-hosts must meet in the same order on all of them (DESIGN G1): each holds a device, or even the
+hosts must meet in the same order on all of them (G1): each holds a device, or even the
 execute thread, until its other hosts have come. So each client has a lane, and its work is done in
 the order of the lane. A gang waits for all work that came before it, of any client. All other work
 passes the work of other clients that waits for a value.
@@ -42,9 +42,8 @@ class Lanes(Generic[T]):
     """The work that waits on a host.
 
     Args:
-        go: does as much of a piece of work as possible, and returns whether all of it is done. It
-        is
-            called only with work that is next.
+        go: does as much of a piece of work as possible, and returns whether all of it is done.
+            It is called only with work that is next.
         on_pass: called once for work that waits, when later work of another client is done.
     """
 

@@ -1,8 +1,7 @@
 """The end of a launch: from its last instruction to the report to the scheduler.
 
 1. `watch_results`: when the last computation on a device is enqueued, its last result is watched.
-This
-   happens at once, so that no memory is held until the rest of the launch is enqueued.
+   This happens at once, so that no memory is held until the rest of the launch is enqueued.
 2. `enqueued`: all instructions have become ops. Results that come from other hosts are awaited.
 3. `_all_here`: these results are watched, too. From now on the launch uses its devices.
 4. `_watched_ended`: one watch has ended. After the last of them, the launch is charged with its
@@ -33,7 +32,7 @@ PROGRESS_S = 0.005
 """How long a report may wait for others."""
 
 PROGRESS_SHARE = 4
-"""The scheduler is told at once when one in so many of the launches in flight has ended."""
+"""Reports go at once if one in so many of the launches in flight has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,9 @@ class LaunchEnds(Part):
 
     def _all_here(self, launch: HostLaunch, awaited: tuple[Value, ...]) -> None:
         launch.enqueued_s = self.env.now_s()
-        has_watches = not awaited and launch.pending > 1
+        has_watches = (
+            not awaited and launch.pending > 1
+        )  # one of `pending` is the enqueueing itself
         if not has_watches:  # a watch without values waits for all that was submitted
             self._watch(launch, awaited, False)
         self._in_flight += 1
@@ -112,7 +113,7 @@ class LaunchEnds(Part):
             launches = self._on_device[device]
             first = next(iter(launches.values()))
             if first is not launch:
-                # A device computes in order, but its news comes in any: the time was the first one's.
+                # News comes in any order; the time until now belongs to the oldest launch.
                 self._charge(first, now_s)
             del launches[launch.message.sequence]
             if not launches:

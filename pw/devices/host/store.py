@@ -16,8 +16,8 @@ from pw.core.landing import Bulk
 from pw.core.messages import DropUploads, GetStats, RequestFailed, Stats
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend, Value
+from pw.devices.host.checkpoint_files import Aside, Files
 from pw.devices.host.clients import Clients
-from pw.devices.host.files import Aside, Files
 from pw.devices.host.printing import Lines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas

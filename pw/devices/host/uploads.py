@@ -29,8 +29,8 @@ from pw.core.packing import unpack
 from pw.core.sharding import Box, box_bytes, packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Build, Value, relative
+from pw.devices.host.checkpoint_files import Files
 from pw.devices.host.clients import Clients
-from pw.devices.host.files import Files
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import Requests
 

@@ -5,13 +5,14 @@
 | part | ops | thread |
 |---|---|---|
 | `execution.py`, `enqueue.py` | `Execute`, `Move`, `Call` | `pw-execute`, or the loop (`quick.py`) |
-| `builds.py` | `Build` | the loop, or `pw-copy` for large arrays |
+| `arrays_from_bytes.py` | `Build` | the loop; `pw-copy` for large arrays; `pw-execute` on accelerators |
 | `answers.py` | `Watch`, `Read` | any thread that finds the values ready; `pw-watch-*` wait |
 | `python_functions.py` | calls of Python functions | `pw-python` |
 | `compile.py` | none: `install` and `forget` | `pw-compile` |
 | `enqueue.py` | none: waits for the results of gangs | `pw-guard` |
 
-Only the execute thread may be blocked by JAX, so only computations and moves stand in its queue.
+Only the execute thread may be blocked by JAX. Its queue has what must keep its place: computations,
+moves, calls, small builds on accelerators, and some watches.
 
 Which thread writes the fields of a value:
 
@@ -19,6 +20,7 @@ Which thread writes the fields of a value:
   thread when it donates the buffers, and any thread that finds that the array has failed.
 - `maker`, `joint`, `order`, `shared`, `given`, `heir`: the execute thread, or the loop in its place.
 - `building`: set on the loop or the execute thread before another thread makes the value.
+- The host's actors set `error`, `alone` and `shared` on the loop.
 - `reads_begun`: the loop. `reads_ended` and `asked`: any thread, under the lock of `Answers`.
 """
 
@@ -52,7 +54,7 @@ from pw.devices.host.backend import (
 )
 from pw.devices.host.output import Output
 from pw.devices.jax.answers import Answers, in_host_memory
-from pw.devices.jax.builds import Builds
+from pw.devices.jax.arrays_from_bytes import Builds
 from pw.devices.jax.compile import Compiler, Executable
 from pw.devices.jax.enqueue import Enqueuer
 from pw.devices.jax.executables import Executables
@@ -238,13 +240,13 @@ class JaxBackend:
 
 
 def _is_of_last(watch: Watch, before: deque[Op]) -> bool:
-    """Whether it asks about the result of the op right before it, whose thread then looks at it."""
+    """Whether it asks only for the result of the op before it, whose thread then answers."""
     maker = before[-1] if before else None
     return isinstance(maker, Execute) and watch.values == maker.results[-1:]
 
 
 def _live_bytes() -> int:
-    """Bytes of logical arrays on this process's devices; their shards, as arrays, do not count."""
+    """Bytes of all live arrays on this process's devices, without views of their shards."""
     total = 0
     for array in jax.live_arrays():
         if isinstance(array.sharding, jax.sharding.NamedSharding) and not array.is_deleted():

@@ -7,7 +7,7 @@ The bytes are on hosts. An array begins in one of four ways:
   reported that it has its shards.
 - A run makes it: it is *present* from the moment the run is submitted. A client that asks for the
   value asks the hosts, and they know when the value is ready.
-- A run is refused: its results are *failed* at once.
+- A run or an upload is refused: its arrays are *failed* at once.
 - A client of an earlier controller says that it holds the array: it is *lost* to this controller.
 
 When a host is lost, each array that had a shard there is *lost*, and so is what an interrupted run

@@ -6,7 +6,7 @@ what was lost with a host (`recovery`) and why work does not go on (`explain`). 
 the parts that are made before it.
 
 The controller submits a run to all its islands at once. It waits for the first compilation of a
-program and never for data: the control plane runs ahead of the data plane. It holds no buffers and
+program, and not for data; only a checkpoint waits for the uploads of its arrays. It holds no buffers and
 opens no bulk channel.
 """
 
@@ -41,9 +41,9 @@ from pw.core.messages import (
     Status,
     WaitingHost,
 )
-from pw.sched.control.checkpoints.copying import Checkpoints
+from pw.sched.control.checkpoints.in_memory import Checkpoints
+from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import Replicas
-from pw.sched.control.checkpoints.saves import Saves
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.islands import Islands
@@ -120,9 +120,10 @@ class Controller(Actor):
             ReleaseProgram: registry.release,
             ReleaseSlice: slices.release,
         }
-        told: Handlers = {Run: resumptions.ran, CreateArray: resumptions.announced}
-        stream.give_to(in_order, told)
-        # The first of these handles a message first, where several do.
+        resuming: Handlers = {Run: resumptions.ran, CreateArray: resumptions.announced}
+        stream.set_handlers(in_order, resuming)
+        # The order is the order of handling: `losses` marks what is lost before `rebuilder` brings
+        # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
         self.compose(sessions, resumptions, explainer, ends, uploads, stream)
 
@@ -173,7 +174,7 @@ class Controller(Actor):
             self._stream.go_on(client)
             while client.lineage.has_unneeded:
                 self._forget(client)
-                self._stream.go_on(client)  # a checkpoint may have ended with what it was to copy
+                self._stream.go_on(client)  # this may end a checkpoint that the stream waits for
             if client.slices.borrowed and not client.recovering:
                 self.slices.return_borrowed(client)
         self.runs.send_credits()

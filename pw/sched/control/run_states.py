@@ -42,8 +42,8 @@ class RunState(StrEnum):
 class RunEvent(StrEnum):
     """What happens to a run."""
 
-    SPOIL = "a part of it ends without its value"
-    END = "its last part ends"
+    SPOIL = "a segment of it ends without its value"
+    END = "its last segment ends"
     LOSE = "a host or an argument is lost"
     FAIL = "it is cancelled, overdue or refused, or an argument fails"
 
@@ -69,7 +69,7 @@ RUN = Lifecycle[RunState, RunEvent](
 
 @dataclass(slots=True, eq=False)
 class RunInFlight:
-    """A submitted run with its state, which only the methods of this class change."""
+    """A submitted run, with its state."""
 
     number: int
     client: int

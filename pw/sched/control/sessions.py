@@ -1,8 +1,8 @@
 """The clients that are attached, by number and by the node that they call from.
 
-A client that the controller gave up by mistake, or that an earlier controller knew, comes back
-under its old number and then tells what it has (`pw.sched.control.recovery.resume`). A client that
-the controller does not know is told so, and may attach again.
+A client of an earlier controller comes back under its old number and tells what it has
+(`pw.sched.control.recovery.resume`). A client that this controller has given up is told why, and its
+session ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ClientNumbers:
         self._here = here
         self._next = self.first
         self._given: OrderedDict[int, str] = OrderedDict()
-        """With the reason why a client has left."""
+        """Why each client left; empty while it is here."""
 
     def take(self, taken: Container[int]) -> int:
         """Return a number that is not in `taken`."""

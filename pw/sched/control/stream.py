@@ -1,9 +1,9 @@
 """The stream of each client: its messages are handled in the order in which the client sent them.
 
-A message that has to wait goes to the client's backlog, with all that come after it. While a
-program is being compiled, its runs wait, so that a compile error poisons a run on all its hosts
-alike, and no delete overtakes a run. All messages wait while something of the client is rebuilt.
-The stream goes on at the end of each turn of the controller, and nowhere else.
+A message that must wait goes to the client's backlog, and all later ones with it. A run waits until
+its program is compiled: then a compile error fails it on all hosts alike. Every message waits during
+recovery. The backlog goes on at the end of each turn of the controller, and nowhere else. `Run` and
+`CreateArray` of a client that tells what an earlier controller knew do not wait.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pw.core.messages import (
     Run,
     SaveArrays,
 )
-from pw.sched.control.checkpoints.copying import Checkpoints
-from pw.sched.control.checkpoints.saves import Saves
+from pw.sched.control.checkpoints.in_memory import Checkpoints
+from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.clients import Client, Ordered
 from pw.sched.control.sessions import ControlPart, handles_client
 
@@ -43,16 +43,16 @@ class Stream(ControlPart):
     checkpoints: Checkpoints
     saves: Saves
     _handlers: Handlers = field(init=False)
-    _told: Handlers = field(init=False)
+    _resuming: Handlers = field(init=False)
 
-    def give_to(self, handlers: Handlers, told: Handlers) -> None:
+    def set_handlers(self, handlers: Handlers, resuming: Handlers) -> None:
         """Set the handlers, and those for clients that tell what an earlier controller knew."""
-        self._handlers, self._told = handlers, told
+        self._handlers, self._resuming = handlers, resuming
 
     @handles_client(*get_args(Ordered))
     def _received(self, client: Client, message: Ordered) -> None:
-        if client.resuming is not None and type(message) in self._told:
-            self._told[type(message)](client, message)
+        if client.resuming is not None and type(message) in self._resuming:
+            self._resuming[type(message)](client, message)
         elif client.backlog or self.obstacle(client, message):
             client.backlog.append(message)
         else:
@@ -94,7 +94,7 @@ class Stream(ControlPart):
         return ""
 
     def take_runs(self, client: Client, wanted: Callable[[Run], bool]) -> list[Run]:
-        """Take the `wanted` runs out of a backlog; delete in their place what they were to take."""
+        """Take the `wanted` runs out of a backlog; a `Delete` of their donated arrays replaces each."""
         taken = [run for run in client.backlog if isinstance(run, Run) and wanted(run)]
         for run in taken:
             place = client.backlog.index(run)
@@ -105,7 +105,7 @@ class Stream(ControlPart):
         return taken
 
     def _inquire(self, client: Client, message: Inquire) -> None:
-        """Nothing is lost any more, so each array that the client holds is where it should be."""
+        """Say whether the client still holds these arrays; nothing is being recovered now."""
         error = None
         if any(number not in client.arrays for number in message.arrays):
             words = (

@@ -1,4 +1,4 @@
-"""Admits runs to the device memory of an island (DESIGN G5).
+"""Admits runs to the device memory of an island (G5).
 
 Theory of operation. A run is admitted before its first segment is launched: its peak is reserved
 beside the memory of live arrays and admitted runs. From then on it never waits for memory. A run

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from pw.core.ids import arrays_in
 from pw.core.messages import Copy, CopyFile
-from pw.sched.island.habits import Habit
 from pw.sched.island.launch_states import SegmentTask
+from pw.sched.island.think_time import Habit
 from pw.sched.island.window import Account, Footprint, Group
 
 

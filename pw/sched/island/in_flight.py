@@ -1,8 +1,8 @@
 """Follows the launches in flight on an island: their turn on the devices, and their end.
 
-A launch cannot be taken back from the devices, so a cancelled run in flight ends by itself within a
-grace period, or with the epoch of its island. Other clients' work is not ended for a run that only
-waits behind it: the epoch ends when the run has had its turn on its devices for `HEAD_S`.
+A launch cannot be taken back from the devices. If an overdue run has its turn on its devices, the
+epoch ends at once; for a cancelled run, after a grace period. If the run only waits behind other
+work, the scheduler looks again every `HEAD_S`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.core.messages import CancelRun, IslandLost, PassedLaunches, Progress, SegmentDone
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
+from pw.sched.island.installed_program import UNKNOWN
 from pw.sched.island.launch_states import Event, SegmentTask
-from pw.sched.island.layout import UNKNOWN
 from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.quarantine import Quarantine

@@ -28,7 +28,7 @@ from pw.core.errors import ErrorReport
 from pw.core.lifecycle import Lifecycle
 from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
-from pw.sched.island.layout import InstalledProgram
+from pw.sched.island.installed_program import InstalledProgram
 from pw.sched.island.window import Footprint
 
 

@@ -3,8 +3,8 @@
 The policy orders the clients whose oldest launch may go (`pw.sched.island.policy`), ready launches
 before eligible ones (G3). A launch goes if the window has room on all its devices (G2) and its run
 is admitted to device memory (G5). If a launch has no room, no later one may go on the same devices.
-Until a segment has run once, at most `UNKNOWN_AT_ONCE` of its launches are in flight: the time of
-each may be minutes, for other clients and for its own deadline.
+A segment that has never run may take minutes, so at most `UNKNOWN_AT_ONCE` of its launches are in
+flight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNKNOWN_US = 100.0
 UNKNOWN_AT_ONCE = 2
 """Launches of such a segment in flight: enough to keep devices busy if it is short."""
 TIMER_S = 0.5e-3
-"""Timers may come so much too early."""
+"""Timers may fire this much early."""
 AROUND_S = 1.0
 """A client that submitted something so recently counts as one that wants the island."""
 
@@ -74,10 +74,8 @@ class Launcher(Part):
         ready: list[ClientQueue] = []
         eligible: list[ClientQueue] = []
         footprints: list[Footprint] = []
-        absent: list[ClientQueue] = []
-        """Clients without a launch that may go."""
-        wanting = 0
-        """Clients that want the island."""
+        absent: list[ClientQueue] = []  # clients without a launch that may go
+        wanting = 0  # clients that want the island
         queues, admission = self.queues.clients.values(), self.admission
         if admission.memory is not None:  # a discard may make room for any client
             for queue in queues:
@@ -110,8 +108,7 @@ class Launcher(Part):
         if len(footprints) > 1 and not any(map(is_open, footprints)):
             return None
         expected = self._expected(absent, now_s) if self.policy.keeps_devices else absent[:0]
-        taken: set[Group] = set()
-        """Where a client that goes first has no room, or is expected."""
+        taken: set[Group] = set()  # where a client that goes first has no room, or is expected
         kept_until_s = math.inf
         for contenders in (ready + expected if expected else ready, eligible):
             for queue in self.policy.order(contenders, now_s):

@@ -1,7 +1,8 @@
 """Knows the island's epoch and hosts, and numbers everything that hosts are sent.
 
-Each host enqueues launches, discards and copies strictly in the order of their numbers, so any two
-collectives meet in the same order everywhere (G1). A host that misses a number, or cannot do the
+Each host takes launches, discards and copies strictly in the order of their numbers
+(`pw.devices.host.lanes` says what it may enqueue earlier), so any two collectives meet in the same
+order everywhere (G1). A host that misses a number, or cannot do the
 same as the rest of its gang, reports it, and the island leaves its epoch.
 """
 

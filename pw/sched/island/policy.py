@@ -1,4 +1,4 @@
-"""Which client goes next on an island (DESIGN G2).
+"""Which client goes next on an island (G2).
 
 A policy orders clients whose oldest launch may go now, and accounts for the device time that they
 use. It does not decide which launches may go.

@@ -1,4 +1,4 @@
-"""Knows the programs of an island, and has its hosts compile them in one order (DESIGN G6)."""
+"""Knows the programs of an island, and has its hosts compile them in one order (G6)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pw.core.messages import (
     RemoveClient,
 )
 from pw.sched.island.admission import Admission
-from pw.sched.island.layout import UNKNOWN, InstalledProgram, names_of, sites_of
+from pw.sched.island.installed_program import UNKNOWN, InstalledProgram, names_of, sites_of
 from pw.sched.island.members import Members
 from pw.sched.island.quarantine import Quarantine
 from pw.sched.island.window import Window

@@ -3,8 +3,9 @@
 Theory of operation. Each client has a queue of tasks on the island (`queues`). At the end of each
 turn the scheduler launches all that may go (`launching`): a policy picks among the clients whose
 oldest launch may go, and that launch is sent to all hosts of its gang with the host's next number
-(`members`). Hosts enqueue strictly in that order, so any two collectives meet in the same order
-everywhere (G1). The states of a launch, and what it waits for (G3, G4), are in `launch_states`.
+(`members`). Hosts take launches strictly in that order, and a gang of several hosts passes nothing,
+so any two collectives meet in the same order everywhere (G1). The states of a launch, and what it
+waits for (G3, G4), are in `launch_states`.
 Launches in flight are bounded, so that the policy decides and not the queue (G2, `window`). Where
 devices have a memory limit, a run goes only when it is admitted (G5, `admission`).
 
@@ -51,8 +52,8 @@ class IslandScheduler(Actor):
             env, members, policy, window, admission, programs, in_flight, queues, watchdog
         )
         reports = Reports(env, island, members, programs, in_flight, queues, watchdog)
-        # A cancelled run is looked at before its queued launches are removed, and the memory of a
-        # client is forgotten after its runs are withdrawn.
+        # The order matters: `in_flight` sees `CancelRun` before `queues` removes the launches, and
+        # `queues` sees `RemoveClient` before `admission` does.
         self.compose(members, in_flight, queues, admission, programs, quarantine)
         self.compose(self._launcher, reports)
 
@@ -85,5 +86,5 @@ class IslandScheduler(Actor):
         self._was_busy = is_busy
         if self.members.drops:
             self.members.send_drops()
-        if not self.programs.installed:
+        if not self.programs.installed:  # then no footprint refers to a group any more
             self.window.tidy()

@@ -1,6 +1,6 @@
 """How far launches run ahead of what has ended, on each device.
 
-Devices work in launch order, so a newcomer waits for everything that is in flight. The window
+A new client on the same devices waits for the launches that are in flight there. The window
 therefore bounds the launches in flight, by number and by expected time: enough to keep a device
 busy, no more than another client may wait for. It counts at each *site* where a launch runs: on
 each device, and on the host where a segment uses no device (a Python function, or only transfers).

@@ -1,7 +1,7 @@
 """Computations over several hosts: they start when all hosts have reached them, and hang or fail without one.
 
 Two hosts that wait for each other in different computations have enqueued them in different orders;
-that is what gang scheduling must prevent (DESIGN G1), and is reported at once.
+that is what gang scheduling must prevent (G1), and is reported at once.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pw.client.session.notes import Allocate, Close, Open
 from pw.client.session.session import ClientSession
+from pw.client.session.thread_messages import Allocate, Close, Open
 from pw.core.errors import Disconnected, Error, InsufficientDevices
 from pw.core.ids import CONTROLLER, client_id
 from pw.core.messages import AllocateSlice, Attached, SliceBound
@@ -32,7 +32,7 @@ EVERYTHING = 1 << 30
 
 
 class Promise:
-    """A future for the session (see `pw.client.session.notes.Settle`)."""
+    """A future for the session (see `pw.client.session.thread_messages.Settle`)."""
 
     __slots__ = ("_settled", "_then")
 

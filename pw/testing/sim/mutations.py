@@ -128,7 +128,7 @@ def _duplicate(cluster: SimCluster) -> None:
 
 @_mutation("launch-before-producers", "calm", "G4")
 def _unordered(cluster: SimCluster) -> None:
-    """A segment is launched before the segments that make its inputs (DESIGN G4)."""
+    """A segment is launched before the segments that make its inputs (G4)."""
 
     def spawned(actor: Actor) -> None:
         def wrap(handler: Callable[..., None]) -> Any:

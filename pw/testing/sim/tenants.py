@@ -23,7 +23,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from pw.client.session.notes import Await, Forget, Tell
+from pw.client.session.thread_messages import Await, Forget, Tell
 from pw.core.compact import Compact
 from pw.core.messages import Artifact, RegisterProgram, Run, SliceBound
 from pw.core.program import Computation, Node, Output, Program, Value

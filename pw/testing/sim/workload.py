@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pw.client.session.notes import Ask, Await, Forget, Get, Put, Tell
+from pw.client.session.thread_messages import Ask, Await, Forget, Get, Put, Tell
 from pw.core.compact import Compact
 from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER

@@ -38,7 +38,7 @@ from pw.core.messages import (
     SaveArrays,
 )
 from pw.core.sharding import ArraySpec, DeviceAddress
-from pw.sched.control.checkpoints.copying import objection
+from pw.sched.control.checkpoints.in_memory import objection
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
 

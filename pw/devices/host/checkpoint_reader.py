@@ -1,4 +1,4 @@
-"""Reads arrays from a checkpoint on disk (`pw.devices.host.disk` has its format).
+"""Reads arrays from a checkpoint on disk (`pw.devices.host.checkpoint_format` has its format).
 
 All calls block. Files are read as bytes, not with safetensors, because that holds the interpreter,
 which the event loop needs to send heartbeats.
@@ -18,7 +18,7 @@ from pw.core.errors import ArgumentError, CheckpointFailed, CheckpointNotFound
 from pw.core.landing import Bytes
 from pw.core.messages import FileSource
 from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, box_slices, dtype_of
-from pw.devices.host.disk import SavedArray, SavedBox, header_of, manifest_at, named
+from pw.devices.host.checkpoint_format import SavedArray, SavedBox, header_of, manifest_at, named
 from pw.devices.host.replica_memory import flat_bytes
 
 

@@ -3,7 +3,7 @@
 Shards are read from the devices in launch order, after the launches that make them and before those
 that they are donated to. The file is written when all of them are in host memory. The controller
 hears when the file is on disk, and has one host commit when all files are. The disk itself is
-`pw.devices.host.disk`; its calls block, so the process lends threads for them (`Aside`).
+`pw.devices.host.checkpoint_format`; its calls block, so the process lends threads for them (`Aside`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pw.core.messages import (
     RequestFailed,
 )
 from pw.core.sharding import ArraySpec, Box
-from pw.devices.host import disk, disk_reader
+from pw.devices.host import checkpoint_format
+from pw.devices.host import checkpoint_reader as disk_reader
 from pw.devices.host.backend import Read, Value, relative
 from pw.devices.host.clients import Clients
 
@@ -90,7 +91,7 @@ class Files(Part):
 
     def write(self, job: CopyFile, values: Sequence[Value | None]) -> list[Read]:
         """Return the ops that read the shards of a file; it is written when all are read."""
-        shards: list[list[disk.Shard]] = [[] for _ in job.copies]
+        shards: list[list[checkpoint_format.Shard]] = [[] for _ in job.copies]
         missing = set(range(len(job.copies)))
         failed = False
 
@@ -110,13 +111,13 @@ class Files(Part):
             copy, name = job.copies[index], job.names[index]
             boxes = [copy.spec.box(position) for position in copy.positions]
             shards[index] = [
-                disk.Shard(name, copy.spec, box, view)
+                checkpoint_format.Shard(name, copy.spec, box, view)
                 for box, view in zip(boxes, views, strict=True)
             ]
             missing.discard(index)
             if not missing:
                 everything = [shard for part in shards for shard in part]
-                self._call(partial(disk.write, job, everything), written)
+                self._call(partial(checkpoint_format.write, job, everything), written)
 
         def written(result: ErrorReport | None) -> None:
             self._env.count("files_written" if result is None else "files_failed")
@@ -148,7 +149,7 @@ class Files(Part):
         def committed(result: ErrorReport | None) -> None:
             self._env.send(CONTROL, FilesCommitted(message.checkpoint, result))
 
-        self._call(partial(disk.commit, message), committed)
+        self._call(partial(checkpoint_format.commit, message), committed)
 
     @handles(AbandonFiles)
     def _abandon(self, sender: Address, message: AbandonFiles) -> None:
@@ -162,7 +163,7 @@ class Files(Part):
                 error = None if result is True else message.unless
                 self._env.send(CONTROL, FilesCommitted(message.checkpoint, error))
 
-        self._call(partial(disk.abandon, message.path, message.checkpoint), abandoned)
+        self._call(partial(checkpoint_format.abandon, message.path, message.checkpoint), abandoned)
 
     def _from_controller(self, sender: Address) -> bool:
         if sender.node != CONTROLLER:
@@ -181,7 +182,7 @@ class Files(Part):
             else:
                 self._env.send(sender, Described(message.request, *result))
 
-        self._call(partial(disk.describe, message.path), described)
+        self._call(partial(checkpoint_format.describe, message.path), described)
 
     def read(self, source: FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found) -> None:
         """Read boxes of an array at the end of this turn; `found` is called later."""
