@@ -13,7 +13,8 @@ from typing import Any
 PERMANENT = frozenset(
     (
         # machinery, and arguments of constructors
-        *("_handlers", "_resuming", "_table", "_counters", "_registration", "env", "_env", "policy"),
+        *("_handlers", "_resuming", "_table", "_counters", "_registration"),
+        *("env", "_env", "policy"),
         # hosts and islands
         *(
             "_islands",
