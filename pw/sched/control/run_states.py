@@ -42,8 +42,8 @@ class RunState(StrEnum):
 class RunEvent(StrEnum):
     """What happens to a run."""
 
-    SPOIL = "a segment of it ends without its value"
-    END = "its last segment ends"
+    SPOIL = "a launch of it ends without its value"
+    END = "its last launch ends"
     LOSE = "a host or an argument is lost"
     FAIL = "it is cancelled, overdue or refused, or an argument fails"
 
