@@ -18,8 +18,8 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.mutations import MUTATIONS, Mutation, replay_launches
 from pw.testing.sim.report import failure
 
-SEEDS = int(os.environ.get("PW_SIM_SEEDS", "50"))
-BATCH = 25
+SEEDS = int(os.environ.get("PW_SIM_SEEDS", "30"))
+BATCH = 15
 SEEDS_TO_CATCH = 12
 REGRESSIONS = [
     line.split(maxsplit=2)
