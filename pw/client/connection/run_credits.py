@@ -18,13 +18,13 @@ CALLS_NAMED = 1024
 """How many of the newest runs keep their names: more than may be in flight."""
 
 
-class InFlight:
+class RunCredits:
     """Counts runs and their uploads; every method needs the session's lock."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.changed = threading.Condition(lock)
         """Notified when runs have ended, or the session."""
-        self.credits = 0
+        self.granted = 0
         """How many runs may be in flight."""
         self.closed = False
         """The session has ended: waits are over."""
@@ -53,7 +53,7 @@ class InFlight:
 
     def has_credit(self) -> bool:
         """Whether another run may be sent."""
-        return self._started - self._ended < self.credits or self.closed
+        return self._started - self._ended < self.granted or self.closed
 
     def uploaded(self, size_bytes: int) -> None:
         """Count an upload for the next run."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions, counted
-from pw.client.connection.run_credits import InFlight
+from pw.client.connection.run_credits import RunCredits
 from pw.client.connection.waiting import Fetching, Waiting
 from pw.client.session.thread_messages import (
     Allocate,
@@ -108,7 +108,7 @@ class Runtime:
         """Shows the output of host functions that belongs before a result."""
         self._lock = threading.RLock()
         self._serial = 0
-        self._flight = InFlight(self._lock)
+        self._run_credits = RunCredits(self._lock)
         self.programs = Programs()
         self.release_program = self.programs.release
         self._released: deque[int] = deque()
@@ -143,7 +143,7 @@ class Runtime:
             raise
         self.client = answer.client
         self.islands = answer.islands
-        self._flight.credits = answer.run_credits
+        self._run_credits.granted = answer.run_credits
 
     # --- life ----------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Runtime:
             self._is_closed = True
             if self._closing is None:
                 self._closing = error or Disconnected(CLOSED)
-            self._flight.close()
+            self._run_credits.close()
             self._thread.post(Close(self._closing, closed))
         with contextlib.suppress(TimeoutError):
             closed.result(CLOSE_S)
@@ -221,7 +221,7 @@ class Runtime:
     def grant(self, count: int) -> None:
         """Give back the credits of runs that have ended; called by the session."""
         with self._lock:
-            self._flight.ended(count)
+            self._run_credits.ended(count)
 
     def session_ended(self, error: Error) -> None:
         """Refuse all further calls with this error, unless `close` came first; called by the session."""
@@ -230,7 +230,7 @@ class Runtime:
                 words = f"{error}. This session is over; pw.connect() begins another"
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error
-                self._flight.close()
+                self._run_credits.close()
 
     def tick(self) -> None:
         """Release the arrays and programs without handles; called on the session's thread now and then."""
@@ -306,23 +306,23 @@ class Runtime:
         if len(args) > MANY_ARGUMENTS and self._thread.has_frames:
             check_arguments(args)
         self._make_room()
-        flight = self._flight
+        credits = self._run_credits
         while True:
             with self._lock:
                 self.check_alive()
-                if flight.has_credit():
+                if credits.has_credit():
                     *made, run = self._ids(results + 1)
                     self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
-                    flight.started(run, results, self.programs.name(program))
+                    credits.started(run, results, self.programs.name(program))
                     return made
-            self._wait_until(flight.has_credit, f"one of {flight.credits} calls in flight to end")
+            self._wait_until(credits.has_credit, f"one of {credits.granted} calls in flight to end")
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait, without the lock, until runs that end have made `condition` true."""
 
         def holds(timeout_s: float | None) -> bool:
             with self._lock:
-                return self._flight.changed.wait_for(condition, timeout_s)
+                return self._run_credits.changed.wait_for(condition, timeout_s)
 
         patiently(holds, partial(self.ask.about, what))
 
@@ -352,15 +352,15 @@ class Runtime:
         return array
 
     def _count_upload(self, size_bytes: int) -> None:
-        flight = self._flight
+        credits = self._run_credits
         while True:
             with self._lock:
                 self.check_alive()
-                if flight.has_room():
-                    flight.uploaded(size_bytes)
+                if credits.has_room():
+                    credits.uploaded(size_bytes)
                     return
-            sent = f"the {flight.inputs_bytes >> 20} MiB that were sent for them"
-            self._wait_until(flight.has_room, f"calls in flight to take {sent}")
+            sent = f"the {credits.inputs_bytes >> 20} MiB that were sent for them"
+            self._wait_until(credits.has_room, f"calls in flight to take {sent}")
 
     def load(self, source: FileSource, spec: ArraySpec) -> int:
         """Have the hosts of `spec` read an array from disk; returns its id at once."""
@@ -419,7 +419,7 @@ class Runtime:
             parts = [self.wait([one]) for one in arrays]
         what = arrays[0][1].short if len(arrays) == 1 else counted(len(arrays))
         with self._lock:
-            makers = self._flight.makers({array for array, _ in arrays})
+            makers = self._run_credits.makers({array for array, _ in arrays})
         names = ", ".join(map(repr, makers[:3])) + (", ..." if len(makers) > 3 else "")
         return About(f"{what} of {names}" if names else what, self.ask.ask_why, parts)
 

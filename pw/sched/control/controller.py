@@ -159,7 +159,7 @@ class Controller(Actor):
             client=client.number,
             reason=reason,
             arrays=len(client.arrays),
-            runs=self.runs.count(client),
+            runs=self.runs.used_credits()[client.number],
         )
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
@@ -215,6 +215,7 @@ class Controller(Actor):
 
     @handles(GetStatus)
     def _status(self, sender: Address, message: GetStatus) -> None:
+        used = self.runs.used_credits()
         self.env.send(
             sender,
             Status(
@@ -223,20 +224,20 @@ class Controller(Actor):
                 self._versions.jax,
                 self._policy,
                 self._island_status(),
-                tuple(self._about(client) for client in self.sessions.clients),
+                tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
                 self.runs.status(),
                 self._waiting_hosts(),
             ),
         )
 
-    def _about(self, client: Client) -> ClientStatus:
+    def _about(self, client: Client, used_credits: int) -> ClientStatus:
         return ClientStatus(
             client.number,
             client.name,
             len(client.arrays),
             len(client.programs),
             len(client.slices.owned),
-            self.runs.count(client),
+            used_credits,
             client.share,
             client.priority,
         )

@@ -52,9 +52,9 @@ class Runs(ControlPart):
         """Clients that get theirs when this turn ends."""
         self._timer = Ticker(self._env, CREDITS_S, GiveBack())
 
-    def count(self, client: Client) -> int:
-        """Return how many credits a client uses."""
-        return sum(run.credited and run.client == client.number for run in self.in_flight.values())
+    def used_credits(self) -> Counter[int]:
+        """Return how many credits each client uses, by its number."""
+        return Counter(run.client for run in self.in_flight.values() if run.credited)
 
     def status(self) -> tuple[RunStatus, ...]:
         """Describe the oldest runs in flight of each client."""

@@ -171,6 +171,7 @@ class Explainer(ControlPart):
         for host in sorted(question.asked - question.hosts.keys()):
             heard_s = self.heard_s(host)
             silent.append(HostSilence(host, -1.0 if heard_s is None else heard_s))
+        used = self.runs.used_credits()
         facts = Explanation(
             0,
             "",
@@ -178,7 +179,7 @@ class Explainer(ControlPart):
             tuple(sorted(question.work, key=lambda report: report.island)),
             tuple(question.hosts[host] for host in sorted(question.hosts)),
             tuple(silent),
-            tuple(self._about(client) for client in self.sessions.clients),
+            tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
         )
         lines = story(facts, question.hosts_awaited, question.run, self._run_name)
         question.tell(msgspec.structs.replace(facts, text="\n".join(lines)))
@@ -192,11 +193,11 @@ class Explainer(ControlPart):
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def _about(self, client: Client) -> ClientReport:
+    def _about(self, client: Client, used_credits: int) -> ClientReport:
         return ClientReport(
             client.number,
             client.name,
-            self.runs.count(client),
+            used_credits,
             len(client.backlog),
             tuple(self._waits_for(client)),
         )
