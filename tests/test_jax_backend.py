@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pw.core.errors import ErrorReport
 from pw.core.plan import Piece
-from pw.core.program import Computation
+from pw.core.program import Computation, Kind
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, dtype_of
 from pw.devices.host.backend import Build, Call, Execute, Move, Op, Read, Value, Watch
 from pw.devices.jax import answers as jax_answers
@@ -121,7 +121,7 @@ def pickled(
     name: str, artifact: bytes, inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]
 ) -> Computation:
     digest, placement = hashlib.sha256(artifact).digest(), outputs[0].placement
-    return Computation(name, digest, placement, tuple(inputs), tuple(outputs), python=True)
+    return Computation(name, digest, placement, tuple(inputs), tuple(outputs), kind=Kind.PYTHON)
 
 
 class Host:

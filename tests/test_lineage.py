@@ -9,7 +9,7 @@ import pytest
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Source
-from pw.core.program import Output, Program, Value
+from pw.core.program import Kind, Output, Program, Value
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.lineage import ATTEMPTS, Lineage, Record
 from pw.sched.control.programs import RegisteredProgram
@@ -193,7 +193,7 @@ def test_python_functions_are_not_run_again() -> None:
 
     body = chain([SPEC])
     impure = msgspec.structs.replace(
-        body, computations=(msgspec.structs.replace(body.computations[0], python=True),)
+        body, computations=(msgspec.structs.replace(body.computations[0], kind=Kind.PYTHON),)
     )
     history = History()
     history.lineage.add_run(1, program(impure), (X,), (1,))

@@ -15,7 +15,7 @@ import pw
 from pw.client.trace.export import Traced
 from pw.core.errors import ErrorReport
 from pw.core.messages import CallEnded
-from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
 from pw.testing import InProcessCluster
 from tests.scripted import SMALL, digest
@@ -134,7 +134,7 @@ def judged(spec: ArraySpec, then: ArraySpec, *, python: bool = False) -> Program
         spec.placement,
         (spec,),
         (spec,) if python else (spec, flags),
-        python=python,
+        kind=Kind.PYTHON if python else Kind.EXPORT,
         checks=() if python else ("result",),
     )
     second = Computation("second", digest(b"1"), then.placement, (then,), (then,))

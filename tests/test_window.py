@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pw.core.messages import InstallProgram
 from pw.core.plan import Execute, Free, HostPlan, HostSegment
-from pw.core.program import Computation, Program
+from pw.core.program import Computation, Kind, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
 from pw.sched.island import window
 from pw.sched.island.installed_program import sites_of
@@ -70,7 +70,9 @@ def test_where_each_segment_of_a_program_runs() -> None:
     binding = Binding(7, "i", devices)
 
     def computation(*at: int, python: bool = False) -> Computation:
-        return Computation("f", b"", Placement(7, at), (), (), python=python)
+        return Computation(
+            "f", b"", Placement(7, at), (), (), kind=Kind.PYTHON if python else Kind.EXPORT
+        )
 
     def plan(host: str, *of_segments: tuple[Execute | Free, ...]) -> HostPlan:
         parts = tuple(HostSegment(at, part) for at, part in enumerate(of_segments) if part)

@@ -7,18 +7,33 @@ transfer; the client never writes one.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from pw.core.compact import OnPlacement, OnSpec
 from pw.core.sharding import ArraySpec, Placement
 
 
-class Computation(msgspec.Struct, frozen=True, array_like=True):
-    """A compiled function over all its shards.
+class Kind(StrEnum):
+    """What hosts do for a computation."""
 
-    `artifact` is the SHA-256 of a serialized `jax.export` artifact whose arguments and results are
-    flat lists of arrays as `inputs` and `outputs` say. `donated` are positions in `inputs` whose
-    buffers the computation may take over.
+    EXPORT = "export"
+    """Compile a `jax.export` artifact; its arguments and results are global arrays."""
+    STABLEHLO = "stablehlo"
+    """Compile a StableHLO module with the caller's options (`pw.core.stablehlo`); it takes and gives shards."""
+    PYTHON = "python"
+    """Call a pickled Python function, if they allow it."""
+    VIEW = "view"
+    """Nothing: the results consist of shards of the arguments, where they lie."""
+
+
+class Computation(msgspec.Struct, frozen=True, array_like=True):
+    """A function over all its shards.
+
+    `artifact` is the SHA-256 of its code; arguments and results are flat lists of arrays as
+    `inputs` and `outputs` say. `donated` are positions in `inputs` whose buffers the computation
+    may take over.
     """
 
     name: str
@@ -27,11 +42,17 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     inputs: tuple[ArraySpec, ...]
     outputs: tuple[ArraySpec, ...]
     donated: tuple[int, ...] = ()
-    python: bool = False
-    """The artifact is a pickled Python function instead; hosts run it only if they allow it."""
+    kind: Kind = Kind.EXPORT
     checks: tuple[str, ...] = ()
     """The user's names of results that must have no NaNs. If there are any, the last output is a replicated
     vector with a boolean for each of them."""
+    shards: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Of a view: for each output, the (input, mesh position there) of its shard at each mesh position."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is a pickled Python function."""
+        return self.kind is Kind.PYTHON
 
     def slices(self) -> set[int]:
         """Return the slices of the computation."""

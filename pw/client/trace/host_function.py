@@ -22,7 +22,7 @@ from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.export import Traced
 from pw.client.trace.function import JitFunction
 from pw.core.errors import ArgumentError, TracingError
-from pw.core.program import Computation
+from pw.core.program import Computation, Kind
 
 __all__ = ["host_function"]
 
@@ -78,7 +78,7 @@ class _HostFunction(JitFunction[..., Any]):
             mesh.placement,
             tuple(type_.spec for type_ in inputs),
             tuple(type_.spec for type_ in outputs),
-            python=True,
+            kind=Kind.PYTHON,
         )
         return Traced(computation, artifact, mesh, inputs, (), outputs, self._results_tree)
 

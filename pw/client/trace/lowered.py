@@ -29,7 +29,7 @@ class Lowered:
         Raises:
             TracingError: the function runs as Python there.
         """
-        if self._traced.computation.python:
+        if self._traced.computation.is_python:
             raise TracingError(
                 f"{self._traced.computation.name!r} is a host function: it runs as Python on its hosts, and "
                 "has no other form"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pw.core.messages.base import *
 from pw.core.messages.clients import *
+from pw.core.messages.compiling import *
 from pw.core.messages.edges import *
 from pw.core.messages.files import *
 from pw.core.messages.gangs import *
@@ -35,7 +36,7 @@ Message = (
     | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
     | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
-    | ReadArray | Printed
+    | ReadArray | Printed | Compile | Compiled
     | Explain | ExplainHost | HostReport | Explanation
 )  # fmt: skip
 """All messages that may arrive from another process."""

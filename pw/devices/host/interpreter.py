@@ -248,7 +248,7 @@ class Interpreter(Part):
             self.advance()
 
         op: Op
-        if computation.python:
+        if computation.is_python:
             devices = run.program.at(computation.placement)
             call = (run.run, instruction.results[0])
             gang = tuple(dict.fromkeys(device.host for device in devices))

@@ -215,7 +215,7 @@ class HostProgram:
             if any(device.host != plan.host for device in program.at(placement)):
                 program.gangs.add(index)
             computation = body.computations[index]
-            if computation.checks or (computation.python and index in program.gangs):
+            if computation.checks or (computation.is_python and index in program.gangs):
                 program.unsettled.add(index)
         program.segments = {
             part.segment: Segment.of(part.instructions, body, program.gangs, program._own)
@@ -225,7 +225,7 @@ class HostProgram:
 
     def _own(self, computation: Computation) -> frozenset[int]:
         """Return the devices of this host that a computation runs on, or its Python thread."""
-        if computation.python:
+        if computation.is_python:
             return _PYTHON
         here = (d for d in self.at(computation.placement) if d.host == self.plan.host)
         return frozenset(device.ordinal for device in here)

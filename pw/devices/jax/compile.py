@@ -230,7 +230,7 @@ class Compiler:
     ) -> None:
         """Compile or load, and publish; on the compile thread. Raises CompileError, or what JAX
         raises."""
-        if computation.python:
+        if computation.is_python:
             wish: Any = key
             function = self._python.load(computation, artifact, devices)
             self._made[wish] = _Made(Executable(function, (), computation.name), None, set())

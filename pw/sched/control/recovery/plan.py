@@ -70,7 +70,7 @@ def plan_recovery(
             plan.lost[array] = _error(held, origin) or _lost(origin, cause, _NO_ORIGIN)
         elif origin.maker is None:
             plan.uploads.append(array)
-        elif any(c.python for c in origin.maker.program.body.computations):
+        elif any(c.is_python for c in origin.maker.program.body.computations):
             plan.lost[array] = _lost(origin, cause, _IMPURE)
         elif origin.maker.in_vain(now_s):
             plan.lost[array] = _lost(origin, cause, _IN_VAIN)
