@@ -20,7 +20,8 @@ from typing import Self
 
 from pw.client.connection import current
 from pw.client.connection.children import Child, read_announcement
-from pw.client.connection.runtime import Runtime, SessionThread
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
 from pw.client.show.tables import Table, html
 from pw.core.watchdog import STALL_S

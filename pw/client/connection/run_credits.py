@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 AHEAD_BYTES = 1 << 30
 """Uploads for runs in flight that a call does not wait for: the hosts hold the inputs of every step ahead.
@@ -28,6 +28,7 @@ class RunCredits:
         """How many runs may be in flight."""
         self.closed = False
         """The session has ended: waits are over."""
+        self._waiting: list[Callable[[], None]] = []
         self._started = 0
         self._ended = 0
         self._inputs: deque[tuple[int, int]] = deque()
@@ -44,12 +45,26 @@ class RunCredits:
     def ended(self, count: int) -> None:
         """Count runs that have ended; wake waiting calls."""
         self._ended += count
+        self._notify()
+
+    def when_credit(self, call: Callable[[], None]) -> None:
+        """Call `call` once, when another run may be sent; now, if that is so already."""
+        if self.has_credit():
+            call()
+        else:
+            self._waiting.append(call)
+
+    def _notify(self) -> None:
         self.changed.notify_all()
+        if self._waiting and self.has_credit():
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                call()
 
     def close(self) -> None:
         """The session has ended; wake waiting calls."""
         self.closed = True
-        self.changed.notify_all()
+        self._notify()
 
     def has_credit(self) -> bool:
         """Whether another run may be sent."""

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
+from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.waiting import Fetching, Waiting
 from pw.client.session.thread_messages import (
     Allocate,
@@ -66,28 +67,6 @@ RELEASED_BYTES = 16 << 20
 """A call deletes released arrays before the next tick when there are more, or larger ones: the hosts can
 then reuse warm pages."""
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
-
-
-class SessionThread(Protocol):
-    """The background thread in which a session's actors live."""
-
-    address: str | None
-    endpoint: str | None
-    """The controller's address for other processes; None if they cannot reach it."""
-    has_frames: bool
-    """Messages leave this process, so their size is limited."""
-
-    def post(self, note: object) -> None:
-        """Deliver a note to the session; from any thread."""
-
-    def wait_for_hosts(self) -> None:
-        """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
-
-    def counters(self) -> dict[str, int]:
-        """Return this process's counters."""
-
-    def close(self) -> None:
-        """Say goodbye, end the thread, and release all that was started for it."""
 
 
 class Runtime:
@@ -302,20 +281,30 @@ class Runtime:
         Waits only while the client has as many runs in flight as the controller allows. Raises
         ArgumentError if no message can hold the host values.
         """
+        credits = self._run_credits
+        while (made := self.try_run(program, args, results)) is None:
+            self._wait_until(credits.has_credit, f"one of {credits.granted} calls in flight to end")
+        return made
+
+    def try_run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int] | None:
+        """Do as `run`, but return None instead of waiting; `when_credit` tells when to try again."""
         self.check_alive()
         if len(args) > MANY_ARGUMENTS and self._thread.has_frames:
             check_arguments(args)
         self._make_room()
-        credits = self._run_credits
-        while True:
-            with self._lock:
-                self.check_alive()
-                if credits.has_credit():
-                    *made, run = self._ids(results + 1)
-                    self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
-                    credits.started(run, results, self.programs.name(program))
-                    return made
-            self._wait_until(credits.has_credit, f"one of {credits.granted} calls in flight to end")
+        with self._lock:
+            self.check_alive()
+            if not self._run_credits.has_credit():
+                return None
+            *made, run = self._ids(results + 1)
+            self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
+            self._run_credits.started(run, results, self.programs.name(program))
+            return made
+
+    def when_credit(self, call: Callable[[], None]) -> None:
+        """Call `call` once, from any thread, when another run may be sent or the session has ended."""
+        with self._lock:
+            self._run_credits.when_credit(call)
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait, without the lock, until runs that end have made `condition` true."""
@@ -373,6 +362,12 @@ class Runtime:
         about = partial(self._about_arrays, ((array, spec),))
         future = Fetching(spec, self.ask.in_the_way, about, self._show_output)
         self._post(Get(array, spec, future))
+        return future
+
+    def fetch_shards(self, array: int, spec: ArraySpec, positions: tuple[int, ...]) -> Future[Any]:
+        """Return the future of the shards at these mesh positions, as (box, value) in any order."""
+        future: Future[Any] = Future()
+        self._post(Get(array, spec, future, positions))
         return future
 
     def wait(self, arrays: Sequence[tuple[int, ArraySpec]]) -> Future[None]:

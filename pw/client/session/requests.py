@@ -127,7 +127,9 @@ class Requests(Part):
 
     @handles(Get)
     def _on_get(self, sender: Address, note: Get) -> None:
-        opened = _Open(note.parts, (note.array,), (note.spec,), self._fetch)
+        opened = _Open(
+            note.parts, (note.array,), (note.spec,), partial(self._fetch, note.positions)
+        )
         if self._begin(opened):
             self._ask(opened)
 
@@ -192,10 +194,11 @@ class Requests(Part):
         else:
             opened.ask(opened, bound)
 
-    def _fetch(self, opened: _Open, located: list[Devices]) -> None:
+    def _fetch(self, wanted: tuple[int, ...], opened: _Open, located: list[Devices]) -> None:
         (array,), (spec,), (devices,) = opened.arrays, opened.specs, located
         opened.result = []
-        for host, positions in _cover(spec, devices).items():
+        chosen = _by_host(wanted, devices) if wanted else _cover(spec, devices)
+        for host, positions in chosen.items():
             boxes = [spec.box(position) for position in positions]
             _, total = packed_offsets([box_bytes(box, spec.dtype) for box in boxes])
             request = _Request(opened, host, boxes, spec)
@@ -399,6 +402,14 @@ def _cover(spec: ArraySpec, devices: Devices) -> dict[str, list[int]]:
     chosen: dict[str, list[int]] = {}
     for _, positions in spec.distinct_boxes():
         chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
+    return chosen
+
+
+def _by_host(positions: Sequence[int], devices: Devices) -> dict[str, list[int]]:
+    """Group mesh positions by the hosts of their devices."""
+    chosen: dict[str, list[int]] = {}
+    for position in positions:
+        chosen.setdefault(devices[position].host, []).append(position)
     return chosen
 
 

@@ -109,6 +109,8 @@ class Get:
     array: int
     spec: ArraySpec
     parts: Settle
+    positions: tuple[int, ...] = ()
+    """Fetch only the shards at these mesh positions."""
 
 
 @dataclass(frozen=True, slots=True)

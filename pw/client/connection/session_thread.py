@@ -1,0 +1,27 @@
+"""`SessionThread`: what a runtime needs of the thread in which its session lives."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class SessionThread(Protocol):
+    """The background thread in which a session's actors live."""
+
+    address: str | None
+    endpoint: str | None
+    """The controller's address for other processes; None if they cannot reach it."""
+    has_frames: bool
+    """Messages leave this process, so their size is limited."""
+
+    def post(self, note: object) -> None:
+        """Deliver a note to the session; from any thread."""
+
+    def wait_for_hosts(self) -> None:
+        """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
+
+    def counters(self) -> dict[str, int]:
+        """Return this process's counters."""
+
+    def close(self) -> None:
+        """Say goodbye, end the thread, and release all that was started for it."""

@@ -1,0 +1,174 @@
+"""The arrays of one client of the gateway, and what they consist of.
+
+The client names an array by a handle. What it consists of is one of:
+
+- `Stored`: all shards of one array of the runtime;
+- a host value that is not uploaded yet: small ones travel inside the first run that uses them;
+- pieces: single shards of other arrays of this client. So taking an array apart, and putting shards
+  together, costs no message. A run that needs them gets a view, which the runtime makes
+  (`pw.core.program.Kind.VIEW`);
+- an error, which every later use raises.
+
+Deleting: an array that was deleted or donated is `gone`, and so are the arrays whose pieces are its
+shards, as in JAX. A handle that is destructed only forgets the name. The runtime's array is
+released when nothing refers to its `Stored` any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pw.client.connection.runtime import Runtime
+from pw.core.sharding import ArraySpec
+from pw.gateway import statuses
+
+INLINE_BYTES = 8192
+"""Host values up to this size are not uploaded before a second run needs them."""
+
+
+class Stored:
+    """An array of the runtime; released when nothing refers to it any more."""
+
+    __slots__ = ("__weakref__", "_runtime", "holders", "number", "reads", "spec")
+
+    def __init__(self, runtime: Runtime, number: int, spec: ArraySpec) -> None:
+        self._runtime = runtime
+        self.number = number
+        self.spec = spec
+        self.holders = 0
+        """Arrays of the client that consist of it."""
+        self.reads = 0
+        """Fetches in flight."""
+
+    def __del__(self) -> None:
+        self._runtime.release(self.number, self.spec.size_bytes)
+
+    @property
+    def may_be_donated(self) -> bool:
+        """Whether one array only consists of it, and nothing reads it."""
+        return self.holders == 1 and not self.reads
+
+
+@dataclass(slots=True, eq=False)
+class ProxyArray:
+    """An array of the client."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    devices: tuple[int, ...]
+    """JAX's numbers; shards have the order of their devices."""
+    memory: str
+    is_replicated: bool
+    _stored: Stored | None = None
+    value: np.ndarray[Any, Any] | None = None
+    """In the form of its spec: one shard if it is replicated, else all shards side by side."""
+    pieces: tuple[tuple[ProxyArray, int], ...] = ()
+    error: BaseException | None = None
+    gone: bool = False
+    used: bool = False
+    """The value has travelled inside a run."""
+    others: dict[ArraySpec, Stored] = field(default_factory=dict)
+    """The same shards under other specs."""
+
+    @property
+    def stored(self) -> Stored | None:
+        """All shards of this array of the runtime, in order."""
+        return self._stored
+
+    def consist_of(self, stored: Stored) -> None:
+        """Consist of this array of the runtime from now on."""
+        stored.holders += 1
+        self._stored = stored
+
+    def __del__(self) -> None:
+        if self._stored is not None:
+            self._stored.holders -= 1
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether it was deleted or donated, or an array that it has pieces of."""
+        return self.gone or any(source.is_deleted for source, _ in self.pieces)
+
+    def delete(self) -> None:
+        """Let go of what it consists of."""
+        self.gone = True
+        if self._stored is not None:
+            self._stored.holders -= 1
+        self._stored = self.value = None
+        self.pieces = ()
+        self.others.clear()
+
+    def check(self) -> None:
+        """Raise the array's error, or that it is deleted."""
+        if self.error is not None:
+            raise self.error
+        if self.is_deleted:
+            raise statuses.deleted()
+        for source, _ in self.pieces:
+            source.check()
+
+    def root(self, position: int) -> tuple[ProxyArray, int]:
+        """Return the array that has the shard at this position, and the position there."""
+        array = self
+        while array.pieces:
+            array, position = array.pieces[position]
+        return array, position
+
+    def roots(self) -> Iterator[ProxyArray]:
+        """Yield the arrays that its shards belong to, each once."""
+        if not self.pieces:
+            yield self
+            return
+        seen: set[int] = set()
+        for position in range(len(self.pieces)):
+            array, _ = self.root(position)
+            if id(array) not in seen:
+                seen.add(id(array))
+                yield array
+
+    def host_shard(self, position: int) -> np.ndarray[Any, Any] | None:
+        """Return a shard that lies in this process still; None if it is on its device."""
+        value = self.value
+        if value is None or self.is_replicated or len(self.devices) == 1 or not self.shard_shape:
+            return value
+        rows = self.shard_shape[0]
+        return value[position * rows : (position + 1) * rows]
+
+
+class ProxyArrays(dict[int, ProxyArray]):
+    """The client's arrays by their handles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 1 << 63
+
+    def name(self, array: ProxyArray, handle: int = 0) -> int:
+        """Add an array under the client's handle, or a new one; return the handle."""
+        if not handle:
+            handle, self._next = self._next, self._next + 1
+        self[handle] = array
+        return handle
+
+    def fail(self, handle: int, error: BaseException) -> None:
+        """Let later uses of this handle raise `error`."""
+        self[handle] = ProxyArray("bool", (), (), (), "", True, error=error)
+
+    def find(self, handle: int) -> ProxyArray:
+        """Return an array, deleted or not. Raises Status, or the array's error."""
+        array = self.get(handle)
+        if array is None:
+            raise statuses.not_found(f"there is no array {handle:#x}")
+        if array.error is not None:
+            raise array.error
+        return array
+
+    def usable(self, handle: int) -> ProxyArray:
+        """Return an array that has a value. Raises Status, or the array's error."""
+        array = self.find(handle)
+        array.check()
+        return array

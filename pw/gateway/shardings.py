@@ -1,0 +1,142 @@
+"""Shardings: between JAX's remote protocol and the specs of the runtime.
+
+The protocol describes an array by its shards: a list of devices and the shape of a shard. Which part of
+the array a shard is, only the client knows. So an array of the gateway has one of two specs:
+*replicated*, if all shards are equal, or *stacked*, in which the shards lie side by side in the first
+dimension, in the order of the devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.gateway import protos
+from pw.gateway.dtypes import name_of
+from pw.gateway.statuses import unsupported
+
+_IFRT = "xla::ifrt::"
+
+
+class Layout(NamedTuple):
+    """Where the shards of an array lie."""
+
+    devices: tuple[int, ...]
+    """The numbers of the devices, in JAX."""
+    memory: str
+    is_replicated: bool
+    """All shards are known to be equal."""
+    shard_shape: tuple[int, ...] | None
+    """None if the protocol does not say."""
+
+
+def spec(
+    placement: Placement, dtype: str, shard_shape: tuple[int, ...], *, is_replicated: bool
+) -> ArraySpec:
+    """Return the spec of an array with such a shard on each device of `placement`."""
+    count = len(placement.devices)
+    if count == 1 or is_replicated or not shard_shape:
+        return ArraySpec(shard_shape, dtype, Sharding(("_",), (count,)), placement)
+    stacked = Sharding(("_",), (count,), (("_",),))
+    return ArraySpec((shard_shape[0] * count, *shard_shape[1:]), dtype, stacked, placement)
+
+
+def read(proto: Any, shape: tuple[int, ...]) -> Layout:
+    """Return what a `ShardingProto` says of an array of this shape."""
+    serialized = proto.serialized_sharding
+    kind = serialized.type_name.removeprefix(_IFRT)
+    said = protos.message(f"xla.ifrt.{kind}Proto").FromString(serialized.data)
+    memory = said.memory_kind if said.HasField("memory_kind") else ""
+    if kind == "SingleDeviceSharding":
+        return Layout((said.device_id,), memory, True, shape)
+    devices = tuple(said.devices.device_ids)
+    if kind == "ConcreteEvenSharding":
+        shard = tuple(said.shard_shape.dims)
+        return Layout(devices, memory, said.is_fully_replicated or len(devices) == 1, shard)
+    if kind == "ConcreteSharding":
+        shards = {tuple(one.dims) for one in said.shard_shapes}
+        if len(shards) > 1:
+            raise unsupported("arrays whose shards have different shapes are not supported")
+        return Layout(devices, memory, False, next(iter(shards), shape))
+    if kind == "HloSharding":
+        parts = partitions(said.xla_op_sharding, len(shape))
+        return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
+    if kind == "OpaqueSharding":
+        return Layout(devices, memory, len(devices) == 1, shape if len(devices) == 1 else None)
+    if kind == "ShardingParamSharding":
+        parts = tuple(said.sharding_param.dim_shards)
+        return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
+    raise unsupported(f"shardings of the kind {kind} are not supported")
+
+
+def write(
+    into: Any,
+    devices: Sequence[int],
+    memory: str,
+    shape: tuple[int, ...],
+    shard_shape: tuple[int, ...],
+    *,
+    is_replicated: bool,
+) -> None:
+    """Fill a `ShardingProto`."""
+    if len(devices) == 1:
+        kind = "SingleDeviceSharding"
+        said = protos.message(f"xla.ifrt.{kind}Proto")(device_id=devices[0])
+    else:
+        kind = "ConcreteEvenSharding"
+        said = protos.message(f"xla.ifrt.{kind}Proto")(is_fully_replicated=is_replicated)
+        said.devices.device_ids.extend(devices)
+        said.shape.dims.extend(shape)
+        said.shard_shape.dims.extend(shard_shape)
+    if memory:
+        said.memory_kind = memory
+    into.serialized_sharding.type_name = _IFRT + kind
+    into.serialized_sharding.data = said.SerializeToString()
+
+
+def partitions(sharding: Any, ndim: int) -> tuple[int, ...]:
+    """Return into how many parts an `xla.OpSharding` divides each of `ndim` dimensions."""
+    if sharding.HasField("named_sharding"):
+        named = sharding.named_sharding
+        sizes = [axis.size for axis in named.mesh.axes]
+        parts = []
+        for dimension in named.dim_shardings:
+            count = 1
+            for axis in dimension.axes:
+                has_part = axis.HasField("sub_axis_info")
+                count *= axis.sub_axis_info.size if has_part else sizes[axis.mesh_axis_index]
+            parts.append(count)
+        return (*parts, *[1] * (ndim - len(parts)))
+    tiles = tuple(sharding.tile_assignment_dimensions)[:ndim]
+    return (*tiles, *[1] * (ndim - len(tiles)))
+
+
+def divided(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a shard."""
+    return tuple(-(-size // count) for size, count in zip(shape, parts, strict=False))
+
+
+def dtype_and_shape(described: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and the shape of any message with these two fields."""
+    return name_of(described.dtype.kind), tuple(described.shape.dims)
+
+
+def positions_in(order: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Return the position in `order` of each of the devices `wanted`."""
+    where = {device: position for position, device in enumerate(order)}
+    return [where[device] for device in wanted]
+
+
+def strided(
+    data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], strides: Sequence[int] | None
+) -> np.ndarray[Any, Any]:
+    """Return bytes as an array of this shape; `strides` are in bytes, None for C order."""
+    if 0 in shape or dtype.itemsize == 0:
+        return np.zeros(shape, dtype)
+    if strides is None:
+        return np.frombuffer(data, dtype, count=math.prod(shape)).reshape(shape)
+    return np.ndarray(shape, dtype, data, 0, tuple(strides))

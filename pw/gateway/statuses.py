@@ -1,0 +1,106 @@
+"""Errors as JAX raises them: a status code, and the words of the error."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from concurrent.futures import CancelledError
+
+from pw.core import errors
+
+CODES = {
+    name: number
+    for number, name in enumerate(
+        (
+            "OK",
+            "CANCELLED",
+            "UNKNOWN",
+            "INVALID_ARGUMENT",
+            "DEADLINE_EXCEEDED",
+            "NOT_FOUND",
+            "ALREADY_EXISTS",
+            "PERMISSION_DENIED",
+            "RESOURCE_EXHAUSTED",
+            "FAILED_PRECONDITION",
+            "ABORTED",
+            "OUT_OF_RANGE",
+            "UNIMPLEMENTED",
+            "INTERNAL",
+            "UNAVAILABLE",
+            "DATA_LOSS",
+            "UNAUTHENTICATED",
+        )
+    )
+}
+_NAMES = {number: name for name, number in CODES.items()}
+
+_OF_KINDS: tuple[tuple[type[BaseException], str], ...] = (
+    (errors.ArrayLost, "DATA_LOSS"),
+    (errors.HostLost, "UNAVAILABLE"),
+    (errors.TransferFailed, "UNAVAILABLE"),
+    (errors.Disconnected, "UNAVAILABLE"),
+    (errors.ConnectionFailed, "UNAVAILABLE"),
+    (errors.ArrayDeleted, "INVALID_ARGUMENT"),
+    (errors.ArgumentError, "INVALID_ARGUMENT"),
+    (errors.PlacementError, "INVALID_ARGUMENT"),
+    (errors.ShardingError, "INVALID_ARGUMENT"),
+    (errors.OutOfDeviceMemory, "RESOURCE_EXHAUSTED"),
+    (errors.OutOfHostMemory, "RESOURCE_EXHAUSTED"),
+    (errors.InsufficientDevices, "RESOURCE_EXHAUSTED"),
+    (errors.Cancelled, "CANCELLED"),
+    (errors.ComputationTimeout, "DEADLINE_EXCEEDED"),
+    (CancelledError, "CANCELLED"),
+    (NotImplementedError, "UNIMPLEMENTED"),
+)
+"""Codes by kinds of errors. Pathways' elastic training looks for DATA_LOSS, UNAVAILABLE and NOT_FOUND."""
+
+_XLA = re.compile(rf"\b(?:\w*Error: )?({'|'.join(CODES)}): ")
+"""Where XLA's own words begin in the text of an error."""
+
+
+class Status(Exception):
+    """An error with a status of its own.
+
+    Args:
+        code: the code's name.
+        words: what JAX shows.
+    """
+
+    def __init__(self, code: str, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+def not_found(what: str) -> Status:
+    """Return the error for a handle that this session does not have."""
+    return Status("NOT_FOUND", f"{what}; it was deleted, or belongs to another session")
+
+
+def deleted() -> Status:
+    """Return the error for an array that was deleted or donated, in JAX's words."""
+    return Status("INVALID_ARGUMENT", "Array has been deleted or donated.")
+
+
+def unsupported(words: str) -> Status:
+    """Return the error for what the gateway does not support."""
+    return Status("UNIMPLEMENTED", words)
+
+
+def received(code: int, words: str) -> Status:
+    """Return the error that a client has sent."""
+    return Status(_NAMES.get(code, "UNKNOWN"), words)
+
+
+def status_of(error: BaseException) -> tuple[int, str]:
+    """Return the code and the words of an error."""
+    words = str(error)
+    if isinstance(error, Status):
+        return CODES[error.code], words
+    if (found := _XLA.search(words)) is not None:
+        return CODES[found[1]], words[: found.start()] + words[found.end() :]
+    for kind, code in _OF_KINDS:
+        if isinstance(error, kind):
+            return CODES[code], words
+    if isinstance(error, errors.Error):
+        return CODES["INTERNAL"], words
+    return CODES["INTERNAL"], "".join(traceback.format_exception(error))
