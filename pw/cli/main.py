@@ -140,10 +140,14 @@ def run(
     devices_per_host: Annotated[
         int | None, typer.Option(min=1, help="CPU devices of each host. By default 8.")
     ] = None,
+    jax: Annotated[
+        bool, typer.Option("--jax", help="The script's JAX uses the cluster (JAX_PLATFORMS=pw).")
+    ] = False,
 ) -> None:
     """Run a script on a cluster: the one at --address, else a local one that ends with the script.
 
-    The script finds the cluster in PW_ADDRESS. Asking for islands, hosts or devices asks for a local
+    The script finds the cluster in PW_ADDRESS. With --jax the script is plain JAX: `jax.devices()` are virtual
+    devices of the cluster. Asking for islands, hosts or devices asks for a local
     cluster, whatever PW_ADDRESS says. Signals are passed on to the script.
 
     Exit codes: the script's own, or 128 + n if signal n ended it; 1 also, with one line on standard error, if
@@ -155,8 +159,9 @@ def run(
         raise Error(f"there is no script {script!r}")
     command = [sys.executable, script, *(args or ())]
     shape = (islands, hosts_per_island, devices_per_host)
+    environment = {"JAX_PLATFORMS": "pw"} if jax else {}
     if address and not any(shape):
-        raise SystemExit(run_script(command, address))
+        raise SystemExit(run_script(command, address, environment))
     source = context.get_parameter_source("address")
     if source is not None and source.name == "COMMANDLINE":
         raise Error(
@@ -168,12 +173,49 @@ def run(
     with LocalCluster(
         islands or 1, hosts_per_island or 1, devices_per_host or DEVICES, connect=False
     ) as cluster:
-        code = run_script(command, cluster.address)
+        code = run_script(command, cluster.address, environment)
     raise SystemExit(code)
 
 
 DEVICES = 8
 """As in an embedded cluster, so that a script finds the same devices either way."""
+
+
+@app.command()
+def gateway(
+    address: Address = "",
+    bind: Annotated[
+        str,
+        typer.Option(help="Where JAX connects: tcp://host:port, or ipc:///path for a unix socket."),
+    ] = "tcp://127.0.0.1:29000",
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that JAX sees. By default all.")
+    ] = None,
+    islands: Annotated[
+        int | None, typer.Option(min=1, help="Islands that the devices are on. By default all.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0.001, help="Weight of each client under --policy share.")
+    ] = 1.0,
+    priority: Annotated[int, typer.Option(help="Importance under --policy priority.")] = 0,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Listen off the loopback, on a trusted network.")
+    ] = False,
+) -> None:
+    """Serve JAX's remote protocol: scripts for Pathways on Cloud run on the cluster unchanged.
+
+    A script uses it with JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET=grpc://host:port. Scripts on this machine
+    need no gateway: `pw run --jax script.py`, or JAX_PLATFORMS=pw.
+
+    Exit codes: 0 after SIGTERM or Ctrl-C; 1, with one line on standard error, after an error.
+    """
+    from pw.core import installed
+
+    installed.check_extra("jax", "grpc", "google.protobuf")
+    from pw.cli.gateway import serve
+
+    code = serve(_known(address), bind, devices, islands, share, priority, allow_remote)
+    raise SystemExit(code)
 
 
 @app.command()

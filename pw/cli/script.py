@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 PASSED_ON = (
@@ -22,7 +22,11 @@ FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
 
 
-def run_script(command: Sequence[str], address: str) -> int:
+def run_script(
+    command: Sequence[str],
+    address: str,
+    environment: Mapping[str, str] = {},
+) -> int:
     """Run `command` with PW_ADDRESS set; returns its exit code, 128 + n if signal n ended it.
 
     At a terminal the script shares this process's group, so the terminal sends Ctrl-C to both, and this process
@@ -45,7 +49,7 @@ def run_script(command: Sequence[str], address: str) -> int:
     try:
         child = subprocess.Popen(
             command,
-            env=os.environ | {"PW_ADDRESS": address},
+            env={**os.environ, "PW_ADDRESS": address, **environment},
             process_group=None if at_terminal else 0,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )

@@ -7,11 +7,12 @@ Python package index is called `pw` and installs a package of that name into the
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import warnings
 from importlib import metadata
 
-from pw.core.errors import VersionMismatch
+from pw.core.errors import Error, VersionMismatch
 
 DISTRIBUTION = "openpathways"
 NAMESAKE = "pw"
@@ -59,3 +60,14 @@ def check() -> None:
             f"pip install --force-reinstall --no-deps {DISTRIBUTION}",
             stacklevel=3,
         )
+
+
+def check_extra(extra: str, *modules: str) -> None:
+    """Raise Error unless these modules of an optional extra are installed; says what to install."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise Error(
+                f"{module} is missing; run: pip install '{DISTRIBUTION}[{extra}]'"
+            ) from error

@@ -82,7 +82,7 @@ class Devices:
             islands = list(dict.fromkeys(device.slice.island for device in devices))
             if len(islands) > 1:
                 raise unsupported(
-                    f"the devices of one computation or transfer lie on the islands {' and '.join(islands)}, but a "
+                    f"the devices of one computation lie on the islands {' and '.join(islands)}, but a "
                     "computation runs on one island. Make a mesh for each island (device.slice_index), jit a "
                     "function over each, and move values between them with jax.device_put"
                 )

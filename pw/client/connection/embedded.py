@@ -14,6 +14,8 @@ import os
 import secrets
 from concurrent.futures import Future
 from contextlib import ExitStack
+from glob import glob
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pw.client.connection.children import KeptWorker
@@ -50,9 +52,23 @@ def start(runtime: Runtime) -> SessionOnNode:
     """Start the cluster and a session with it; closing the session ends both."""
     import jax  # late: commands such as `pw status` import this module and do without jax
 
+    if "pw" in (jax.config.jax_platforms or "").split(","):
+        # This process's JAX is about to use the cluster, so it has no devices of its own.
+        return _with_worker(runtime, *_devices_of_machine())
     if jax.default_backend() == "cpu":
-        return _with_worker(runtime, device_count())
+        return _with_worker(runtime, "cpu", device_count())
     return _in_process(runtime)
+
+
+def _devices_of_machine() -> tuple[str, int]:
+    """Return the platform and the number of the devices that JAX would find without pw."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = (
+        len(glob("/dev/nvidia[0-9]*")) if shown is None else len(shown.split(",")) if shown else 0
+    )
+    if gpus and any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return "cuda", gpus
+    return "cpu", device_count()
 
 
 class _SessionWithWorker(SessionOnNode):
@@ -83,7 +99,7 @@ class _SessionWithWorker(SessionOnNode):
         self.post(Close(error, Future()))
 
 
-def _with_worker(runtime: Runtime, devices: int) -> SessionOnNode:
+def _with_worker(runtime: Runtime, platform: str, devices: int) -> SessionOnNode:
     teardown = ExitStack()
     folder = PrivateFolder.make()
     teardown.callback(folder.leave)
@@ -91,7 +107,7 @@ def _with_worker(runtime: Runtime, devices: int) -> SessionOnNode:
     thread = LoopThread("pw-embedded")
     teardown.callback(thread.stop)
     # First, because it takes longest; it dials until the controller listens.
-    worker = thread.call(lambda: _start_worker(thread, folder.controller, devices))
+    worker = thread.call(lambda: _start_worker(thread, folder.controller, platform, devices))
     teardown.callback(worker.stop)
     teardown.callback(thread.call, worker.terminate)
 
@@ -117,10 +133,11 @@ def _with_worker(runtime: Runtime, devices: int) -> SessionOnNode:
         raise
 
 
-def _start_worker(thread: LoopThread, controller: str, devices: int) -> KeptWorker:
+def _start_worker(thread: LoopThread, controller: str, platform: str, devices: int) -> KeptWorker:
     has_supervisor = hasattr(os, "memfd_create")  # see pw.cli.worker
     arguments = [
         *("--controller", controller, "--island", ISLAND, "--devices", str(devices)),
+        *("--platform", platform),
         *("--name", HOST, "--allow-python", "--log-level", "error"),
         *("--heartbeat", str(HEARTBEAT_S)),
         *(["--no-standby"] if has_supervisor else ["--reconnect", str(RECONNECT_S)]),

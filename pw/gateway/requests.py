@@ -1,0 +1,292 @@
+"""One client of the gateway: handles its requests in order, and writes the replies.
+
+The client goes on without waiting, and names results itself. So a request that fails stores its error
+under the handles of its results, and whoever uses them gets it. Requests are handled strictly in
+order; what waits for a host (a value to be ready, a fetch) is answered later, out of order. Two
+kinds overtake: the answers of host callbacks, for which runs may be waiting, and polls for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from pw.client.connection.runtime import Runtime
+from pw.core.errors import Disconnected
+from pw.gateway import protos, statuses
+from pw.gateway.arrays import ProxyArrays
+from pw.gateway.buffers import HostBuffers
+from pw.gateway.devices import Devices
+from pw.gateway.executables import Executables
+from pw.gateway.runs import Runs
+from pw.gateway.transfers import Transfers
+
+_RESULTS = {
+    "make_array_from_host_buffer_request": "array_handle",
+    "make_arrays_from_host_buffer_shards_request": "array_handles",
+    "make_error_arrays_request": "array_handles",
+    "assemble_array_from_single_device_arrays_request": "result_handle",
+    "remap_arrays_request": "result_handles",
+    "bitcast_arrays_request": "result_handles",
+    "reshard_arrays_request": "result_handles",
+    "disassemble_into_single_device_arrays_request": "result_handles",
+    "copy_arrays_request": "result_handles",
+    "fully_replicated_shard_request": "result_handle",
+    "loaded_executable_execute_request": "result_array_handle",
+}
+"""The field in which a request names its results."""
+
+_UNCOUNTED = ("delete_array_request", "destruct_array_request")
+"""Requests whose replies do not count for the sequence number."""
+
+Handler = Callable[[Any, Any], Awaitable[None] | None]
+
+
+class Later:
+    """What a handler returns that answers later, out of order."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self.work = work
+
+
+class Client:
+    """One client's state and its stream of requests.
+
+    Args:
+        runtime: the session that it uses.
+        devices: the devices that it sees.
+        number: the session's number in the protocol.
+    """
+
+    def __init__(self, runtime: Runtime, devices: Devices, number: int) -> None:
+        self.number = number
+        self._loop = asyncio.get_running_loop()
+        self.buffers = HostBuffers(self._loop)
+        self.arrays = ProxyArrays()
+        self._devices = devices
+        self._runs = Runs(runtime, self._loop)
+        self._runs.placement = devices.placement
+        self.executables = Executables(self.arrays, devices, self._runs)
+        transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
+        self.replies: asyncio.Queue[Any] = asyncio.Queue()
+        self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
+        self._sequence = 0
+        self._dead_contexts: list[int] = []
+        self._deletions: set[int] = set()
+        """Futures of deletions that the client has not asked for; their replies do not count."""
+        self._next_deletion = 1 << 62
+        self._working: set[asyncio.Task[None]] = set()
+        executables = self.executables
+        self._handlers: dict[str, Handler] = {
+            "init_request": self._init,
+            "check_future_request": self._check_future,
+            "check_value_ready_request": self._check_ready,
+            "make_array_from_host_buffer_request": transfers.make_array_from_host_buffer,
+            "make_arrays_from_host_buffer_shards_request": transfers.make_arrays_from_host_buffer_shards,
+            "make_error_arrays_request": transfers.make_error_arrays,
+            "assemble_array_from_single_device_arrays_request": transfers.assemble,
+            "disassemble_into_single_device_arrays_request": transfers.disassemble,
+            "fully_replicated_shard_request": transfers.fully_replicated_shard,
+            "remap_arrays_request": transfers.remap,
+            "copy_arrays_request": transfers.copy_arrays,
+            "copy_to_host_buffer_request": self._copy_to_host,
+            "delete_array_request": self._delete,
+            "destruct_array_request": self._destruct,
+            "is_array_deleted_request": self._is_deleted,
+            "compile_request": lambda body, reply: Later(executables.compile(body, reply)),  # type: ignore[dict-item,return-value]
+            "loaded_executable_metadata_request": executables.metadata,
+            "loaded_executable_execute_request": executables.execute,
+            "loaded_executable_fetch_execute_result_request": lambda body, reply: Later(  # type: ignore[dict-item,return-value]
+                executables.fetch_result(body, reply)
+            ),
+            "loaded_executable_cost_analysis_request": lambda body, reply: Later(  # type: ignore[dict-item,return-value]
+                executables.cost_analysis(body, reply)
+            ),
+            "loaded_executable_human_readable_program_text_request": lambda body, reply: Later(  # type: ignore[dict-item,return-value]
+                executables.text(body, reply)
+            ),
+            "loaded_executable_delete_request": self._delete_executable,
+            "loaded_executable_is_deleted_request": self._is_executable_deleted,
+            "loaded_executable_destruct_request": self._destruct_executable,
+            "get_default_device_assignment_request": self._default_assignment,
+            "get_default_layout_request": self._default_layout,
+        }
+
+    # --- the stream ----------------------------------------------------------------------------------
+
+    async def handle(self, request: Any) -> None:
+        """Handle the next request of the stream; its reply goes to `replies`."""
+        kind: str = request.WhichOneof("request") or ""
+        metadata = request.request_metadata
+        body = getattr(request, kind) if kind else None
+        reply = self._reply_class()
+        work: Any = None
+        try:
+            handler = self._handlers.get(kind)
+            if handler is None:
+                raise statuses.unsupported(
+                    f"the gateway of pw does not support {kind or 'this request'}"
+                )
+            work = handler(body, reply)
+            if inspect.iscoroutine(work):
+                work = await work
+        except Exception as error:  # noqa: BLE001 - the reply carries it
+            self._fail_results(kind, body, error)
+            self._answer(metadata.op_id, reply, error)
+            reply = None
+        if metadata.user_context_id:
+            self._dead_contexts.append(metadata.user_context_id)
+        if isinstance(work, Later):
+            self._later(metadata.op_id, reply, work.work)
+        elif reply is not None:
+            is_counted = kind not in _UNCOUNTED
+            if kind == "check_future_request" and body.future_handle in self._deletions:
+                self._deletions.discard(body.future_handle)
+                is_counted = False
+            self._answer(metadata.op_id, reply, is_counted=is_counted)
+
+    def _later(self, operation: int, reply: Any, work: Coroutine[Any, Any, None]) -> None:
+        async def finish() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - the reply carries it
+                self._answer(operation, reply, error)
+            else:
+                self._answer(operation, reply)
+
+        task = self._loop.create_task(finish())
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    def _answer(
+        self,
+        operation: int,
+        reply: Any,
+        error: BaseException | None = None,
+        *,
+        is_counted: bool = True,
+    ) -> None:
+        metadata = reply.response_metadata
+        metadata.op_id = operation
+        if error is not None:
+            metadata.status.code, metadata.status.message = statuses.status_of(error)
+        else:
+            metadata.status.SetInParent()
+            if is_counted:
+                metadata.seq_num = self._sequence
+                self._sequence += 1
+                if self._dead_contexts:
+                    metadata.destroyed_user_context_ids.extend(self._dead_contexts)
+                    self._dead_contexts.clear()
+        self.replies.put_nowait(reply)
+
+    def _fail_results(self, kind: str, body: Any, error: BaseException) -> None:
+        """Store an error under the handles of a request's results."""
+        named = _RESULTS.get(kind)
+        if named is not None:
+            value = getattr(body, named)
+            for handle in (value,) if isinstance(value, int) else value:
+                if handle:
+                    self.arrays.fail(handle, error)
+        if kind == "loaded_executable_execute_request":
+            self.executables.fail_status(body.result_status_handle, error)
+
+    def close(self) -> None:
+        """Release all that the client has."""
+        for task in self._working:
+            task.cancel()
+        self.buffers.close(Disconnected("the client has left"))
+        self.executables.close()
+        self._runs.close()
+        self.arrays.clear()
+        self.replies.put_nowait(None)
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def _init(self, body: Any, reply: Any) -> None:
+        reply.init_response.session_id = self.number
+        self._devices.describe(reply.init_response)
+
+    def _check_future(self, body: Any, reply: Any) -> None:
+        reply.check_future_response.SetInParent()  # all that futures are given for has ended
+
+    def _check_ready(self, body: Any, reply: Any) -> Any:
+        reply.check_value_ready_response.SetInParent()
+        arrays = [self.arrays.usable(handle) for handle in body.value_handles]
+        waiting = self._runs.ready(arrays)
+
+        async def wait() -> None:
+            assert waiting is not None
+            await self._runs.settled(waiting)
+            del arrays[:]  # kept until now, so that they are not released
+
+        return None if waiting is None else Later(wait())
+
+    def _copy_to_host(self, body: Any, reply: Any) -> Any:
+        array = self.arrays.usable(body.array_handle)
+        strides = tuple(body.byte_strides.strides) if body.HasField("byte_strides") else None
+
+        async def copy() -> None:
+            try:
+                data = await self._transfers.copy_to_host(array, strides)
+            except Exception as error:
+                self.buffers.fail(body.host_buffer_handle, error)
+                raise
+            self.buffers.put(body.host_buffer_handle, data)
+            reply.copy_to_host_buffer_response.SetInParent()
+
+        return Later(copy())
+
+    def _delete(self, body: Any, reply: Any) -> None:
+        self._transfers.delete(body.array_handle)
+        self._next_deletion += 1
+        self._deletions.add(self._next_deletion)
+        reply.delete_array_response.deletion_future_handle = self._next_deletion
+
+    def _destruct(self, body: Any, reply: Any) -> None:
+        self._transfers.destruct(body.array_handle)
+        reply.destruct_array_response.SetInParent()
+
+    def _is_deleted(self, body: Any, reply: Any) -> None:
+        array = self.arrays.find(body.array_handle)
+        reply.is_array_deleted_response.deleted = array.is_deleted
+
+    def _delete_executable(self, body: Any, reply: Any) -> None:
+        self.executables.destruct(body.loaded_executable_handle)
+        reply.loaded_executable_delete_response.future_handle = body.loaded_executable_handle
+
+    def _destruct_executable(self, body: Any, reply: Any) -> None:
+        self.executables.destruct(body.loaded_executable_handle)
+        reply.loaded_executable_destruct_response.SetInParent()
+
+    def _is_executable_deleted(self, body: Any, reply: Any) -> None:
+        known = self.executables.has(body.loaded_executable_handle)
+        reply.loaded_executable_is_deleted_response.is_deleted = not known
+
+    def _default_assignment(self, body: Any, reply: Any) -> None:
+        replicas, partitions = body.num_replicas, body.num_partitions
+        devices = self._devices.default_assignment(replicas * partitions)
+        if len(devices) < replicas * partitions:
+            raise statuses.Status(
+                "INVALID_ARGUMENT",
+                f"{replicas * partitions} devices are asked for, and there are {len(self._devices)}",
+            )
+        said = reply.get_default_device_assignment_response.device_assignment
+        said.replica_count, said.computation_count = replicas, partitions
+        for computation in range(partitions):
+            numbers: Sequence[int] = [
+                devices[at * partitions + computation] for at in range(replicas)
+            ]
+            said.computation_devices.add(replica_device_ids=numbers)
+
+    def _default_layout(self, body: Any, reply: Any) -> None:
+        layout = protos.message("xla.LayoutProto")(
+            minor_to_major=np.arange(len(body.dims))[::-1].tolist(),
+            tail_padding_alignment_in_elements=1,
+        )
+        said = reply.get_default_layout_response
+        said.serialized_pjrt_layout = layout.SerializeToString()

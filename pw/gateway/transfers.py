@@ -1,0 +1,277 @@
+"""Requests about arrays: from host buffers, to host buffers, copies, and views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pw.core.sharding import dtype_of
+from pw.gateway import shardings, statuses
+from pw.gateway.arrays import INLINE_BYTES, ProxyArray, ProxyArrays, Stored
+from pw.gateway.buffers import HostBuffers
+from pw.gateway.devices import Devices
+from pw.gateway.dtypes import name_of
+from pw.gateway.runs import Runs
+from pw.gateway.shardings import Layout
+
+DONATE = 3
+"""The protocol's number for copies that take the source over."""
+
+
+class Transfers:
+    """Makes, moves and reads the arrays of one client."""
+
+    def __init__(
+        self, arrays: ProxyArrays, buffers: HostBuffers, devices: Devices, runs: Runs
+    ) -> None:
+        self._arrays = arrays
+        self._buffers = buffers
+        self._devices = devices
+        self._runs = runs
+
+    # --- from the host -------------------------------------------------------------------------------
+
+    async def make_array_from_host_buffer(self, body: Any, response: Any) -> None:
+        """Make an array whose shards are all one host buffer."""
+        dtype, shape = shardings.dtype_and_shape(body)
+        layout = shardings.read(body.sharding, shape)
+        strides = body.byte_strides.strides if body.HasField("byte_strides") else None
+        value = await self._value(body.host_buffer_handle, dtype, shape, strides)
+        array = self._from_host(dtype, shape, layout, [value] * len(layout.devices))
+        handle = self._arrays.name(array, body.array_handle)
+        response.make_array_from_host_buffer_response.array_handle = handle
+
+    async def make_arrays_from_host_buffer_shards(self, body: Any, response: Any) -> None:
+        """Make arrays of host buffers, each of which is the value of some shards."""
+        handles = list(body.array_handles) or [0] * len(body.specs)
+        said = response.make_arrays_from_host_buffer_shards_response
+        for handle, one in zip(handles, body.specs, strict=True):
+            dtype, shape = shardings.dtype_and_shape(one.array_spec)
+            layout = shardings.read(one.array_spec.sharding, shape)
+            shards: list[Any] = [None] * len(layout.devices)
+            for indices, buffer in zip(
+                one.addressable_shard_indices, one.host_buffers, strict=True
+            ):
+                strides = buffer.byte_strides.strides if buffer.HasField("byte_strides") else None
+                value = await self._value(
+                    buffer.host_buffer_handle, dtype, tuple(buffer.shape.dims), strides
+                )
+                for index in indices.indices:
+                    shards[index] = value
+            if any(shard is None for shard in shards):
+                raise statuses.Status(
+                    "INVALID_ARGUMENT",
+                    f"an array of {len(shards)} shards has shards without a value",
+                )
+            array = self._from_host(dtype, shape, layout, shards)
+            said.array_handles.append(self._arrays.name(array, handle))
+
+    async def _value(
+        self, handle: int, dtype: str, shape: tuple[int, ...], strides: Sequence[int] | None
+    ) -> np.ndarray[Any, Any]:
+        data = await self._buffers.take(handle)
+        value = shardings.strided(data, dtype_of(dtype), shape, strides)
+        value = np.ascontiguousarray(value).reshape(shape)
+        value.flags.writeable = False
+        return value
+
+    def _from_host(
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        layout: Layout,
+        shards: Sequence[np.ndarray[Any, Any]],
+    ) -> ProxyArray:
+        """Return an array of host values, one for each device."""
+        groups = self._devices.by_slice(layout.devices)
+        if len(groups) > 1:  # each island gets its shards; together they are pieces of an array
+            pieces: list[Any] = [None] * len(shards)
+            for positions in groups.values():
+                part = layout._replace(devices=tuple(layout.devices[at] for at in positions))
+                array = self._from_host(dtype, shape, part, [shards[at] for at in positions])
+                for there, position in enumerate(positions):
+                    pieces[position] = (array, there)
+            return self._of_pieces(dtype, shape, layout, pieces)
+        first = shards[0]
+        is_replicated = all(shard is first for shard in shards)
+        array = ProxyArray(dtype, shape, first.shape, layout.devices, layout.memory, is_replicated)
+        if is_replicated or not first.shape:
+            array.value = first
+        else:
+            array.value = np.concatenate(shards)
+            array.value.flags.writeable = False
+        if array.value.nbytes > INLINE_BYTES:
+            self._runs.own(array)
+        return array
+
+    def make_error_arrays(self, body: Any, response: Any) -> None:
+        """Make arrays whose every use raises the client's error."""
+        error = statuses.received(body.error.code, body.error.message)
+        for handle in body.array_handles:
+            self._arrays.fail(handle, error)
+        response.make_error_arrays_response.array_handles.extend(body.array_handles)
+
+    # --- to the host ---------------------------------------------------------------------------------
+
+    async def copy_to_host(self, array: ProxyArray, strides: Sequence[int] | None) -> Any:
+        """Return the bytes of an array whose shards are all equal."""
+        value = await self._runs.shard(array, 0)
+        if strides is None or not value.ndim or not value.size:
+            return _bytes_of(value)
+        if value.ndim != len(strides):
+            raise statuses.Status("INVALID_ARGUMENT", "strides do not fit the array's shape")
+        extents = zip(value.shape, strides, strict=True)
+        size = sum((count - 1) * stride for count, stride in extents) + value.dtype.itemsize
+        laid_out = bytearray(size)
+        np.ndarray(value.shape, value.dtype, laid_out, 0, tuple(strides))[...] = value
+        return laid_out
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    async def copy_arrays(self, body: Any, response: Any) -> None:
+        """Copy arrays to other devices, or to another memory of the same devices."""
+        handles = list(body.result_handles) or [0] * len(body.array_handles)
+        memory = body.memory_kind if body.HasField("memory_kind") else None
+        for handle, source in zip(handles, body.array_handles, strict=True):
+            array = self._arrays.usable(source)
+            devices = tuple(body.device_ids) or array.devices
+            copy = await self._copy(array, devices, array.memory if memory is None else memory)
+            response.copy_arrays_response.array_handles.append(self._arrays.name(copy, handle))
+            if body.copy_semantics == DONATE:
+                array.delete()
+
+    async def _copy(self, array: ProxyArray, devices: tuple[int, ...], memory: str) -> ProxyArray:
+        made = ProxyArray(
+            array.dtype, array.shape, array.shard_shape, devices, memory, array.is_replicated
+        )
+        if array.value is not None and array.stored is None:
+            positions = self._devices.by_slice(devices)
+            if len(positions) == 1:
+                made.value = array.value
+                return made
+        groups: dict[Any, list[int]] = {}
+        here, there = self._devices.by_slice(array.devices), self._devices.by_slice(devices)
+        for from_slice, at in here.items():
+            for to_slice, onto in there.items():
+                if both := [position for position in at if position in onto]:
+                    groups[from_slice, to_slice] = both
+        if len(groups) == 1:
+            made.consist_of(await self._moved(array, made))
+            return made
+        pieces: list[Any] = [None] * len(devices)
+        for positions in groups.values():
+            part = self._part(array, positions)
+            there_ = tuple(devices[position] for position in positions)
+            moved = await self._copy(part, there_, memory)
+            for at_, position in enumerate(positions):
+                pieces[position] = (moved, at_)
+        made.pieces = tuple(pieces)
+        return made
+
+    async def _moved(self, array: ProxyArray, made: ProxyArray) -> Stored:
+        source = self._runs.stored(array, self._runs.spec_of(array))
+        target = self._runs.spec_of(made)
+        return source if target == source.spec else await self._runs.moved(source, target)
+
+    def _part(self, array: ProxyArray, positions: Sequence[int]) -> ProxyArray:
+        """Return the array of some shards."""
+        part = ProxyArray(
+            array.dtype,
+            array.shard_shape,
+            array.shard_shape,
+            tuple(array.devices[position] for position in positions),
+            array.memory,
+            array.is_replicated,
+        )
+        part.pieces = tuple((array, position) for position in positions)
+        return part
+
+    # --- views ---------------------------------------------------------------------------------------
+
+    def _of_pieces(
+        self, dtype: str, shape: tuple[int, ...], layout: Layout, pieces: Sequence[Any]
+    ) -> ProxyArray:
+        shard_shape = pieces[0][0].shard_shape
+        if any(source.shard_shape != shard_shape for source, _ in pieces):
+            raise statuses.unsupported(
+                "arrays whose shards have different shapes are not supported"
+            )
+        array = ProxyArray(
+            dtype, shape, shard_shape, layout.devices, layout.memory, layout.is_replicated
+        )
+        array.pieces = tuple(pieces)
+        return array
+
+    def assemble(self, body: Any, response: Any) -> None:
+        """Make one array of arrays' shards."""
+        sources = [self._arrays.usable(handle) for handle in body.single_device_array_handles]
+        pieces = [(one, at) for one in sources for at in range(len(one.devices))]
+        shape = tuple(body.shape.dims)
+        layout = shardings.read(body.sharding, shape)
+        if len(pieces) != len(layout.devices):
+            raise statuses.Status(
+                "INVALID_ARGUMENT",
+                f"an array over {len(layout.devices)} devices cannot have {len(pieces)} shards",
+            )
+        dtype = name_of(body.dtype.kind) if body.HasField("dtype") else sources[0].dtype
+        array = self._of_pieces(dtype, shape, layout, pieces)
+        handle = self._arrays.name(array, body.result_handle)
+        response.assemble_array_from_single_device_arrays_response.array_handle = handle
+
+    def disassemble(self, body: Any, response: Any) -> None:
+        """Make an array of each shard."""
+        source = self._arrays.usable(body.array_handle)
+        handles = list(body.result_handles) or [0] * len(source.devices)
+        said = response.disassemble_into_single_device_arrays_response
+        for position, handle in enumerate(handles):
+            said.array_handles.append(self._arrays.name(self._part(source, [position]), handle))
+
+    def fully_replicated_shard(self, body: Any, response: Any) -> None:
+        """Make an array of the first shard."""
+        part = self._part(self._arrays.usable(body.array_handle), [0])
+        handle = self._arrays.name(part, body.result_handle)
+        response.fully_replicated_shard_response.array_handle = handle
+
+    def remap(self, body: Any, response: Any) -> None:
+        """Make arrays of other arrays' shards."""
+        sources = [self._arrays.usable(handle) for handle in body.array_handles]
+        made = []
+        for one in body.plan.output_specs:
+            dtype, shape = shardings.dtype_and_shape(one)
+            layout = shardings.read(one.sharding, shape)
+            made.append((dtype, shape, layout, [None] * len(layout.devices)))
+        for mapping in body.plan.mappings:
+            source, pieces = sources[mapping.in_array], made[mapping.out_array][3]
+            steps = (
+                (mapping.from_start, mapping.from_end, mapping.from_step),
+                (mapping.to_start, mapping.to_end, mapping.to_step),
+            )
+            starts, ends = ([range(*each) for each in zip(*one, strict=True)] for one in steps)
+            for there, here in zip(starts, ends, strict=True):
+                for at, onto in zip(there, here, strict=True):
+                    pieces[onto] = (source, at)  # type: ignore[call-overload]
+        handles = list(body.result_handles) or [0] * len(made)
+        for handle, one in zip(handles, made, strict=True):
+            array = self._of_pieces(*one)
+            response.remap_arrays_response.array_handles.append(self._arrays.name(array, handle))
+
+    # --- ends ----------------------------------------------------------------------------------------
+
+    def delete(self, handles: Sequence[int]) -> None:
+        """Delete arrays; unknown ones are no error."""
+        for handle in handles:
+            if (array := self._arrays.get(handle)) is not None and array.error is None:
+                array.delete()
+
+    def destruct(self, handles: Sequence[int]) -> None:
+        """Forget the names of arrays."""
+        for handle in handles:
+            self._arrays.pop(handle, None)
+
+
+def _bytes_of(value: np.ndarray[Any, Any]) -> Any:
+    if not value.size:
+        return b""
+    return memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))

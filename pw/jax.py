@@ -1,0 +1,87 @@
+"""Unmodified JAX on the session's virtual devices.
+
+    PW_ADDRESS=tcp://… JAX_PLATFORMS=pw python script.py
+
+or, before the first use of JAX, `import pw.jax; pw.jax.connect()`. Then `jax.devices()` are virtual
+devices of the cluster (without an address: of the embedded one), and everything in JAX runs there.
+JAX finds this module by its entry point in the group `jax_plugins`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pw.core.errors import Error
+
+__all__ = ["connect", "initialize"]
+
+PLATFORM = "pw"
+_arguments: dict[str, Any] = {}
+
+
+def initialize() -> None:
+    """Register the platform `pw` with JAX, if it was asked for; called by JAX when it looks for plugins."""
+    import jax
+
+    asked: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    if PLATFORM in asked.split(","):
+        _register()
+
+
+def connect(
+    address: str | None = None,
+    *,
+    devices: int | None = None,
+    islands: int | list[str] | None = None,
+    **session: Any,
+) -> None:
+    """Make JAX use virtual devices of a cluster; call it before the first use of JAX.
+
+    Args:
+        address: as of `pw.connect`.
+        devices: how many devices, over all islands; `PW_DEVICES`, else all there are.
+        islands: how many islands, or their names; `PW_ISLANDS`, else all there are.
+        **session: `share`, `priority` and the other options of `pw.connect`.
+
+    Raises:
+        Error: JAX has chosen its devices already.
+        ConnectionFailed: no controller answers at the address.
+    """
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        raise Error(
+            "JAX has its devices already; call pw.jax.connect() before the first use of JAX, or start the "
+            "script with JAX_PLATFORMS=pw"
+        )
+    _arguments.update(address=address, devices=devices, islands=islands, session=session)
+    import jax
+
+    _register()
+    jax.config.update("jax_platforms", PLATFORM)
+    jax.devices()
+
+
+def _register() -> None:
+    from jax._src import xla_bridge
+
+    if PLATFORM not in xla_bridge._backend_factories:
+        xla_bridge.register_backend_factory(PLATFORM, _backend, priority=-1, fail_quietly=False)
+
+
+def _backend() -> Any:
+    """Return JAX's client of the gateway in this process."""
+    from pw.core import installed
+
+    installed.check()
+    installed.check_extra("jax", "grpc", "google.protobuf")
+    from pw.gateway import in_process
+
+    return in_process.client(
+        _arguments.get("address"),
+        _arguments.get("devices"),
+        _arguments.get("islands"),
+        _arguments.get("session", {}),
+        os.environ,
+    )
