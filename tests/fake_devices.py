@@ -24,11 +24,12 @@ from pw.core.errors import (
     TransferFailed,
 )
 from pw.core.landing import Landing
-from pw.core.messages import ThreadReport
+from pw.core.messages import Detail, ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
+from pw.testing.sim.digests import examined
 
 if TYPE_CHECKING:
     from tests.actors import World
@@ -92,6 +93,7 @@ class FakeBackend:
         self.world, self.name = world, name
         self.queue: deque[ops.Op] = deque()
         self.installed: dict[bytes, tuple[Computation, bytes, tuple[DeviceAddress, ...]]] = {}
+        self.kept: set[bytes] = set()
         self.executed: list[bytes] = []
         self.full_for: str | None = None
         """The computation of several hosts that this host alone cannot enqueue."""
@@ -115,7 +117,24 @@ class FakeBackend:
             self.queue.append(ops.Call(lambda: self.installed.update({key: entry})))
         self.world.happenings[self.name].append(lambda: done(error))
 
+    def compile(
+        self,
+        key: bytes,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        detail: Detail,
+        done: ops.DoneCompiling,
+    ) -> None:
+        told: Any
+        try:
+            told = examined(artifact, detail)
+            self.queue.append(ops.Call(lambda: self.kept.add(key)))
+        except CompileError as error:
+            told = ErrorReport.of(error, self.name)
+        self.world.happenings[self.name].append(lambda: done(told))
+
     def forget(self, key: bytes) -> None:
+        self.queue.append(ops.Call(lambda: self.kept.discard(key)))
         self.queue.append(ops.Call(lambda: self.installed.pop(key, None) and None))
 
     def submit(self, batch: Sequence[ops.Op]) -> None:

@@ -19,8 +19,7 @@ from pw.client.connection.children import Child
 from pw.client.connection.cluster import visible_gpus
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed
-from pw.devices.jax import compile as jax_compile
-from pw.devices.jax import group
+from pw.devices.jax import executables, group
 from tests.test_jax_backend import add_one, export, open_host, spec_of
 
 
@@ -164,8 +163,8 @@ def test_what_processes_compile_together_for_accelerators_is_not_kept(
     kept: bool,
 ) -> None:
     stubs: Any = [SimpleNamespace(platform=platform, process_index=index) for index in processes]
-    judge = jax_compile.may_be_kept
-    monkeypatch.setattr(jax_compile, "may_be_kept", lambda devices: judge(stubs))
+    judge = executables.may_be_kept
+    monkeypatch.setattr(executables, "may_be_kept", lambda devices: judge(stubs))
 
     async def counters() -> dict[str, int]:
         async with open_host(tmp_path) as host:

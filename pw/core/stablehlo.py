@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from pw.core.errors import CompileError
+from pw.core.sharding import ArraySpec, Placement, Sharding
+
 
 class Stablehlo(msgspec.Struct, frozen=True, array_like=True):
     """The artifact of a computation of kind STABLEHLO; it takes and gives shards.
@@ -53,3 +56,27 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     output_bytes: int
     alias_bytes: int
     temporary_bytes: int
+
+
+def encode(code: Stablehlo) -> bytes:
+    """Return the artifact of a computation of kind STABLEHLO."""
+    return msgspec.msgpack.encode(code)
+
+
+def decode(artifact: bytes) -> Stablehlo:
+    """Return what `encode` was given. Raises CompileError if it is something else."""
+    try:
+        return msgspec.msgpack.decode(artifact, type=Stablehlo)
+    except msgspec.MsgspecError as error:
+        raise CompileError(f"the code of the function cannot be read: {error}") from error
+
+
+def spec_of_shards(
+    shape: tuple[int, ...], dtype: str, placement: Placement, *, is_stacked: bool
+) -> ArraySpec:
+    """Return the spec of an array with a shard of this shape on each device of a placement."""
+    devices = len(placement.devices)
+    if is_stacked and shape and devices > 1:
+        stacked = (devices * shape[0], *shape[1:])
+        return ArraySpec(stacked, dtype, Sharding(("_",), (devices,), (("_",),)), placement)
+    return ArraySpec(shape, dtype, Sharding(("_",), (devices,)), placement)

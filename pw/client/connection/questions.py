@@ -10,13 +10,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pw.client.connection.waiting import Waiting
-from pw.client.session.thread_messages import Ask, Look
+from pw.client.session.thread_messages import Ask, AskCompiler, Look
 from pw.client.show.live import About, patiently
-from pw.core.errors import ConnectionFailed, Error
+from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.core.messages import (
     CancelRuns,
     Checkpoint,
+    Compiled,
     Described,
+    Detail,
     DrainHost,
     Explain,
     Explanation,
@@ -26,11 +28,15 @@ from pw.core.messages import (
     Status,
 )
 from pw.core.sharding import ArraySpec, Placement, Sharding
+from pw.core.stablehlo import Stablehlo, encode
+from pw.transport.codec import MAX_FRAME_BYTES
 
 T = TypeVar("T")
 
 STATUS_S = 30.0
 EXPLAIN_S = 10.0
+ARTIFACT_BYTES = MAX_FRAME_BYTES - (1 << 20)
+"""The largest artifact that a message holds, beside what else is in it."""
 HURRIED_S = 1.5
 """How long an explanation may take that belongs to an error."""
 
@@ -137,6 +143,26 @@ class Questions:
         self._post(Look(path, ArraySpec((), "bool", Sharding((), ()), placement), answer))
         described: Described = answer.result()
         return described
+
+    def compile(
+        self, code: Stablehlo, placement: Placement, detail: Detail = Detail.FACTS
+    ) -> Future[Compiled]:
+        """Have the hosts of a placement compile a module for its devices, and describe it; waits for nothing.
+
+        A program with a computation of this artifact and placement, registered within a minute, shares the
+        executable. The future fails with CompileError and XLA's words. Raises ArgumentError for a module that
+        no message can hold.
+        """
+        artifact = encode(code)
+        if len(artifact) > ARTIFACT_BYTES:
+            raise ArgumentError(
+                f"a compiled function takes {len(artifact)} bytes, more than the {ARTIFACT_BYTES} that can be "
+                "sent to hosts; pass large constants to it as arguments"
+            )
+        answer = self.waiting("the compilation of a function")
+        anywhere = ArraySpec((), "bool", Sharding((), ()), placement)
+        self._post(AskCompiler(artifact, anywhere, detail, answer))
+        return answer
 
     def drain(self, host: str) -> Future[None]:
         """Move all work and data off a host; settled when it may be switched off."""

@@ -27,7 +27,16 @@ from typing import Any
 
 from pw.client.session.hosts import Devices, Hosts
 from pw.client.session.journaling import JournalingEnv
-from pw.client.session.thread_messages import Ask, Await, Get, Look, Settle, reject, resolve
+from pw.client.session.thread_messages import (
+    Ask,
+    AskCompiler,
+    Await,
+    Get,
+    Look,
+    Settle,
+    reject,
+    resolve,
+)
 from pw.core.actor import Part, handles
 from pw.core.errors import (
     INFRASTRUCTURE,
@@ -43,6 +52,8 @@ from pw.core.messages import (
     INLINE_BYTES,
     Answered,
     CancelRequest,
+    Compile,
+    Compiled,
     Describe,
     Described,
     Explain,
@@ -167,6 +178,21 @@ class Requests(Part):
         if self._begin(opened):
             self._ask(opened)
 
+    @handles(AskCompiler)
+    def _on_ask_compiler(self, sender: Address, note: AskCompiler) -> None:
+        def compile(opened: _Open, located: list[Devices]) -> None:
+            bound = self._hosts.binding(note.spec)
+            assert bound is not None, "the devices were found in it"
+            (devices,) = located
+            for host in dict.fromkeys(device.host for device in devices):
+                number = self._request(_Request(opened, host))
+                where = (devices, bound.island, bound.epoch)
+                self._hosts.send(host, Compile(number, note.artifact, *where, note.detail))
+
+        opened = _Open(note.answer, (), (note.spec,), compile)
+        if self._begin(opened):
+            self._ask(opened)
+
     def _begin(self, opened: _Open) -> bool:
         if self._closed is not None:
             reject(opened.future, self._closed)
@@ -243,6 +269,17 @@ class Requests(Part):
         for box, offset in zip(request.boxes, offsets, strict=True):
             request.of.result.append((box, unpack(buffer, offset, request.spec, box)))
         self._settle(request.of)
+
+    @handles(Compiled)
+    def _on_compiled(self, sender: Address, message: Compiled) -> None:
+        """Take the first answer. The other hosts go on, as a program will need their executables."""
+        request = self._taken(message.request)
+        if request is not None:
+            for number in request.of.missing:
+                del self._requests[number]
+            request.of.missing.clear()
+            request.of.result = message
+            self._settle(request.of)
 
     @handles(Ready, Described, Status, Explanation, Stats)
     def _on_report(

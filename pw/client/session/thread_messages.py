@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import Error
-from pw.core.messages import AllocateSlice, Line
+from pw.core.messages import AllocateSlice, Detail, Line
 from pw.core.sharding import ArraySpec, Box
 
 Part = tuple[Box, np.ndarray[Any, Any]]
@@ -131,6 +131,16 @@ class Ask:
     what: Callable[[int], object]
     answer: Settle
     arrays: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskCompiler:
+    """Have hosts compile an artifact for the devices of a spec; settled with the first `Compiled`."""
+
+    artifact: bytes
+    spec: ArraySpec
+    detail: Detail
+    answer: Settle
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import ErrorReport
-from pw.core.messages import ThreadReport
+from pw.core.messages import Detail, ThreadReport
 from pw.core.plan import Piece
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
+from pw.core.stablehlo import Facts
 
 Done = Callable[[ErrorReport | None], None]
 """Called on the loop thread with an error, or None for success."""
@@ -34,6 +35,9 @@ Done = Callable[[ErrorReport | None], None]
 DoneInstalling = Callable[[ErrorReport | int | None], None]
 """Called on the loop thread with an error, or with the bytes that the computation takes on each of
 its devices besides arguments and results; None if that is not known."""
+
+DoneCompiling = Callable[[Facts | str | dict[str, float] | ErrorReport], None]
+"""Called on the loop thread with an error, or with what was asked for."""
 
 Part = tuple[tuple[int, ...], Box, np.ndarray[Any, Any]]
 """The positions of shards, a box relative to the shard, and its bytes in host memory."""
@@ -216,8 +220,22 @@ class Backend(Protocol):
         A key is never given again.
         """
 
+    def compile(
+        self,
+        key: bytes,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        detail: Detail,
+        done: DoneCompiling,
+    ) -> None:
+        """Compile a StableHLO artifact in the order of the calls, keep it under `key`, and describe it.
+
+        A computation of the same artifact and devices, installed before `forget`, shares it. After an error,
+        nothing is kept.
+        """
+
     def forget(self, key: bytes) -> None:
-        """Drop an installed computation, after all ops submitted so far."""
+        """Drop an installed or kept computation, after all ops submitted so far."""
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` after all ops submitted before; one wake-up for all."""

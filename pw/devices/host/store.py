@@ -1,6 +1,6 @@
 """A host's object store: the shards of arrays that clients hold, and their way to clients.
 
-Its parts: the table of arrays, uploads, requests, replicas, files, and the output of clients'
+Its parts: the table of arrays, uploads, requests, compilations, replicas, files, and the output of clients'
 programs. When the epoch ends, the host's process takes the values that are ready and the
 replicas (`save`); the next incarnation's store begins with them.
 """
@@ -18,6 +18,7 @@ from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend, Value
 from pw.devices.host.checkpoint_files import Aside, Files
 from pw.devices.host.clients import Clients
+from pw.devices.host.compiling import Compilations
 from pw.devices.host.printing import Lines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
@@ -59,11 +60,13 @@ class ObjectStore(Actor):
             self.replicas,
             self.files,
         )
+        self.compilations = Compilations(env, backend, self.clients)
         # Uploads come before requests: the latter forget the client of a lost node.
         self.compose(
             self.clients,
             self.uploads,
             self.requests,
+            self.compilations,
             self.replicas,
             self.replicas.memory,
             self.files,
@@ -72,7 +75,8 @@ class ObjectStore(Actor):
 
     def joins(self, island: str, epoch: int, secret: bytes) -> None:
         """Accept clients whose tickets were signed with this key, and uploads to this epoch."""
-        self.uploads.place, self.clients.secret = (island, epoch), secret
+        self.uploads.place = self.compilations.place = (island, epoch)
+        self.clients.secret = secret
 
     def value(self, array: int) -> Value | None:
         """Return the value of an array, None if this host does not have it."""
@@ -93,6 +97,7 @@ class ObjectStore(Actor):
         self._gone_clients.add(client)
         for node in self.clients.nodes_of(client):
             self.requests.forget_node(node)
+            self.compilations.forget_node(node)
         for array in dict.fromkeys((*self.arrays, *self.requests.parked())):
             if client_of(array) == client:
                 self.drop(array)
@@ -127,6 +132,7 @@ class ObjectStore(Actor):
             "live_bytes": self.arrays.size_bytes(),
             "requests_waiting": len(self.requests),
             "uploads_arriving": len(self.uploads),
+            "compilations_kept": len(self.compilations),
         } | self.replicas.census()
 
     @handles(GetStats)

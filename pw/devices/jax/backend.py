@@ -38,12 +38,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.core.messages import ThreadReport
+from pw.core.messages import Detail, ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import (
     Build,
     Call,
+    DoneCompiling,
     DoneInstalling,
     Execute,
     Move,
@@ -128,8 +129,19 @@ class JaxBackend:
         """Compile a computation on the compile thread; equal computations share one executable."""
         self.compiler.install(key, computation, artifact, devices, done)
 
+    def compile(
+        self,
+        key: bytes,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        detail: Detail,
+        done: DoneCompiling,
+    ) -> None:
+        """Compile a StableHLO module on the compile thread, keep it as `key`, and describe it."""
+        self.compiler.examine(key, artifact, devices, detail, done)
+
     def forget(self, key: bytes) -> None:
-        """Drop the computation installed as `key`."""
+        """Drop the computation installed or kept as `key`."""
         self.compiler.forget(key)
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:

@@ -1,17 +1,13 @@
 """Makes executables of artifacts: checks them, compiles them, and shares one among equal computations.
 
-An artifact is a serialized `jax.export` of a flat function. It comes from a client, and StableHLO
-is not a sandbox: a `custom_call` may name any function that is linked into the worker, also the one
-that calls Python objects by address. So only listed targets are compiled: linear algebra libraries,
-random number kernels, and the markers that the partitioner replaces. Artifacts with effects, or
-with a channel to the host, are refused as well.
+An artifact is a serialized `jax.export` of a flat function, a StableHLO module (see `modules`), or a
+pickled Python function. It comes from a client, so it is vetted (see `vetting`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,26 +15,19 @@ import jax
 import jax.export
 
 from pw.core.errors import CompileError, ErrorReport
-from pw.core.program import Computation
+from pw.core.messages import Detail
+from pw.core.program import Computation, Kind
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding, dtype_of
-from pw.devices.host.backend import DoneInstalling
+from pw.core.stablehlo import Facts
+from pw.devices.host.backend import DoneCompiling, DoneInstalling
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
-from pw.devices.jax.executables import Executables
+from pw.devices.jax.executables import Executables, key_of
 from pw.devices.jax.layouts import SUB_BYTE, Layouts
+from pw.devices.jax.modules import Module, Modules
 from pw.devices.jax.python_functions import PythonFunctions
 from pw.devices.jax.threads import Completions, QueueThread
-
-_CUSTOM_CALL = re.compile(r'\b\w+\.custom_call\b"?\s*(?:@(?:"([^"]*)"|([\w$.-]+)))?')
-_CHOICE = re.compile(r"\bstablehlo\.(?:while|case|if)\b")
-_HOST_CHANNEL = re.compile(r"\bstablehlo\.(?:send|recv|infeed|outfeed)\b")
-_ALLOWED_TARGETS = re.compile(
-    r"(?:lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
-    r"|(?:cu|hip)_(?:threefry2x32_ffi|lu_pivots_to_permutation)"
-    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|shape_assertion"
-    r"|AllocateBuffer|ApproxTopK|Eigh|LuDecomposition|ProductOfElementaryHouseholderReflectors|Qr"
-    r"|stablehlo\.dynamic_(?:approx_top_k|reduce_window|rng_bit_generator|top_k)"
-)
+from pw.devices.jax.vetting import vet
 
 
 class Executable(NamedTuple):
@@ -63,48 +52,11 @@ class _Made(NamedTuple):
     """Memory it takes on a device while it runs, besides arguments and results; None if unknown."""
     keys: set[bytes]
     """The keys that it is installed under."""
+    module: Module | None = None
+    """What it calls, if it is a StableHLO module; kept here, so that others can share it."""
 
 
 Publish = Callable[[bytes, Executable | None], None]
-
-
-def vet(exported: jax.export.Exported, computation: Computation) -> bool:
-    """Raise CompileError unless `exported` is what `computation` says, and harmless.
-
-    Returns whether it has no loops, branches or native calls.
-    """
-    if exported.ordered_effects or exported.unordered_effects:
-        raise CompileError(
-            "the function has side effects; callbacks and prints cannot run on a worker. Return what is to be "
-            "seen, and print it in this process"
-        )
-    for what, avals, specs in (
-        ("arguments", exported.in_avals, computation.inputs),
-        ("results", exported.out_avals, computation.outputs),
-    ):
-        found = [(tuple(aval.shape), aval.dtype.name) for aval in avals]
-        wanted = [(spec.shape, spec.dtype) for spec in specs]
-        if found != wanted:
-            raise CompileError(
-                f"the {what} of the compiled function are {found}, not {wanted} as its call says; "
-                "make the pw.jit function anew"
-            )
-    if beyond := [at for at in computation.donated if not 0 <= at < len(computation.inputs)]:
-        raise CompileError(f"the arguments {beyond} are donated, and there are none of that number")
-    text = str(exported.mlir_module())
-    for match in _CUSTOM_CALL.finditer(text):
-        target = match[1] or match[2] or "(unreadable)"
-        if not _ALLOWED_TARGETS.fullmatch(target):
-            raise CompileError(
-                f"the function calls the native function {target!r}, which workers do not allow; write it with "
-                "jax.numpy or jax.lax instead"
-            )
-    if channel := _HOST_CHANNEL.search(text):
-        raise CompileError(
-            f"the function talks to its host ({channel[0]}), which is not allowed; return such values, or "
-            "use a pw.host_function"
-        )
-    return not _CHOICE.search(text) and not _CUSTOM_CALL.search(text)
 
 
 def _flat(exported: jax.export.Exported) -> Callable[..., tuple[jax.Array, ...]]:
@@ -125,22 +77,16 @@ def _temporary_bytes(compiled: jax.stages.Compiled) -> int:
         return 0
 
 
-def may_be_kept(devices: Iterable[jax.Device]) -> bool:
-    """Whether one process may load an executable for `devices` while others compile it.
-
-    On accelerators, processes that compile together divide the search for the quickest kernels
-    among them, and wait for what the others have found.
-    """
-    first, *others = devices
-    return first.platform == "cpu" or all(d.process_index == first.process_index for d in others)
-
-
 def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
     """What determines an executable: the code, the devices, and the layouts of arguments and
     results."""
     located = dict(zip(computation.placement.devices, devices, strict=True))
 
     def wished(spec: ArraySpec) -> tuple[Any, ...]:
+        if not located.keys() >= set(spec.placement.devices):
+            raise CompileError(
+                f"{spec.short} does not lie on the devices of {computation.name!r}; make the function anew"
+            )
         where = tuple(located[index] for index in spec.placement.devices)
         return (spec.shape, spec.dtype, spec.sharding, where)
 
@@ -169,15 +115,23 @@ class Compiler:
         self._executables = executables
         self._python = python
         self._output = output
+        self._modules = Modules(layouts, executables)
+        self._held: dict[bytes, Module] = {}
+        """Modules that are kept for a program which may come."""
         self._wish_of: dict[bytes, Any] = {}
         self._made: dict[Any, _Made] = {}
-        self.compilations = 0
+        self._exports_compiled = 0
         self.thread: QueueThread[Callable[[], None]] = QueueThread(
             "pw-compile", lambda job: job(), completions.fail
         )
 
     def __len__(self) -> int:
-        return len(self._wish_of)
+        return len(self._wish_of) + len(self._held)
+
+    @property
+    def compilations(self) -> int:
+        """How many executables were compiled, not loaded."""
+        return self._exports_compiled + self._modules.compiled
 
     def install(
         self,
@@ -189,6 +143,17 @@ class Compiler:
     ) -> None:
         """Compile a computation unless an equal one is there; publish it, then call `done`."""
         self.thread.put(partial(self._install, key, computation, artifact, devices, done))
+
+    def examine(
+        self,
+        key: bytes,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        detail: Detail,
+        done: DoneCompiling,
+    ) -> None:
+        """Compile a StableHLO module, keep it until `forget(key)`, and call `done` with a detail of it."""
+        self.thread.put(partial(self._examine, key, artifact, devices, detail, done))
 
     def forget(self, key: bytes) -> None:
         """Drop `key`, and its executable when no other key shares it."""
@@ -212,7 +177,26 @@ class Compiler:
             told = ErrorReport.of(error, self._host, CompileError)
         self._completions.post(done, told)
 
+    def _examine(
+        self,
+        key: bytes,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        detail: Detail,
+        done: DoneCompiling,
+    ) -> None:
+        told: Facts | str | dict[str, float] | ErrorReport
+        try:
+            with self._output.on_behalf_of(owner_of(key)):
+                module = self._modules.load(artifact, devices)
+                told = module.told(detail)
+            self._held[key] = module
+        except Exception as error:  # noqa: BLE001 - the error is the answer
+            told = ErrorReport.of(error, self._host, CompileError)
+        self._completions.post(done, told)
+
     def _forget(self, key: bytes) -> None:
+        self._held.pop(key, None)
         wish = self._wish_of.pop(key, None)
         if wish is not None:
             keys = self._made[wish].keys
@@ -250,6 +234,8 @@ class Compiler:
             raise CompileError(
                 "the code of the function was damaged on its way; make the pw.jit function anew"
             )
+        if computation.kind is Kind.STABLEHLO:
+            return self._of_module(computation, artifact, devices)
         exported = jax.export.deserialize(bytearray(artifact))
         is_straight = vet(exported, computation)
         for spec in (*computation.inputs, *computation.outputs):
@@ -267,7 +253,7 @@ class Compiler:
         compiled: Any = None if kept_as is None else self._executables.load(kept_as)
         if compiled is None:
             compiled = jitted.lower(*avals).compile()
-            self.compilations += 1
+            self._exports_compiled += 1
             if kept_as is not None:
                 self._executables.save(kept_as, compiled)
         temporary_bytes = _temporary_bytes(compiled)
@@ -280,23 +266,27 @@ class Compiler:
         )
         return _Made(executable, temporary_bytes, set())
 
-    def _kept_as(self, wish: Any) -> bytes | None:
-        """What a wish is called beyond this epoch, in which hosts may have other names and ranks.
+    def _of_module(
+        self, computation: Computation, artifact: bytes, devices: tuple[DeviceAddress, ...]
+    ) -> _Made:
+        module = self._modules.load(artifact, devices)
+        device = devices[0].ordinal if len(devices) == 1 else None
+        executable = Executable(
+            self._modules.call_of(module, computation, devices),
+            module.facts.donated,
+            computation.name,
+            device,
+            module.is_straight and device is not None,
+        )
+        return _Made(executable, module.facts.temporary_bytes, set(), module)
 
-        None if nothing is to be kept of it.
-        """
+    def _kept_as(self, wish: Any) -> bytes | None:
+        """What a wish is called beyond this epoch, in which hosts may have other names and ranks."""
         artifact, devices, inputs, outputs, donated = wish
         mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
-        if not may_be_kept(mesh.devices.flat):
-            return None
-        names = {
-            address: f"{device.platform}:{device.process_index}:{device.id}"
-            for address, device in zip(devices, mesh.devices.flat, strict=True)
-        }
+        number = {address: position for position, address in enumerate(devices)}
         lie = [
-            (shape, dtype, sharding, [names[address] for address in where])
+            (shape, dtype, sharding, [number[address] for address in where])
             for shape, dtype, sharding, where in (*inputs, *outputs)
         ]
-        here = (jax.process_index(), jax.process_count(), jax.__version__)
-        described = repr((artifact, [*names.values()], len(inputs), lie, donated, here))
-        return hashlib.sha256(described.encode()).digest()
+        return key_of([*mesh.devices.flat], artifact, len(inputs), lie, donated)

@@ -21,11 +21,11 @@ import os
 import pickle
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import serialize_executable
@@ -37,11 +37,35 @@ LIMIT_BYTES = 2 << 30
 
 _DIGEST_BYTES = 32
 
+Loaded = TypeVar("Loaded")
+
 
 def default_folder() -> Path:
     """The folder for the executables of this user's workers, by default."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(caches).expanduser() / "pw" / "executables"
+
+
+def may_be_kept(devices: Iterable[jax.Device]) -> bool:
+    """Whether one process may load an executable for `devices` while others compile it.
+
+    On accelerators, processes that compile together divide the search for the quickest kernels
+    among them, and wait for what the others have found.
+    """
+    first, *others = devices
+    return first.platform == "cpu" or all(d.process_index == first.process_index for d in others)
+
+
+def key_of(devices: Sequence[jax.Device], *wish: object) -> bytes | None:
+    """What an executable for these devices is saved under, if nothing else than `wish` determines it.
+
+    None if it is not to be kept.
+    """
+    if not may_be_kept(devices):
+        return None
+    names = [f"{device.platform}:{device.process_index}:{device.id}" for device in devices]
+    here = (jax.process_index(), jax.process_count(), jax.__version__)
+    return hashlib.sha256(repr((names, here, wish)).encode()).digest()
 
 
 class Executables:
@@ -78,6 +102,10 @@ class Executables:
     def load(self, key: bytes) -> Any:
         """The executable saved under `key` (32 bytes) on a machine like this; None if there is
         none."""
+        return self.load_with(key, _deserialized)
+
+    def load_with(self, key: bytes, deserialize: Callable[[bytes], Loaded]) -> Loaded | None:
+        """What `deserialize` makes of the bytes saved under `key`; None if there are none."""
         if self._folder is None:
             return None
         try:
@@ -95,11 +123,7 @@ class Executables:
             digest, saved = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
             if hashlib.sha256(saved).digest() != digest:
                 raise ValueError("it was not written to its end")
-            numbers, (data, takes, gives) = pickle.loads(saved)
-            here = {device.id: device for device in jax.devices()}
-            executable = serialize_executable.deserialize_and_load(
-                data, takes, gives, execution_devices=[here[number] for number in numbers]
-            )
+            executable = deserialize(saved)
         except Exception:  # noqa: BLE001 - it is compiled instead
             self.failed += 1
             return None
@@ -108,13 +132,14 @@ class Executables:
 
     def save(self, key: bytes, executable: Any) -> None:
         """Keep an executable, if the platform can serialize it and there is room."""
+        self.save_with(key, lambda: _serialized(executable))
+
+    def save_with(self, key: bytes, serialize: Callable[[], bytes]) -> None:
+        """Keep the bytes that `serialize` returns, if it does not raise and there is room."""
         if self._folder is None:
             return
         try:
-            # JAX records the devices, but by default loads an executable for all devices.
-            devices = executable._executable._unloaded_executable.device_list
-            numbers = [device.id for device in devices]
-            data = pickle.dumps((numbers, serialize_executable.serialize(executable)))
+            data = serialize()
         except Exception:  # noqa: BLE001 - not every platform can serialize
             self.failed += 1
             return
@@ -169,6 +194,21 @@ class Executables:
             total -= size
             if total <= self._limit_bytes:
                 return
+
+
+def _serialized(executable: Any) -> bytes:
+    # JAX records the devices, but by default loads an executable for all devices.
+    devices = executable._executable._unloaded_executable.device_list
+    numbers = [device.id for device in devices]
+    return pickle.dumps((numbers, serialize_executable.serialize(executable)))
+
+
+def _deserialized(saved: bytes) -> Any:
+    numbers, (data, takes, gives) = pickle.loads(saved)
+    here = {device.id: device for device in jax.devices()}
+    return serialize_executable.deserialize_and_load(
+        data, takes, gives, execution_devices=[here[number] for number in numbers]
+    )
 
 
 class _Untrusted(Exception):

@@ -113,7 +113,7 @@ def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, An
     Raises InternalError when one is missing. On CPU, aligned memory is aliased.
     """
     _check_complete(layout, shards)
-    aval = _aval(spec.shape, spec.dtype, layout.sharding)
+    aval = aval_of(spec.shape, spec.dtype, layout.sharding)
     placed = [shards[position] for position in layout.local]
     # jax.make_array_from_callback calls this as well, after checks that take three times as long.
     made: jax.Array = pxla.batched_device_put(
@@ -123,7 +123,8 @@ def put(spec: ArraySpec, layout: Layout, shards: Mapping[int, np.ndarray[Any, An
 
 
 @lru_cache(maxsize=_AVALS_KEPT)
-def _aval(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> core.ShapedArray:
+def aval_of(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> core.ShapedArray:
+    """The type of an array, as JAX describes it."""
     aval = core.ShapedArray(shape, dtype_of(dtype))
     laid_out: core.ShapedArray = core.update_aval_with_sharding(aval, sharding)
     return laid_out

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalError
-from pw.core.messages import ThreadReport
+from pw.core.messages import Detail, ThreadReport
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
-from pw.testing.sim.digests import DOES_NOT_COMPILE, lasts_s
+from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.shards import Installed, Layout, Shards
 from pw.testing.sim.world import Violation
@@ -73,6 +73,8 @@ class SimBackend:
         self._random = node.world.streams(f"devices/{node.name}")
         self._queue: deque[ops.Op] = deque()
         self._installed: dict[bytes, Installed] = {}
+        self._kept: set[bytes] = set()
+        """Artifacts that were compiled for programs which may come."""
         self.broken: ErrorReport | None = None
         """The error of a failed computation of several hosts: this host joins no further ones."""
         self._running = False
@@ -97,9 +99,6 @@ class SimBackend:
         if artifact.startswith(DOES_NOT_COMPILE):
             words = f"the computation {computation.name!r} does not compile"
             error = ErrorReport.of(CompileError(words), self.host)
-        start_s = max(self._world.now_s, self._compiling_until_s)
-        delay_s = COMPILE_S * self.node.slowness * self._random.uniform(0.5, 2.0)
-        self._compiling_until_s = start_s + delay_s
 
         def compiled() -> None:
             if error is None:
@@ -108,7 +107,34 @@ class SimBackend:
                 self.submit([ops.Call(lambda: self._installed.update({key: made}))])
             self.answer(lambda: done(error))
 
-        self._world.at(self._compiling_until_s, self._awake, compiled)
+        self._world.at(self._compiled_at_s(), self._awake, compiled)
+
+    def compile(
+        self,
+        key: bytes,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        detail: Detail,
+        done: ops.DoneCompiling,
+    ) -> None:
+        """Compile a StableHLO artifact, and keep it."""
+
+        def compiled() -> None:
+            try:
+                told: Any = examined(artifact, detail)
+                self._kept.add(key)
+            except CompileError as error:
+                told = ErrorReport.of(error, self.host)
+            self.answer(lambda: done(told))
+
+        self._world.at(self._compiled_at_s(), self._awake, compiled)
+
+    def _compiled_at_s(self) -> float:
+        """Plan one more compilation, after those before; the time when it ends."""
+        start_s = max(self._world.now_s, self._compiling_until_s)
+        delay_s = COMPILE_S * self.node.slowness * self._random.uniform(0.5, 2.0)
+        self._compiling_until_s = start_s + delay_s
+        return self._compiling_until_s
 
     def forget(self, key: bytes) -> None:
         """Drop an installed computation after everything compiled and submitted so far."""
@@ -119,6 +145,7 @@ class SimBackend:
 
     def _forget(self, key: bytes) -> None:
         self._installed.pop(key, None)
+        self._kept.discard(key)
 
     def submit(self, batch: Sequence[ops.Op]) -> None:
         """Run what computes after all that was submitted before; the rest at once."""
@@ -173,7 +200,7 @@ class SimBackend:
     @property
     def installed(self) -> int:
         """Computations that can be run."""
-        return len(self._installed)
+        return len(self._installed) + len(self._kept)
 
     @property
     def buffers(self) -> int:

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from pw.core.errors import CompileError
+from pw.core.messages import Detail
 from pw.core.sharding import ArraySpec, dtype_of
+from pw.core.stablehlo import Facts, decode
 
 DOES_NOT_COMPILE = b"does not compile"
 RAISES = b"raises"
@@ -60,3 +63,15 @@ def lasts_s(artifact: bytes) -> float | None:
 def computes(artifact: bytes) -> bool:
     """Whether the artifact is of a computation that works."""
     return not artifact.startswith((DOES_NOT_COMPILE, RAISES))
+
+
+def examined(artifact: bytes, detail: Detail) -> Facts | str | dict[str, float]:
+    """What the compiler says of a StableHLO artifact. Raises CompileError if it does not compile."""
+    module = decode(artifact).module
+    if module.startswith(DOES_NOT_COMPILE):
+        raise CompileError(f"the module {module!r} does not compile")
+    if detail is Detail.TEXT:
+        return module.hex()
+    if detail is Detail.COSTS:
+        return {module.hex(): 1.0}
+    return Facts(module.hex(), (), (), (), *[0] * 5)

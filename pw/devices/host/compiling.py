@@ -1,0 +1,139 @@
+"""Compiles StableHLO artifacts for clients before they register programs with them.
+
+The executable stays for a while, so that a program which is installed soon after shares it. A lost
+client leaves nothing.
+
+    asked -compiled-> kept -KEPT_S, or KEPT of the same client are newer-> dropped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import ErrorReport, HostLost, ProtocolError
+from pw.core.ids import Address, client_id
+from pw.core.messages import CancelRequest, Compile, Compiled, PeerLost, RequestFailed
+from pw.core.stablehlo import Facts
+from pw.devices.host.backend import Backend
+from pw.devices.host.clients import Clients
+
+KEPT_S = 60.0
+"""How long an executable stays without a program."""
+
+KEPT = 256
+"""How many executables stay for one client; one more drops the oldest."""
+
+WAITING = 1024
+"""Compilations that one client may wait for; the host refuses more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expired:
+    """Timer: drop an executable that was kept for a program."""
+
+    node: str
+    key: bytes
+
+
+class Compilations(Part):
+    """Answers `Compile`.
+
+    Args:
+        env: the store's.
+        backend: compiles.
+        clients: the clients that this host knows.
+    """
+
+    def __init__(self, env: Env, backend: Backend, clients: Clients) -> None:
+        self._env = env
+        self._backend = backend
+        self._clients = clients
+        self.place: tuple[str, int] = ("", 0)
+        """The island and the epoch of this host."""
+        self._serial = 0
+        self._waiting: dict[tuple[str, int], bytes] = {}
+        """The keys of the compilations that clients wait for, by node and request."""
+        self._kept: dict[str, dict[bytes, None]] = {}
+        """The keys of the executables that are kept, by the node of their client; the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) + sum(map(len, self._kept.values()))
+
+    @handles(Compile)
+    def _compile(self, sender: Address, message: Compile) -> None:
+        client = self._clients.at(sender.node)
+        if client is None:
+            self._env.send(sender, RequestFailed(message.request, self._clients.refusal()))
+            return
+        refused: Exception | None = None
+        if (message.island, message.epoch) != self.place:
+            # The client hears of the new binding, and asks its hosts.
+            refused = HostLost("a function was to be compiled for an island that was formed again")
+        elif sum(node == sender.node for node, _ in self._waiting) >= WAITING:
+            refused = ProtocolError(
+                f"more than {WAITING} functions are being compiled for one client; wait for some"
+            )
+        if refused is not None:
+            report = ErrorReport.of(refused, self._env.address.node)
+            self._env.send(sender, RequestFailed(message.request, report))
+            return
+        self._serial += 1
+        key = f"{client_id(client, 0)}/compile/{self._serial}".encode()
+        asked = (sender.node, message.request)
+        self._waiting[asked] = key
+
+        def compiled(told: Facts | str | dict[str, float] | ErrorReport) -> None:
+            if self._waiting.get(asked) != key:  # the client is lost, or does not want it any more
+                self._backend.forget(key)
+                return
+            del self._waiting[asked]
+            if isinstance(told, ErrorReport):
+                self._env.send(sender, RequestFailed(message.request, told))
+                return
+            self._keep(sender.node, key)
+            self._env.send(sender, _answer(message.request, told))
+
+        self._backend.compile(key, message.artifact, message.devices, message.detail, compiled)
+
+    def _keep(self, node: str, key: bytes) -> None:
+        kept = self._kept.setdefault(node, {})
+        kept[key] = None
+        self._env.call_later(KEPT_S, _Expired(node, key))
+        if len(kept) > KEPT:
+            self._drop(node, next(iter(kept)))
+
+    @handles(_Expired)
+    def _expired(self, sender: Address, note: _Expired) -> None:
+        self._drop(note.node, note.key)
+
+    def _drop(self, node: str, key: bytes) -> None:
+        kept = self._kept.get(node, {})
+        if key in kept:
+            del kept[key]
+            if not kept:
+                del self._kept[node]
+            self._backend.forget(key)
+
+    @handles(CancelRequest)
+    def _cancel(self, sender: Address, message: CancelRequest) -> None:
+        self._waiting.pop((sender.node, message.request), None)
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        self.forget_node(message.node)
+
+    def forget_node(self, node: str) -> None:
+        """Drop all that is kept for a lost client."""
+        for asked in [asked for asked in self._waiting if asked[0] == node]:
+            del self._waiting[asked]
+        for key in list(self._kept.get(node, ())):
+            self._drop(node, key)
+
+
+def _answer(request: int, told: Facts | str | dict[str, float]) -> Compiled:
+    if isinstance(told, Facts):
+        return Compiled(request, facts=told)
+    if isinstance(told, str):
+        return Compiled(request, text=told)
+    return Compiled(request, costs=told)

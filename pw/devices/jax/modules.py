@@ -1,0 +1,312 @@
+"""Compiles StableHLO modules as clients send them (`pw.core.stablehlo`), with their own compile options.
+
+JAX is not asked to trace or to lower anything: the module, its shardings and its donations are the
+client's. A compiled module takes and gives shards, one on each of its devices, so the host looks at
+specs only to check their sizes and to name the results.
+
+Of the options, only those are taken that say how to divide and to optimize the module. The others
+are this process's own: they name files, and plugins.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import msgspec
+import numpy as np
+from jax._src.interpreters import mlir
+from jaxlib import _jax, xla_client
+from jaxlib.cpu import _lapack
+
+from pw.core.errors import CompileError
+from pw.core.messages import Detail
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
+from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, decode
+from pw.devices.jax.executables import Executables, key_of
+from pw.devices.jax.layouts import Layouts, aval_of
+from pw.devices.jax.vetting import vet_code
+
+_LARGE_CONSTANT = 16
+"""Larger constants are left out of the text that is vetted."""
+
+_BUILD_OPTIONS = (
+    "allow_spmd_sharding_propagation_to_output",
+    "allow_spmd_sharding_propagation_to_parameters",
+    "auto_spmd_partitioning_mesh_ids",
+    "auto_spmd_partitioning_mesh_shape",
+    "exec_time_optimization_effort",
+    "fdo_profile",
+    "memory_fitting_effort",
+    "memory_fitting_level",
+    "optimization_level",
+    "use_auto_spmd_partitioning",
+    "use_shardy_partitioner",
+    "use_spmd_partitioning",
+)
+_DEBUG_OPTIONS = (
+    "xla_backend_optimization_level",
+    "xla_cpu_enable_fast_math",
+    "xla_cpu_fast_math_honor_division",
+    "xla_cpu_fast_math_honor_functions",
+    "xla_cpu_fast_math_honor_infs",
+    "xla_cpu_fast_math_honor_nans",
+    "xla_gpu_enable_fast_min_max",
+    "xla_llvm_disable_expensive_passes",
+    "xla_test_all_input_layouts",
+)
+_HARMFUL_OPTION = re.compile(r"dump|dir|path|file|prefix|plugin|extra_options|librar|autotune")
+"""Names of options that may write files on the host, read them, or load code."""
+
+_ALIASES = re.compile(r"\binput_output_alias=\{(.*?\)) \}")
+_ALIASED = re.compile(r": \((\d+), \{")
+_DONORS = re.compile(r"\bbuffer_donor=\{(.*?) \}")
+_DONOR = re.compile(r"\((\d+), \{")
+
+Call = Callable[..., Sequence[jax.Array]]
+
+
+class Module:
+    """A compiled module on its devices."""
+
+    def __init__(self, executable: Any, facts: Facts, is_straight: bool) -> None:
+        self.executable = executable
+        self.facts = facts
+        self.is_straight = is_straight
+        """It has no loops, branches or native calls."""
+
+    def told(self, detail: Detail) -> Facts | str | dict[str, float]:
+        """What a client wants to know."""
+        if detail is Detail.TEXT:
+            return str(self.executable.get_hlo_text())
+        if detail is Detail.COSTS:
+            costs: dict[str, Any] = self.executable.cost_analysis()
+            return {name: value for name, value in costs.items() if isinstance(value, float)}
+        return self.facts
+
+
+class Modules:
+    """The modules that are compiled on this host, each as long as something refers to it."""
+
+    def __init__(self, layouts: Layouts, executables: Executables) -> None:
+        self._layouts = layouts
+        self._executables = executables
+        self._loaded: WeakValueDictionary[tuple[bytes, tuple[DeviceAddress, ...]], Module]
+        self._loaded = WeakValueDictionary()
+        self.compiled = 0
+        """How many were compiled, not loaded from the folder."""
+
+    def load(self, artifact: bytes, devices: tuple[DeviceAddress, ...]) -> Module:
+        """The compiled module of an artifact on these devices. Raises CompileError with XLA's words."""
+        digest = hashlib.sha256(artifact).digest()
+        module = self._loaded.get((digest, devices))
+        if module is None:
+            module = self._compiled(digest, decode(artifact), devices)
+            self._loaded[digest, devices] = module
+        return module
+
+    def call_of(
+        self, module: Module, computation: Computation, devices: tuple[DeviceAddress, ...]
+    ) -> Call:
+        """A function that takes a `jax.Array` for each argument, and returns one for each result.
+
+        Raises CompileError unless the module is what `computation` says.
+        """
+        _check(module.facts, computation)
+        handlers = []
+        for spec in computation.outputs:
+            sharding = self._layouts(spec.sharding, devices).sharding
+            aval = aval_of(spec.shape, spec.dtype, sharding)
+            handlers.append(_jax.array_result_handler(aval, sharding, True, _skip_checks=True))
+        execute = module.executable.execute_sharded
+
+        def call(*arrays: jax.Array) -> Sequence[jax.Array]:
+            results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
+            return results
+
+        return call
+
+    def _compiled(
+        self, digest: bytes, code: Stablehlo, devices: tuple[DeviceAddress, ...]
+    ) -> Module:
+        if len(set(devices)) < len(devices) or not devices:
+            raise CompileError("a function is compiled for one or more different devices")
+        mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
+        physical: list[jax.Device] = [*mesh.devices.flat]
+        client: Any = physical[0].client
+        if physical[0].platform == "cpu":
+            _prepare_linear_algebra()
+        options = _options(code.options, physical)
+        with mlir.make_ir_context() as context:
+            try:
+                module = _jax.mlir.deserialize_portable_artifact(code.module, context)
+            except Exception as error:
+                raise CompileError(f"the code of the function cannot be read: {error}") from error
+            text = module.operation.get_asm(large_elements_limit=_LARGE_CONSTANT)
+            is_straight = vet_code(text)
+            kept_as = key_of(physical, "stablehlo", digest)
+            made: Module | None = None
+            if kept_as is not None:
+                made = self._executables.load_with(
+                    kept_as, functools.partial(_deserialized, physical, is_straight)
+                )
+            if made is None:
+                try:
+                    loaded = client.compile_and_load(
+                        module, _jax.DeviceList(tuple(physical)), options
+                    )
+                except Exception as error:
+                    raise CompileError(str(error)) from error
+                self.compiled += 1
+                made = Module(loaded, _facts(loaded, physical), is_straight)
+                if kept_as is not None:
+                    self._executables.save_with(kept_as, functools.partial(_serialized, made))
+        return made
+
+
+def _serialized(module: Module) -> bytes:
+    return msgspec.msgpack.encode((module.facts, module.executable.serialize()))
+
+
+def _deserialized(devices: Sequence[jax.Device], is_straight: bool, saved: bytes) -> Module:
+    facts, data = msgspec.msgpack.decode(saved, type=tuple[Facts, bytes])
+    client: Any = devices[0].client
+    loaded = client.deserialize_executable(data, _jax.DeviceList(tuple(devices)), None)
+    return Module(loaded, facts, is_straight)
+
+
+@functools.cache
+def _prepare_linear_algebra() -> None:
+    """Have the native functions of linear algebra find their library: JAX does so when it lowers them."""
+    _lapack.initialize()
+
+
+def _options(sent: bytes, devices: Sequence[jax.Device]) -> Any:
+    """The compile options of a client, without those that reach this machine, for these devices."""
+    asked = xla_client.CompileOptions.ParseFromString(sent)
+    replicas, partitions = asked.num_replicas, asked.num_partitions
+    if replicas * partitions != len(devices) or replicas < 1:
+        raise CompileError(
+            f"the function is compiled for {replicas} replicas of {partitions} partitions, and has "
+            f"{len(devices)} devices"
+        )
+    for name, _ in asked.env_option_overrides:
+        if _HARMFUL_OPTION.search(name):
+            raise CompileError(
+                f"the compiler option {name!r} is not allowed on workers; leave it out"
+            )
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = replicas, partitions
+    options.env_option_overrides = asked.env_option_overrides
+    build, asked_build = options.executable_build_options, asked.executable_build_options
+    build.num_replicas, build.num_partitions = replicas, partitions
+    for name in _BUILD_OPTIONS:
+        setattr(build, name, getattr(asked_build, name))
+    for name in _DEBUG_OPTIONS:
+        setattr(build.debug_options, name, getattr(asked_build.debug_options, name))
+    ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
+    options.device_assignment = xla_client.DeviceAssignment.create(ids)
+    if devices[0].platform != "cpu":
+        # Otherwise the hosts of a gang would wait for one another while they compile; but clients ask
+        # them in any order.
+        options.env_option_overrides = [
+            *options.env_option_overrides,
+            ("xla_gpu_shard_autotuning", False),
+        ]
+    return options
+
+
+def _facts(executable: Any, devices: Sequence[jax.Device]) -> Facts:
+    module = executable.hlo_modules()[0]
+    proto = module.as_serialized_hlo_module_proto()
+    program = xla_client.XlaComputation(proto).program_shape()
+    result = program.result_shape()
+    results = result.tuple_shapes() if result.is_tuple() else [result]
+    parameters = program.parameter_shapes()
+    kinds = executable.get_output_memory_kinds()[0]
+    own = devices[0].default_memory().kind
+    inputs = _shards(
+        parameters,
+        executable.get_parameter_shardings(),
+        executable.get_parameter_layouts(),
+        [own] * len(parameters),
+    )
+    outputs = _shards(
+        results, executable.get_output_shardings(), executable.get_output_layouts(), kinds
+    )
+    sizes = executable.get_compiled_memory_stats()
+    return Facts(
+        module.name,
+        inputs,
+        outputs,
+        _donated(module.to_string().partition("\n")[0]),
+        sizes.generated_code_size_in_bytes,
+        sizes.argument_size_in_bytes,
+        sizes.output_size_in_bytes,
+        sizes.alias_size_in_bytes,
+        max(0, sizes.temp_size_in_bytes),
+    )
+
+
+def _shards(
+    shapes: Sequence[Any],
+    shardings: Sequence[Any] | None,
+    layouts: Sequence[Any],
+    kinds: Sequence[str],
+) -> tuple[ShardFacts, ...]:
+    found = []
+    for index, shape in enumerate(shapes):
+        layout = layouts[index]._xla_layout()
+        found.append(
+            ShardFacts(
+                shape.numpy_dtype().name,
+                tuple(shape.dimensions()),
+                shardings[index].SerializeToString() if shardings is not None else b"",
+                tuple(layout.minor_to_major()),
+                layout.element_size_in_bits(),
+                kinds[index],
+            )
+        )
+    return tuple(found)
+
+
+def _donated(header: str) -> tuple[int, ...]:
+    """The positions of the arguments whose buffers a module takes, by the first line of its text."""
+    positions: set[int] = set()
+    for section, entry in ((_ALIASES, _ALIASED), (_DONORS, _DONOR)):
+        if found := section.search(header):
+            positions.update(int(position) for position in entry.findall(found[1]))
+    return tuple(sorted(positions))
+
+
+def _check(facts: Facts, computation: Computation) -> None:
+    """Raise CompileError unless a module takes, gives and donates what a computation says."""
+    for what, found, specs in (
+        ("arguments", facts.inputs, computation.inputs),
+        ("results", facts.outputs, computation.outputs),
+    ):
+        if any(spec.placement != computation.placement for spec in specs):
+            raise CompileError(f"the {what} of the function lie on other devices than the function")
+        shards = [(shard.shape, shard.dtype) for shard in found]
+        wanted = [(_shard_shape(spec), spec.dtype) for spec in specs]
+        if shards != wanted:
+            raise CompileError(
+                f"the {what} of the compiled function are {shards} on each device, not {wanted} as its "
+                "call says; compile it again"
+            )
+    if facts.donated != computation.donated:
+        raise CompileError(
+            f"the compiled function takes the buffers of its arguments {facts.donated}, not "
+            f"{computation.donated} as its call says; compile it again"
+        )
+
+
+def _shard_shape(spec: ArraySpec) -> tuple[int, ...]:
+    spec.sharding.check(spec.shape)
+    return spec.sharding.shard_shape(spec.shape)
