@@ -10,6 +10,7 @@ JAX finds this module by its entry point in the group `jax_plugins`.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from pw.core.errors import Error
@@ -17,7 +18,8 @@ from pw.core.errors import Error
 __all__ = ["connect", "initialize"]
 
 PLATFORM = "pw"
-_arguments: dict[str, Any] = {}
+_arguments: list[str] = []
+"""Those of `pw gateway`."""
 
 
 def initialize() -> None:
@@ -33,8 +35,9 @@ def connect(
     address: str | None = None,
     *,
     devices: int | None = None,
-    islands: int | list[str] | None = None,
-    **session: Any,
+    islands: int | Sequence[str] | None = None,
+    share: float = 1.0,
+    priority: int = 0,
 ) -> None:
     """Make JAX use virtual devices of a cluster; call it before the first use of JAX.
 
@@ -42,7 +45,8 @@ def connect(
         address: as of `pw.connect`.
         devices: how many devices, over all islands; `PW_DEVICES`, else all there are.
         islands: how many islands, or their names; `PW_ISLANDS`, else all there are.
-        **session: `share`, `priority` and the other options of `pw.connect`.
+        share: weight of this client under `pw-controller --policy share`.
+        priority: importance of this client under `pw-controller --policy priority`.
 
     Raises:
         Error: JAX has chosen its devices already.
@@ -55,7 +59,14 @@ def connect(
             "JAX has its devices already; call pw.jax.connect() before the first use of JAX, or start the "
             "script with JAX_PLATFORMS=pw"
         )
-    _arguments.update(address=address, devices=devices, islands=islands, session=session)
+    names = str(islands) if isinstance(islands, int) else ",".join(islands or ())
+    _arguments[:] = [
+        *("--address", address or os.environ.get("PW_ADDRESS", "")),
+        *("--devices", str(devices or 0)),
+        *("--islands", names),
+        *("--share", str(share)),
+        *("--priority", str(priority)),
+    ]
     import jax
 
     _register()
@@ -76,12 +87,6 @@ def _backend() -> Any:
 
     installed.check()
     installed.check_extra("jax", "grpc", "google.protobuf")
-    from pw.gateway import in_process
+    from pw.gateway import beside
 
-    return in_process.client(
-        _arguments.get("address"),
-        _arguments.get("devices"),
-        _arguments.get("islands"),
-        _arguments.get("session", {}),
-        os.environ,
-    )
+    return beside.client(_arguments or ["--address", os.environ.get("PW_ADDRESS", "")])

@@ -1,4 +1,8 @@
-"""`pw gateway`: serves JAX's remote protocol to processes that know nothing of pw."""
+"""`pw gateway`: serves JAX's remote protocol to processes that know nothing of pw.
+
+Each connection gets a session of its own. Without the address of a controller the gateway starts a
+cluster, which ends with it; the first connection uses the session of that cluster.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Annotated
 
 import typer
 import uvloop
 
-from pw.cli.process import Daemon, check_bind
+from pw.cli.process import Daemon, check_bind, command, configure_logging
+from pw.client.connection import embedded
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.core.errors import Error
@@ -23,58 +30,115 @@ CONNECTING = 4
 """Sessions that are begun at the same time."""
 
 
+class _Sessions:
+    """Begins a session for each connection; from several threads."""
+
+    def __init__(
+        self,
+        address: str,
+        devices: int | None,
+        islands: str,
+        share: float,
+        priority: int,
+        cluster: ExitStack,
+    ) -> None:
+        self._wanted = choosing.Wanted.of(devices, islands, os.environ)
+        self._share, self._priority = share, priority
+        self._own: Runtime | None = None
+        """The session of a cluster of its own, until a connection takes it."""
+        if not address:
+            own = self._start_cluster(cluster)
+            address = own.endpoint or ""
+        self._address = address
+
+    def _start_cluster(self, cluster: ExitStack) -> Runtime:
+        count = self._wanted.island_count or 1
+        each = self._wanted.devices_each(count)
+        if count == 1:
+            start = embedded.with_worker(each)
+        else:
+            from pw.client.connection.cluster import LocalCluster
+
+            local = cluster.enter_context(
+                LocalCluster(count, 1, each or embedded.device_count(), connect=False)
+            )
+            start = remote(local.address)
+        self._own = runtime = Runtime(start, self._share, self._priority)
+        cluster.callback(runtime.close)
+        return runtime
+
+    def begin(self) -> tuple[Runtime, Devices, Callable[[], None]]:
+        """Begin a session. Returns it, its devices, and what ends it."""
+        runtime, self._own = self._own, None
+        if runtime is not None:  # it ends with the cluster
+            return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
+        runtime = Runtime(remote(self._address), self._share, self._priority)
+        try:
+            devices = Devices(choosing.allocate(runtime, self._wanted))
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime, devices, runtime.close
+
+
 def serve(
-    address: str,
-    bind: str,
-    devices: int | None,
-    islands: int | None,
-    share: float,
-    priority: int,
-    allow_remote: bool,
-) -> int:
-    """Serve until SIGTERM; returns the exit code. Each connection gets a session of its own.
+    address: Annotated[str, typer.Option()] = "",
+    bind: Annotated[str, typer.Option()] = "tcp://127.0.0.1:29000",
+    devices: Annotated[int, typer.Option()] = 0,
+    islands: Annotated[str, typer.Option()] = "",
+    share: Annotated[float, typer.Option()] = 1.0,
+    priority: Annotated[int, typer.Option()] = 0,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote")] = False,
+    announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
+    parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
+) -> None:
+    """Serve until SIGTERM. `pw gateway` describes the options.
 
     Raises:
         Error: it cannot listen there, or there are not so many devices.
     """
     check_bind(bind, allow_remote)
+    configure_logging("error")
     where = parse(bind).address
     target = f"unix:{where}" if isinstance(where, str) else f"{where[0]}:{where[1]}"
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    daemon = Daemon(loop, -1)
-    threads = ThreadPoolExecutor(CONNECTING, "pw-connect")
+    daemon = Daemon(loop, parent_fd)
+    with ExitStack() as cluster:
+        sessions = _Sessions(address, devices or None, islands, share, priority, cluster)
+        threads = ThreadPoolExecutor(CONNECTING, "pw-connect")
 
-    def begin() -> tuple[Runtime, Devices]:
-        runtime = Runtime(remote(address), share, priority)
-        try:
-            return runtime, Devices(choosing.allocate(runtime, devices, islands, os.environ))
-        except BaseException:
-            runtime.close()
-            raise
+        async def connect() -> tuple[Runtime, Devices, Callable[[], object]]:
+            runtime, found, end = await loop.run_in_executor(threads, sessions.begin)
+            return runtime, found, lambda: loop.run_in_executor(threads, end)
 
-    runtime, chosen = begin()  # now, so that a wrong number of devices is an error of this command
-    count = len(chosen)
-    del chosen
-    runtime.close()
+        async def listen() -> tuple[Server, int]:
+            server = Server(connect)
+            try:
+                return server, await server.start(target)
+            except RuntimeError as error:
+                raise Error(f"cannot listen on {bind}: {error}") from error
 
-    async def connect() -> tuple[Runtime, Devices, Callable[[], None]]:
-        runtime, found = await loop.run_in_executor(threads, begin)
-        return runtime, found, lambda: threads.submit(runtime.close) and None
+        server, port = loop.run_until_complete(listen())
+        shown = target if isinstance(where, str) else f"{where[0]}:{port}"
+        if announce_fd >= 0:
+            os.write(announce_fd, f"grpc://{shown}\n".encode())
+            os.close(announce_fd)
+        else:
+            typer.echo(f"pw gateway serves JAX at grpc://{shown}")
 
-    async def listen() -> tuple[Server, int]:
-        server = Server(connect)
-        try:
-            return server, await server.start(target)
-        except RuntimeError as error:
-            raise Error(f"cannot listen on {bind}: {error}") from error
+        def teardown() -> None:
+            loop.run_until_complete(server.stop())
+            threads.shutdown(wait=True)
 
-    server, port = loop.run_until_complete(listen())
-    shown = target if isinstance(where, str) else f"{where[0]}:{port}"
-    typer.echo(f"pw gateway serves {count} devices to JAX at grpc://{shown}")
+        code = daemon.run(teardown)
+    raise SystemExit(code)
 
-    def teardown() -> None:
-        loop.run_until_complete(server.stop())
-        threads.shutdown(wait=True)
 
-    return daemon.run(teardown)
+def main() -> None:
+    """Entry point of the gateway beside a script."""
+    command("pw gateway", serve)
+
+
+if __name__ == "__main__":
+    main()

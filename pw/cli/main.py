@@ -192,8 +192,11 @@ def gateway(
         int | None, typer.Option(min=1, help="Devices that JAX sees. By default all.")
     ] = None,
     islands: Annotated[
-        int | None, typer.Option(min=1, help="Islands that the devices are on. By default all.")
-    ] = None,
+        str,
+        typer.Option(
+            help="Islands of the devices: how many, or names with commas. By default all."
+        ),
+    ] = "",
     share: Annotated[
         float, typer.Option(min=0.001, help="Weight of each client under --policy share.")
     ] = 1.0,
@@ -203,6 +206,8 @@ def gateway(
     ] = False,
 ) -> None:
     """Serve JAX's remote protocol: scripts for Pathways on Cloud run on the cluster unchanged.
+
+    Without an address it starts a small cluster, which ends with it.
 
     A script uses it with JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET=grpc://host:port. Scripts on this machine
     need no gateway: `pw run --jax script.py`, or JAX_PLATFORMS=pw.
@@ -214,8 +219,7 @@ def gateway(
     installed.check_extra("jax", "grpc", "google.protobuf")
     from pw.cli.gateway import serve
 
-    code = serve(_known(address), bind, devices, islands, share, priority, allow_remote)
-    raise SystemExit(code)
+    serve(address, bind, devices or 0, islands or "", share, priority, allow_remote)
 
 
 @app.command()

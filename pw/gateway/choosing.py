@@ -2,72 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from pw.client.arrays.devices import Slice
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Error, InsufficientDevices
 
 
-def allocate(
-    runtime: Runtime,
-    devices: int | None,
-    islands: int | Sequence[str] | None,
-    environment: Mapping[str, str],
-) -> list[Slice]:
-    """Allocate one slice on each island that is wanted.
+class Wanted(NamedTuple):
+    """The devices that a user asks for; None means all there are."""
 
-    Args:
-        runtime: the session.
-        devices: how many devices over all islands; None for `PW_DEVICES`, else all.
-        islands: how many islands, or their names; None for `PW_ISLANDS`, else all.
-        environment: where the variables are.
+    devices: int | None
+    """Over all islands."""
+    island_count: int | None
+    island_names: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, devices: int | None, islands: str, environment: Mapping[str, str]) -> Wanted:
+        """Return what options ask for, else `PW_DEVICES` and `PW_ISLANDS`.
+
+        Args:
+            devices: over all islands.
+            islands: how many, or their names, separated by commas; empty if not given.
+            environment: where the variables are.
+
+        Raises:
+            Error: a variable is not a positive number.
+        """
+        if devices is None:
+            devices = _number("PW_DEVICES", environment.get("PW_DEVICES", ""))
+        islands = islands or environment.get("PW_ISLANDS", "")
+        if islands and not islands.isdigit():
+            names = tuple(name.strip() for name in islands.split(","))
+            return cls(devices, len(names), names)
+        return cls(devices, _number("PW_ISLANDS", islands), None)
+
+    def devices_each(self, islands: int) -> int | None:
+        """Return how many devices each of so many islands has. Raises Error if they do not divide."""
+        if self.devices is None:
+            return None
+        if self.devices % islands:
+            raise Error(f"{self.devices} devices do not divide over {islands} islands")
+        return self.devices // islands
+
+
+def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
+    """Allocate one slice on each island that is wanted.
 
     Raises:
         InsufficientDevices: there are not so many.
-        Error: a variable is not a positive number, or the devices do not divide over the islands.
+        Error: the devices do not divide over the islands.
     """
-    if devices is None:
-        devices = _number(environment, "PW_DEVICES")
-    if islands is None:
-        text = environment.get("PW_ISLANDS", "")
-        islands = (
-            text.split(",") if text and not text.isdigit() else _number(environment, "PW_ISLANDS")
-        )
     known = {
         island.island: sum(host.devices for host in island.hosts)
         for island in runtime.ask.status().islands
         if island.hosts
     }
-    if isinstance(islands, int):
-        names = sorted(known, key=lambda name: (-known[name], name))[:islands]
-        if len(names) < islands:
+    names = sorted(known)
+    if wanted.island_names is not None:
+        names = list(wanted.island_names)
+    elif wanted.island_count is not None:
+        names = sorted(sorted(names, key=lambda name: -known[name])[: wanted.island_count])
+        if len(names) < wanted.island_count:
             raise InsufficientDevices(
-                f"{islands} islands are asked for, and there are {len(known)}"
+                f"{wanted.island_count} islands are asked for, and there are {len(known)}"
             )
-        names.sort()
-    else:
-        names = sorted(known) if islands is None else list(islands)
     if missing := [name for name in names if name not in known]:
         raise InsufficientDevices(
             f"there is no island {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}"
         )
     if not names:
         raise InsufficientDevices("the cluster has no island; start workers (see pw status)")
-    if devices is None:
-        counts = [known[name] for name in names]
-    elif devices % len(names):
-        raise Error(f"{devices} devices do not divide over {len(names)} islands")
-    else:
-        counts = [devices // len(names)] * len(names)
+    each = wanted.devices_each(len(names))
     return [
-        Slice(runtime, runtime.allocate_slice(count, None, name, None))
-        for name, count in zip(names, counts, strict=True)
+        Slice(runtime, runtime.allocate_slice(each or known[name], None, name, None))
+        for name in names
     ]
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "")
+def _number(name: str, text: str) -> int | None:
     if not text:
         return None
     if not text.isdigit() or int(text) < 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jax._src.interpreters import mlir  # a context that knows all of JAX's dialects
-from jax._src.lib import _jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
+from jaxlib import _jax
 
 
 def with_completion(module: bytes) -> bytes:

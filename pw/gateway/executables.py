@@ -15,7 +15,7 @@ from typing import Any
 from pw.core.messages import Detail
 from pw.core.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement
-from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, encode
+from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, ProxyArrays
 from pw.gateway.completion import with_completion
@@ -365,7 +365,7 @@ def _is_replicated(one: ShardFacts, devices: int) -> bool:
 
 def _spec(placement: Placement, one: ShardFacts) -> ArraySpec:
     is_replicated = _is_replicated(one, len(placement.devices))
-    return shardings.spec(placement, one.dtype, one.shape, is_replicated=is_replicated)
+    return spec_of_shards(one.shape, one.dtype, placement, is_stacked=not is_replicated)
 
 
 def _may_be_donated(array: ProxyArray) -> bool:

@@ -13,8 +13,6 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-import numpy as np
-
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected
 from pw.gateway import protos, statuses
@@ -122,7 +120,7 @@ class Client:
         """Handle the next request of the stream; its reply goes to `replies`."""
         kind: str = request.WhichOneof("request") or ""
         metadata = request.request_metadata
-        body = getattr(request, kind) if kind else None
+        body: Any = getattr(request, kind) if kind else None
         reply = self._reply_class()
         work: Any = None
         try:
@@ -284,9 +282,6 @@ class Client:
             said.computation_devices.add(replica_device_ids=numbers)
 
     def _default_layout(self, body: Any, reply: Any) -> None:
-        layout = protos.message("xla.LayoutProto")(
-            minor_to_major=np.arange(len(body.dims))[::-1].tolist(),
-            tail_padding_alignment_in_elements=1,
-        )
+        order = ",".join(map(str, reversed(range(len(body.dims)))))
         said = reply.get_default_layout_response
-        said.serialized_pjrt_layout = layout.SerializeToString()
+        said.serialized_pjrt_layout = f"{{{order}}}".encode()

@@ -6,15 +6,16 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pw.client.connection.runtime import Runtime
 from pw.core.program import Output, Program, Value
-from pw.core.sharding import ArraySpec, box_slices
+from pw.core.sharding import ArraySpec
+from pw.core.stablehlo import spec_of_shards
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored
-from pw.gateway.shardings import spec
 
 T = TypeVar("T")
 
@@ -54,9 +55,7 @@ class Runs:
         """Run a program; waits only for a credit."""
         while (made := self.runtime.try_run(program, args, len(specs))) is None:
             credit = self._loop.create_future()
-            self.runtime.when_credit(
-                lambda credit=credit: self._loop.call_soon_threadsafe(_wake, credit)  # type: ignore[misc]
-            )
+            self.runtime.when_credit(partial(self._loop.call_soon_threadsafe, _wake, credit))
             await credit
         return [
             Stored(self.runtime, number, spec_) for number, spec_ in zip(made, specs, strict=True)
@@ -95,11 +94,11 @@ class Runs:
 
     def spec_of(self, array: ProxyArray) -> ArraySpec:
         """Return the spec in which an array is stored."""
-        return spec(
-            self.placement(array.devices),
-            array.dtype,
+        return spec_of_shards(
             array.shard_shape,
-            is_replicated=array.is_replicated,
+            array.dtype,
+            self.placement(array.devices),
+            is_stacked=not array.is_replicated,
         )
 
     placement: Callable[[tuple[int, ...]], Any]
@@ -139,17 +138,18 @@ class Runs:
         """Return the value of one shard."""
         array, position = array.root(position)
         array.check()
-        if (value := array.host_shard(position)) is not None:
+        value: np.ndarray[Any, Any] | None = array.host_shard(position)
+        if value is not None:
             return value
         stored = self.own(array)
         stored.reads += 1
         try:
             asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
-            ((box, part),) = await self.settled(asked)
+            ((_, value),) = await self.settled(asked)
         finally:
             stored.reads -= 1
-        assert box_slices(box) is not None
-        return part
+        assert value is not None
+        return value
 
     def ready(self, arrays: Sequence[ProxyArray]) -> Future[None] | None:
         """Return a future of the arrays being ready; None if they are, because they lie here."""

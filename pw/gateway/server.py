@@ -29,7 +29,7 @@ CHUNK_BYTES = 4 << 20
 PROTOCOLS = (16, 25)
 """The versions of the protocol that the gateway has been tried with."""
 
-Connect = Callable[[], Awaitable[tuple[Runtime, Devices, Callable[[], None]]]]
+Connect = Callable[[], Awaitable[tuple[Runtime, Devices, Callable[[], object]]]]
 """Called for each client; returns its session, its devices, and what to call when it leaves."""
 
 _PROXY = "xla.ifrt.proxy."
@@ -151,7 +151,7 @@ class Server:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such session")
             raise AssertionError
         handle, size = metadata.handle, metadata.buffer_size
-        data = np.empty(size, np.uint8)
+        data: Any = np.empty(size, np.uint8)
         whole, at = memoryview(data), 0
         try:
             async for chunk in chunks:

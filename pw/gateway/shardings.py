@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.gateway import protos
 from pw.gateway.dtypes import name_of
 from pw.gateway.statuses import unsupported
@@ -32,17 +31,6 @@ class Layout(NamedTuple):
     """All shards are known to be equal."""
     shard_shape: tuple[int, ...] | None
     """None if the protocol does not say."""
-
-
-def spec(
-    placement: Placement, dtype: str, shard_shape: tuple[int, ...], *, is_replicated: bool
-) -> ArraySpec:
-    """Return the spec of an array with such a shard on each device of `placement`."""
-    count = len(placement.devices)
-    if count == 1 or is_replicated or not shard_shape:
-        return ArraySpec(shard_shape, dtype, Sharding(("_",), (count,)), placement)
-    stacked = Sharding(("_",), (count,), (("_",),))
-    return ArraySpec((shard_shape[0] * count, *shard_shape[1:]), dtype, stacked, placement)
 
 
 def read(proto: Any, shape: tuple[int, ...]) -> Layout:

@@ -146,11 +146,9 @@ class Transfers:
         made = ProxyArray(
             array.dtype, array.shape, array.shard_shape, devices, memory, array.is_replicated
         )
-        if array.value is not None and array.stored is None:
-            positions = self._devices.by_slice(devices)
-            if len(positions) == 1:
-                made.value = array.value
-                return made
+        if array.value is not None and len(self._devices.by_slice(devices)) == 1:
+            made.value = array.value
+            return made
         groups: dict[Any, list[int]] = {}
         here, there = self._devices.by_slice(array.devices), self._devices.by_slice(devices)
         for from_slice, at in here.items():
@@ -251,7 +249,7 @@ class Transfers:
             starts, ends = ([range(*each) for each in zip(*one, strict=True)] for one in steps)
             for there, here in zip(starts, ends, strict=True):
                 for at, onto in zip(there, here, strict=True):
-                    pieces[onto] = (source, at)  # type: ignore[call-overload]
+                    pieces[onto] = (source, at)
         handles = list(body.result_handles) or [0] * len(made)
         for handle, one in zip(handles, made, strict=True):
             array = self._of_pieces(*one)
@@ -274,4 +272,5 @@ class Transfers:
 def _bytes_of(value: np.ndarray[Any, Any]) -> Any:
     if not value.size:
         return b""
-    return memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    flat: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return memoryview(flat)

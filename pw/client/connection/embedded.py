@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from glob import glob
@@ -52,16 +53,22 @@ def start(runtime: Runtime) -> SessionOnNode:
     """Start the cluster and a session with it; closing the session ends both."""
     import jax  # late: commands such as `pw status` import this module and do without jax
 
-    if "pw" in (jax.config.jax_platforms or "").split(","):
-        # This process's JAX is about to use the cluster, so it has no devices of its own.
-        return _with_worker(runtime, *_devices_of_machine())
     if jax.default_backend() == "cpu":
         return _with_worker(runtime, "cpu", device_count())
     return _in_process(runtime)
 
 
+def with_worker(devices: int | None) -> Callable[[Runtime], SessionOnNode]:
+    """Return a function as `start`, for a process without devices of its own.
+
+    Args:
+        devices: how many; None for all GPUs of this machine, else `PW_EMBEDDED_DEVICES`.
+    """
+    platform, found = _devices_of_machine()
+    return lambda runtime: _with_worker(runtime, platform, devices or found)
+
+
 def _devices_of_machine() -> tuple[str, int]:
-    """Return the platform and the number of the devices that JAX would find without pw."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = (
         len(glob("/dev/nvidia[0-9]*")) if shown is None else len(shown.split(",")) if shown else 0

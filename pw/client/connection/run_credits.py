@@ -28,7 +28,7 @@ class RunCredits:
         """How many runs may be in flight."""
         self.closed = False
         """The session has ended: waits are over."""
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], object]] = []
         self._started = 0
         self._ended = 0
         self._inputs: deque[tuple[int, int]] = deque()
@@ -47,7 +47,7 @@ class RunCredits:
         self._ended += count
         self._notify()
 
-    def when_credit(self, call: Callable[[], None]) -> None:
+    def when_credit(self, call: Callable[[], object]) -> None:
         """Call `call` once, when another run may be sent; now, if that is so already."""
         if self.has_credit():
             call()

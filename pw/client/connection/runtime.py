@@ -301,7 +301,7 @@ class Runtime:
             self._run_credits.started(run, results, self.programs.name(program))
             return made
 
-    def when_credit(self, call: Callable[[], None]) -> None:
+    def when_credit(self, call: Callable[[], object]) -> None:
         """Call `call` once, from any thread, when another run may be sent or the session has ended."""
         with self._lock:
             self._run_credits.when_credit(call)

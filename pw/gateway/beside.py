@@ -1,0 +1,75 @@
+"""The gateway beside a script: a process of its own, and JAX's client of it in the script's process.
+
+It is another process because JAX's client holds Python's lock while it waits for some answers, so no
+thread of the script's process could give them. JAX reaches it over a unix socket in a folder that
+only this user can enter. It ends with the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pw.client.connection.children import Child, read_announcement
+from pw.transport.private import PrivateFolder
+
+SOCKET = "gateway"
+START_S = 120.0
+_INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_ERRORS, _FATAL = 2, 3
+
+_running: dict[Child, PrivateFolder] = {}
+
+
+def client(arguments: Sequence[str]) -> Any:
+    """Return JAX's client of a gateway that is started now.
+
+    Args:
+        arguments: those of `pw gateway`, but for `--bind`.
+
+    Raises:
+        ConnectionFailed: the gateway ended at once; its error is on standard error.
+    """
+    from jax.extend.backend import ifrt_proxy
+
+    folder = PrivateFolder.make()
+    read, write = os.pipe()
+    try:
+        child = Child(
+            "pw.cli.gateway",
+            [
+                *("--bind", f"ipc://{folder.path / SOCKET}"),
+                *("--announce-fd", str(write)),
+                *arguments,
+            ],
+            [write],
+        )
+    finally:
+        os.close(write)
+    _running[child] = folder
+    address = read_announcement(child, read, START_S)
+    os.environ[_INSECURE] = "true"
+    if os.environ.get(_LOG_LEVEL, "1") == "1":  # JAX's default
+        _log_from(_ERRORS)
+    return ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
+
+
+def _log_from(level: int) -> None:
+    """Let JAX's native code log nothing below this level: it would warn of the socket, and of its end."""
+    from jaxlib import utils
+
+    utils.absl_set_min_log_level(level)
+
+
+def _exit() -> None:
+    if _running:
+        _log_from(_FATAL)
+    for child, folder in _running.items():
+        child.stop()
+        folder.leave()
+
+
+atexit.register(_exit)
