@@ -15,6 +15,6 @@ class Artifacts(WeakValueDictionary[bytes, Artifact]):
     def of(self, body: Program, sent: Iterable[Artifact]) -> tuple[Artifact, ...]:
         """Return the artifacts of a program, which were sent with it or before; equal ones are one object."""
         new = {artifact.digest: self.setdefault(artifact.digest, artifact) for artifact in sent}
-        needed = sorted({computation.artifact for computation in body.computations})
+        needed = sorted(set(body.artifacts()))
         found = [new.get(digest) or self.get(digest) for digest in needed]
         return tuple(artifact for artifact in found if artifact is not None)

@@ -25,7 +25,7 @@ from pw.core.plan import (
     Segment,
     Send,
 )
-from pw.core.program import Program
+from pw.core.program import Computation, Program
 from pw.core.segments import Draft, Edge, Schedule
 from pw.core.sharding import Binding
 
@@ -93,7 +93,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
                     write(host, segment, receive)
             else:
                 execute = executes[step] = _execute(program, schedule, kept, step)
-                for host in physical.hosts(program.computations[execute.computation].placement):
+                for host in _hosts(physical, program.computations[execute.computation]):
                     write(host, segment, execute)
                 write_sends(segment, schedule.sends_after[step])
 
@@ -144,6 +144,14 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
     return Plan(tuple(segments), tuple(plans)), executes
 
 
+def _hosts(physical: Physical, computation: Computation) -> tuple[str, ...]:
+    """Return the hosts that take part in a computation; in a view, those of its results."""
+    if not computation.is_view:
+        return physical.hosts(computation.placement)
+    specs = dict.fromkeys(spec.placement for spec in computation.outputs)
+    return tuple(dict.fromkeys(host for place in specs for host in physical.hosts(place)))
+
+
 def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -> list[str]:
     """Return hosts of a segment that together see the end of all its computations and received outputs.
 
@@ -155,7 +163,9 @@ def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -
     for step in draft.steps:
         if not isinstance(step, Edge):
             computation = program.computations[program.nodes[step].computation]
-            teams[physical.hosts(computation.placement)] = None
+            team = _hosts(physical, computation)
+            # Each host makes its part of a view alone, when its own shards are ready.
+            teams |= dict.fromkeys([(host,) for host in team] if computation.is_view else [team])
         elif step.slot in schedule.output_slots:
             teams[physical.hosts(step.destination.placement)] = None
     reporters = [first] if not teams or any(first in team for team in teams) else []

@@ -38,6 +38,8 @@ class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
     same_as_input: int = -1
     same_as_output: int = -1
     """An earlier output; -1 when none has this buffer."""
+    shards: tuple[int, ...] = ()
+    """Of a view: the input that has the shard on each of the devices."""
 
 
 class IslandMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -180,6 +182,8 @@ class _Walk:
         self._peaks = list(map(max, self._peaks, self._live))
 
     def _execute(self, execute: Execute) -> None:
+        if self._program.computations[execute.computation].is_view:
+            return  # its results are shards of its arguments
         for slot in execute.results:
             self._add(self._specs[slot])
         taken = self._taken_over(execute)
@@ -236,5 +240,13 @@ class _Walk:
                 output.spec.shard_bytes,
                 slot if slot < len(self._program.inputs) else -1,
                 first.get(slot, -1),
+                self._sources(number),
             )
             first.setdefault(slot, number)
+
+    def _sources(self, output: int) -> tuple[int, ...]:
+        """Return the input that has each shard of an output of a view; nothing for other outputs."""
+        first = self._program.computations[0] if self._program.computations else None
+        if first is None or not first.is_view:
+            return ()
+        return tuple([source for source, _ in first.shards[output]])

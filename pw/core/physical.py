@@ -13,6 +13,7 @@ from pw.core.plan import Route
 from pw.core.program import Computation, Program
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress, Placement
+from pw.core.views import check_program, check_view
 
 
 class Physical:
@@ -31,6 +32,7 @@ class Physical:
             for device in binding.devices:
                 self.rank.setdefault(device.host, len(self.rank))
                 self.island_of[device.host] = binding.island
+        check_program(program)
         for computation in program.computations:
             self._check_computation(computation)
         for spec in (*program.inputs, *(output.spec for output in program.outputs)):
@@ -113,6 +115,8 @@ class Physical:
         for kind, specs in (("input", computation.inputs), ("output", computation.outputs)):
             for number, spec in enumerate(specs):
                 self._check_spec(spec)
+                if computation.is_view:
+                    continue
                 if self.island(spec.placement) != self.island(placement):
                     raise PlacementError(
                         f"{computation.name!r} runs on island {self.island(placement)}, but its {kind} "
@@ -125,3 +129,5 @@ class Physical:
                         f"{spec.short}, lies on other ones; all inputs and outputs lie on exactly the devices "
                         "that run it. Move it first, with pw.put(x, sharding=...)"
                     )
+        if computation.is_view:
+            check_view(computation)

@@ -54,6 +54,11 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
         """Whether it is a pickled Python function."""
         return self.kind is Kind.PYTHON
 
+    @property
+    def is_view(self) -> bool:
+        """Whether its results consist of shards of its arguments (`pw.core.views`)."""
+        return self.kind is Kind.VIEW
+
     def slices(self) -> set[int]:
         """Return the slices of the computation."""
         specs = (*self.inputs, *self.outputs)
@@ -101,6 +106,10 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
         if value.node < 0:
             return self.inputs[value.index]
         return self.computations[self.nodes[value.node].computation].outputs[value.index]
+
+    def artifacts(self) -> tuple[bytes, ...]:
+        """Return the artifact of each computation that has code; a view has none."""
+        return tuple([one.artifact for one in self.computations if not one.is_view])
 
     def slices(self) -> set[int]:
         """Return the slices of the program."""

@@ -23,6 +23,7 @@ from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_argume
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
 from pw.client.connection.session_thread import SessionThread
+from pw.client.connection.views import Views
 from pw.client.connection.waiting import Fetching, Waiting
 from pw.client.session.thread_messages import (
     Allocate,
@@ -90,6 +91,7 @@ class Runtime:
         self._run_credits = RunCredits(self._lock)
         self.programs = Programs()
         self.release_program = self.programs.release
+        self.view = Views(self.register_program, self.run, self.release_program).view
         self._released: deque[int] = deque()
         self._released_bytes = 0  # approximate: several threads may change it at once
         self._closing: Error | None = None

@@ -94,11 +94,16 @@ class Arrays(dict[int, Entry]):
         return host_boxes(entry.spec, entry.devices, self._host)
 
     def size_bytes(self) -> int:
-        """Return the size of all shards on this host."""
-        return sum(
-            entry.spec.shard_bytes * sum(device.host == self._host for device in entry.devices)
-            for entry in self.values()
-        )
+        """Return the size of all shards on this host; one that several arrays name counts once."""
+        total = 0
+        seen: set[object] = set()
+        for entry in self.values():
+            value, shards = entry.value, [d.ordinal for d in entry.devices if d.host == self._host]
+            buffers = value.buffers or {}
+            new = {buffers.get(ordinal, (value, ordinal)) for ordinal in shards} - seen
+            total += entry.spec.shard_bytes * len(new)
+            seen |= new
+        return total
 
     def snapshots(self, backend: Backend, held: set[tuple[int, Box]]) -> Iterator[Replica]:
         """Return the boxes that are ready on the devices, except those that are `held` already."""

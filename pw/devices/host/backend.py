@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,14 +51,15 @@ def relative(box: Box) -> Box:
 class Value:
     """A logical array's part on this host; the backend fills it some time after it was submitted.
 
-    Actors make values, pass them to ops and drop them. They read and set `error`, `alone` and
-    `shared`; all other fields belong to the backend.
+    Actors make values, pass them to ops and drop them. They read and set `error`, `alone`, `shared` and
+    `buffers`; all other fields belong to the backend.
     """
 
     __slots__ = (
         "__weakref__",
         "alone",
         "asked",
+        "buffers",
         "building",
         "error",
         "given",
@@ -78,6 +79,8 @@ class Value:
         """The error arose on this host; other hosts may have the value."""
         self.shared = False
         """Another value may alias the buffers: they are copied before a donation."""
+        self.buffers: dict[int, object] | None = None
+        """Of a view and its sources: the shared buffer on each device of this host, if there is one."""
         self.payload: Any = None
         """The backend's array; None until it is made, and when it failed."""
         self.maker = ""
@@ -144,6 +147,29 @@ class Move:
     pieces: tuple[Piece, ...]
 
 
+class ViewSource(NamedTuple):
+    """A value whose shards are in a view."""
+
+    value: Value
+    positions: tuple[int, ...]
+    """The mesh positions of the view's shards, which lie on the same devices in the value."""
+    is_everywhere: bool
+    """Each host of the view has shards of it in the view. If not, an error of it is `alone` there."""
+
+
+@dataclass(slots=True)
+class View:
+    """Make `result` of shards of other values, without moving them.
+
+    The sources have a shard for each position on this host. They and the result are `shared`.
+    """
+
+    sources: tuple[ViewSource, ...]
+    result: Value
+    spec: ArraySpec
+    devices: tuple[DeviceAddress, ...]
+
+
 @dataclass(slots=True)
 class Build:
     """Make an array from bytes in host memory; waits for no op.
@@ -201,7 +227,7 @@ class Call:
     function: Callable[[], None]
 
 
-Op = Execute | Move | Build | Watch | Read | Call
+Op = Execute | Move | View | Build | Watch | Read | Call
 
 
 class Backend(Protocol):

@@ -32,6 +32,7 @@ from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.outcomes import Outcomes
 from pw.devices.host.store import ObjectStore
+from pw.devices.host.views import view_op
 from pw.devices.host.work import (
     Arriving,
     Forgetting,
@@ -67,6 +68,8 @@ class Interpreter(Part):
         self._cut_short = ErrorReport.of(
             HostLost("another island that the run needed was lost"), order.host
         )
+        self._elsewhere = Value()
+        """In the place of arguments of which this host has nothing."""
         self.runs: dict[int, HostRun] = {}
         self.lanes: Lanes[Work] = Lanes(self._go, self._on_pass)
         self.arriving = Arriving()
@@ -179,6 +182,8 @@ class Interpreter(Part):
 
     def _execute(self, launch: HostLaunch, instruction: Execute) -> bool:
         run, slots = launch.run, launch.run.slots
+        if run.program.views:
+            return self._view(launch, instruction)
         if self.arriving and any(slots[slot] in self.arriving for slot in instruction.args):
             return False
         for slot in instruction.results:
@@ -214,6 +219,30 @@ class Interpreter(Part):
         if watched:
             # All results of a computation are ready at once; the last is least often donated.
             launch.to_watch = results[-1:]
+        return True
+
+    def _view(self, launch: HostLaunch, view: Execute) -> bool:
+        """Make the results of a view; return False if a value that it reads has not arrived."""
+        run, slots = launch.run, launch.run.slots
+        needed = [view.args[one] for part in run.program.views for one, *_ in part.sources]
+        if any(slots[slot] in self.arriving for slot in needed):
+            return False
+        args = [slots.get(slot, self._elsewhere) for slot in view.args]
+        results = []
+        for part in run.program.views:
+            slot = view.results[part.output]
+            result = slots.setdefault(slot, Value())
+            op = view_op(part, args, result)
+            self.queue.ops.append(op)
+            errors = [source.value.error for source in op.sources]
+            lost = next((e for e in errors if e is not None and e.kind in INFRASTRUCTURE), None)
+            if lost is not None:
+                self._lose(launch, lost, (result,))
+            self.made(run, slot)
+            results.append(result)
+        launch.last += (ref(results[-1]),)
+        if launch.message.report:
+            launch.to_watch = tuple(results)
         return True
 
     def _lose(self, launch: HostLaunch, error: ErrorReport, results: tuple[Value, ...]) -> None:

@@ -63,13 +63,14 @@ class LaunchEnds(Part):
         self._late = Ticker(self.env, PROGRESS_S, _SendProgress(late=True))
 
     def watch_results(self, launch: HostLaunch) -> None:
-        """Watch the last result of a computation, as soon as it may be used."""
+        """Watch the last result of a computation, as soon as it may be used, or all results of a view."""
         values, launch.to_watch = launch.to_watch, ()
         launch.pending += 1
+        is_computed = not launch.run.program.views
         if values[0] in self.arriving:
-            self.arriving[values[0]].append(partial(self._watch, launch, values, True))
+            self.arriving[values[0]].append(partial(self._watch, launch, values, is_computed))
         else:
-            self._watch(launch, values, True)
+            self._watch(launch, values, is_computed)
 
     def enqueued(self, launch: HostLaunch, awaited: Sequence[Value]) -> None:
         """All instructions are ops; `awaited` are the results that are not made on this host."""
@@ -91,11 +92,11 @@ class LaunchEnds(Part):
         if has_watches:
             self._watched_ended(launch)
 
-    def _watch(self, launch: HostLaunch, values: tuple[Value, ...], is_made_here: bool) -> None:
+    def _watch(self, launch: HostLaunch, values: tuple[Value, ...], is_computed: bool) -> None:
         """Wait until these values are ready, or one has failed."""
 
         def done(error: ErrorReport | None) -> None:
-            if error is not None and is_made_here and values[0].alone:
+            if error is not None and is_computed and values[0].alone:
                 self.order.break_gang(launch.run, error)
             if error is not None and error.kind in INFRASTRUCTURE:
                 launch.lost = launch.lost or error

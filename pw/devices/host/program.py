@@ -22,6 +22,7 @@ from pw.core.sharding import (
     host_boxes,
 )
 from pw.devices.host.backend import relative
+from pw.devices.host.views import ViewPart, view_parts
 
 
 @dataclass(slots=True)
@@ -180,6 +181,8 @@ class HostProgram:
     """Keys of earlier installations, which runs that have begun still use."""
     unsettled: set[int] = field(default_factory=set)
     """Computations whose results no op may use before their outcome is known."""
+    views: tuple[ViewPart, ...] = ()
+    """This host's part of each result, if the program makes views; it does nothing else then."""
 
     @classmethod
     def of(cls, number: int, install: int, body: Program, plan: HostPlan) -> HostProgram:
@@ -190,8 +193,8 @@ class HostProgram:
             body,
             plan,
             tuple(
-                _key(number, install, index) if index in used else None
-                for index in range(len(body.computations))
+                _key(number, install, index) if index in used and not computation.is_view else None
+                for index, computation in enumerate(body.computations)
             ),
             {},
             {binding.slice: binding for binding in plan.bindings},
@@ -211,10 +214,13 @@ class HostProgram:
             ):
                 program.local_edges.add(receive.edge)
         for index in used:
-            placement = body.computations[index].placement
-            if any(device.host != plan.host for device in program.at(placement)):
-                program.gangs.add(index)
             computation = body.computations[index]
+            if computation.is_view:
+                located = {at: program.at(at) for at in (s.placement for s in computation.outputs)}
+                program.views = tuple(view_parts(computation, located, plan.host))
+                continue
+            if any(device.host != plan.host for device in program.at(computation.placement)):
+                program.gangs.add(index)
             if computation.checks or (computation.is_python and index in program.gangs):
                 program.unsettled.add(index)
         program.segments = {

@@ -4,7 +4,7 @@
 
 | part | ops | thread |
 |---|---|---|
-| `execution.py`, `enqueue.py` | `Execute`, `Move`, `Call` | `pw-execute`, or the loop (`quick.py`) |
+| `execution.py`, `enqueue.py` | `Execute`, `Move`, `View`, `Call` | `pw-execute`, or the loop (`quick.py`) |
 | `arrays_from_bytes.py` | `Build` | the loop; `pw-copy` for large arrays; `pw-execute` on accelerators |
 | `answers.py` | `Watch`, `Read` | any thread that finds the values ready; `pw-watch-*` wait |
 | `python_functions.py` | calls of Python functions | `pw-python` |
@@ -20,7 +20,7 @@ Which thread writes the fields of a value:
   thread when it donates the buffers, and any thread that finds that the array has failed.
 - `maker`, `joint`, `order`, `shared`, `given`, `heir`: the execute thread, or the loop in its place.
 - `building`: set on the loop or the execute thread before another thread makes the value.
-- The host's actors set `error`, `alone` and `shared` on the loop.
+- The host's actors set `error`, `alone`, `shared` and `buffers` on the loop.
 - `reads_begun`: the loop. `reads_ended` and `asked`: any thread, under the lock of `Answers`.
 """
 
@@ -51,6 +51,7 @@ from pw.devices.host.backend import (
     Op,
     Read,
     Value,
+    View,
     Watch,
 )
 from pw.devices.host.output import Output
@@ -112,6 +113,7 @@ class JaxBackend:
         handlers: dict[type, Callable[[Any], None]] = {
             Execute: self.enqueuer.execute,
             Move: self.enqueuer.move,
+            View: self.enqueuer.view,
             Build: self._builds.finish,
             Watch: answers.look,
             Call: lambda op: op.function(),
@@ -258,10 +260,25 @@ def _is_of_last(watch: Watch, before: deque[Op]) -> bool:
 
 
 def _live_bytes() -> int:
-    """Bytes of all live arrays on this process's devices, without views of their shards."""
+    """Bytes of all live arrays on this process's devices; a ready buffer of several arrays counts once."""
     total = 0
+    seen: set[tuple[jax.Device, int]] = set()
     for array in jax.live_arrays():
         if isinstance(array.sharding, jax.sharding.NamedSharding) and not array.is_deleted():
             shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-            total += shard * len(array.sharding.addressable_devices)
+            buffers = _buffers(array)
+            new = len(array.sharding.addressable_devices) - len(buffers & seen)
+            seen |= buffers
+            total += shard * new
     return total
+
+
+def _buffers(array: Any) -> set[tuple[jax.Device, int]]:
+    """The addresses of the shards of an array; none if it is not ready, or is donated meanwhile."""
+    try:
+        if not array.is_ready():
+            return set()
+        shards = local_shards(array).items()
+        return {(device, shard.unsafe_buffer_pointer()) for device, shard in shards}
+    except Exception:  # noqa: BLE001 - it was donated meanwhile, has failed, or has no address
+        return set()

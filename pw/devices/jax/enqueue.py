@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from pw.core.errors import ErrorReport, InternalError
-from pw.devices.host.backend import Execute, Move, Value
+from pw.devices.host.backend import Execute, Move, Value, View
 from pw.devices.jax.answers import Answers
 from pw.devices.jax.compile import Executable
 from pw.devices.jax.layouts import Layouts, local_shards
-from pw.devices.jax.moves import moved
+from pw.devices.jax.moves import moved, viewed
 from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, QueueThread
@@ -38,7 +38,7 @@ _GUARD_NAP_S = 0.001
 
 
 class Enqueuer:
-    """Runs `Execute` and `Move` ops; on the execute thread, or on the loop in its place."""
+    """Runs `Execute`, `Move` and `View` ops; on the execute thread, or on the loop in its place."""
 
     def __init__(
         self,
@@ -183,6 +183,27 @@ class Enqueuer:
                 op.result.alone = True
                 op.result.error = self._failures.report(error)
         self._answers.tell(op.result)
+
+    def view(self, op: View) -> None:
+        """Make a value of shards of other values."""
+        result = op.result
+        for source in op.sources:
+            value = source.value
+            joint = value.joint or not source.is_everywhere
+            if awaited(value) is None and result.error is None:
+                result.alone = value.alone or not source.is_everywhere
+                result.error = value.error or self._failures.unmade
+            result.joint = result.joint or joint
+        if result.error is None:
+            try:
+                makers = {source.value.maker for source in op.sources}
+                result.maker = makers.pop() if len(makers) == 1 else ""
+                result.order = self.enqueued
+                result.payload = viewed(op, self._layouts)
+            except Exception as error:  # noqa: BLE001 - the failure belongs to the result
+                result.alone = True
+                result.error = self._failures.report(error)
+        self._answers.tell(result)
 
     def guard(self, item: tuple[Value, Callable[[ErrorReport], None]]) -> None:
         """Wait for the result of a gang computation, and report its failure; on the guard thread."""

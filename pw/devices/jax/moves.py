@@ -1,4 +1,4 @@
-"""Lays out an array on other devices of the same host."""
+"""Lays out an array on other devices of the same host, and makes views of arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from pw.core.errors import InternalError
 from pw.core.sharding import box_shape
-from pw.devices.host.backend import Move
+from pw.devices.host.backend import Move, View
 from pw.devices.jax.layouts import Layouts, assemble, local_shards, whole
 
 
@@ -45,6 +45,17 @@ def moved(op: Move, array: jax.Array, layouts: Layouts) -> jax.Array:
         empty = np.zeros(shape, array.dtype)
         for position, device in layout.local.items():
             made.setdefault(position, jax.device_put(empty, device))
+    return assemble(op.spec, layout, made)
+
+
+def viewed(op: View, layouts: Layouts) -> jax.Array:
+    """The array of `op.result`, whose shards are those of its sources."""
+    layout = layouts(op.spec.sharding, op.devices)
+    made: dict[int, jax.Array] = {}
+    for value, positions, _ in op.sources:
+        shards = local_shards(value.payload)
+        for position in positions:
+            made[position] = shards[layout.local[position]]
     return assemble(op.spec, layout, made)
 
 

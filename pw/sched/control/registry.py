@@ -52,7 +52,7 @@ class ProgramRegistry(ControlPart):
             if message.released:
                 return
         client.programs[message.program] = program
-        needed = {computation.artifact for computation in body.computations}
+        needed = set(body.artifacts())
         if len(program.artifacts) < len(needed):
             program.error = ErrorReport.of(
                 ProtocolError(f"program {body.name!r} came without all its artifacts")

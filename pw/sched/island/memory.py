@@ -6,6 +6,9 @@ buffers instead. A buffer is counted while an array has it (several may: a progr
 argument, or one value twice) or a run in flight reads it. A delete or a donation takes the array away
 at once; the bytes are free when no run in flight can touch them any more.
 
+A view takes no memory: it names shards of other arrays. The first view of a buffer divides it into a buffer
+for each device, so that each shard is free when the last array that names it is gone.
+
 Temporaries are reserved once for all runs in flight, as much as the run that needs most: a device
 computes one thing after the other, and reuses the temporaries. So a program with large temporaries is
 still launched ahead. A run's peak is therefore kept in two parts: the reservation of the run itself,
@@ -20,7 +23,7 @@ addition, and a run a few vector operations over the devices of its program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +41,7 @@ _Bytes = npt.NDArray[np.int64]
 class _DeviceSet:
     """The devices that a buffer is on."""
 
+    addresses: tuple[DeviceAddress, ...]
     devices: npt.NDArray[np.intp]
     unsettled_bytes: int = 0
     """Buffers added and removed on each of the devices that `_used` does not count yet."""
@@ -55,6 +59,18 @@ class _Buffer:
     """How many runs in flight read it."""
     is_counted: bool = False
     """Whether it is counted; a result of a run in flight is part of the run's reservation."""
+    shards: dict[DeviceAddress, _Buffer] | None = None
+    """Of a view, or divided for one: the buffer on each device. These are counted instead, and it is one of
+    their `names` until no array and no run has it any more."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether an array or a run in flight has it."""
+        return bool(self.names or self.readers)
+
+    def whole(self) -> Iterable[_Buffer]:
+        """Return the buffers that are counted for it: itself, or one for each device."""
+        return (self,) if self.shards is None else self.shards.values()
 
 
 @dataclass(slots=True, eq=False)
@@ -184,11 +200,52 @@ class DeviceMemory:
         self._unsettled.add(buffer.on)
 
     def _let_go(self, buffer: _Buffer) -> None:
-        if buffer.is_counted and not buffer.names and not buffer.readers:
-            buffer.is_counted = False
-            buffer.on.unsettled_bytes -= buffer.shard_bytes
-            self._unsettled.add(buffer.on)
+        if buffer.is_needed:
+            return
+        if buffer.shards is not None:
+            for shard in buffer.shards.values():
+                shard.names -= 1
+                self._let_go(shard)
+        elif buffer.is_counted:
+            self._uncount(buffer)
             self.frees += 1
+
+    def _uncount(self, buffer: _Buffer) -> None:
+        buffer.is_counted = False
+        buffer.on.unsettled_bytes -= buffer.shard_bytes
+        self._unsettled.add(buffer.on)
+
+    # --- views ---------------------------------------------------------------------------------------
+
+    def _view(
+        self, output: OutputMemory, on: _DeviceSet, given: Mapping[int, _Buffer | None]
+    ) -> _Buffer:
+        """Return the buffer of a view, which names shards of the arguments."""
+        view = _Buffer(on, output.shard_bytes, is_counted=True, shards={})
+        assert view.shards is not None
+        for device, source in zip(output.devices, output.shards, strict=True):
+            buffer = given.get(source)
+            if buffer is None:  # a small host value, which hosts make for this run
+                shard = _Buffer(self._device_set((device,)), output.shard_bytes)
+                self._count(shard)
+            else:
+                shard = self._divided(buffer)[device]
+            shard.names += 1
+            view.shards[device] = shard
+        return view
+
+    def _divided(self, buffer: _Buffer) -> dict[DeviceAddress, _Buffer]:
+        """Return the buffer on each device."""
+        if buffer.shards is None:
+            buffer.shards = {
+                device: _Buffer(self._device_set((device,)), buffer.shard_bytes, names=1)
+                for device in buffer.on.addresses
+            }
+            if buffer.is_counted:
+                self._uncount(buffer)
+                for shard in buffer.shards.values():
+                    self._count(shard)
+        return buffer.shards
 
     # --- runs ----------------------------------------------------------------------------------------
 
@@ -224,8 +281,12 @@ class DeviceMemory:
                 claim.donated.append((array, donated))
         made: dict[int, _Buffer] = {}
         for output, on in needs.outputs:
-            same = made.get(output.same_as_output) or given.get(output.same_as_input)
-            made[output.output] = buffer = same or _Buffer(on, output.shard_bytes)
+            if output.shards:
+                buffer = self._view(output, on, given)
+            else:
+                same = made.get(output.same_as_output) or given.get(output.same_as_input)
+                buffer = same or _Buffer(on, output.shard_bytes)
+            made[output.output] = buffer
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
         return claim
@@ -233,9 +294,11 @@ class DeviceMemory:
     def end(self, claim: Claim) -> None:
         """A run has ended: count its results instead of its reservation."""
         self._close(claim)
-        for _, buffer in claim.results:
-            if not buffer.is_counted and (buffer.names or buffer.readers):
-                self._count(buffer)
+        for _, result in claim.results:
+            if not result.is_counted:
+                for buffer in result.whole():
+                    if not buffer.is_counted and buffer.is_needed:
+                        self._count(buffer)
 
     def withdraw(self, claim: Claim) -> None:
         """A run was cancelled before it began: give its donated arrays back."""
@@ -269,7 +332,8 @@ class DeviceMemory:
         peaks = needs.peaks
         for index in needs.memory.donated:
             buffer = self._given(args[index])
-            if buffer is not None and buffer.names > 1:
+            if buffer is not None and (buffer.names > 1 or buffer.shards is not None):
+                # Hosts donate a copy.
                 shared = np.isin(needs.devices, buffer.on.devices)
                 peaks = peaks + shared * buffer.shard_bytes
         return peaks
@@ -298,9 +362,9 @@ class DeviceMemory:
         needs = self._programs[program]
         peaks = self._peaks(needs, args)
         inputs = np.zeros_like(self._used)
-        for buffer in {self._given(args[index]) for index in needs.memory.inputs} - {None}:
-            assert buffer is not None
-            inputs[buffer.on.devices] += buffer.shard_bytes
+        given = (self._given(args[index]) for index in needs.memory.inputs)
+        for shard in {one for buffer in given if buffer is not None for one in buffer.whole()}:
+            inputs[shard.on.devices] += shard.shard_bytes
         if needs.temporaries is not None:
             peaks = peaks + needs.temporaries
         alone = peaks + inputs[needs.devices]
@@ -323,11 +387,12 @@ class DeviceMemory:
         number = needs.devices[worst]
         own_bytes = other_bytes = 0
         own = others = 0
-        seen: set[int] = set()
-        for array, buffer in self._buffers.items():
-            if not buffer.is_counted or id(buffer) in seen or number not in buffer.on.devices:
+        seen: set[_Buffer] = set()
+        held = ((array, one) for array, named in self._buffers.items() for one in named.whole())
+        for array, buffer in held:
+            if not buffer.is_counted or buffer in seen or number not in buffer.on.devices:
                 continue
-            seen.add(id(buffer))
+            seen.add(buffer)
             if client_of(array) == client:
                 own, own_bytes = own + 1, own_bytes + buffer.shard_bytes
             else:
@@ -359,7 +424,7 @@ class DeviceMemory:
     def _device_set(self, devices: tuple[DeviceAddress, ...]) -> _DeviceSet:
         on = self._device_sets.get(devices)
         if on is None:
-            on = self._device_sets[devices] = _DeviceSet(self._numbered(devices))
+            on = self._device_sets[devices] = _DeviceSet(devices, self._numbered(devices))
         return on
 
     def _settled(self) -> _Bytes:

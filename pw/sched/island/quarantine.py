@@ -40,7 +40,9 @@ class Quarantine(Part):
 
     def install(self, program: int, body: Program) -> ErrorReport | None:
         """Return the error if a program must not be compiled."""
-        artifacts = tuple(computation.artifact for computation in body.computations)
+        artifacts = body.artifacts()
+        if not artifacts:  # a view, which hosts neither compile nor run
+            return None
         self._programs[program] = (body.name, artifacts)
         if self._strikes.get(("compiled", artifacts), 0) < STRIKES:
             return None
