@@ -237,6 +237,8 @@ class FakeBackend:
                     head.result.payload[at][box_slices(box)] = data
             if (done := head.done) is not None:
                 post(lambda: done(None))
+        elif isinstance(head, ops.View):
+            self._view(head)
         else:
             self._move(head)
 
@@ -268,6 +270,14 @@ class FakeBackend:
             data = op.source.payload[piece.source_device][box_slices(piece.source_box)]
             for at in piece.destination_devices:
                 op.result.payload[at][box_slices(piece.destination_box)] = data
+        return None
+
+    def _view(self, op: ops.View) -> None:
+        for source in op.sources:
+            if (error := _failure(source.value)) is not None:
+                return _fail((op.result,), error)
+        pairs = [(s.value.payload, *pair) for s in op.sources for pair in s.shards]
+        op.result.payload = {at: payload[there] for payload, at, there in pairs}
         return None
 
     def _execute(self, gang: list[FakeBackend]) -> None:

@@ -151,10 +151,8 @@ class ViewSource(NamedTuple):
     """A value whose shards are in a view."""
 
     value: Value
-    positions: tuple[int, ...]
-    """The mesh positions of the view's shards, which lie on the same devices in the value."""
-    is_everywhere: bool
-    """Each host of the view has shards of it in the view. If not, an error of it is `alone` there."""
+    shards: tuple[tuple[int, int], ...]
+    """The mesh positions of each shard in the view and in the value, which are on the same device."""
 
 
 @dataclass(slots=True)

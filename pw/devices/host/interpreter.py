@@ -23,6 +23,7 @@ from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
 from pw.core.ids import Address
 from pw.core.messages import CANCELLED, CallEnded, PassedLaunches
 from pw.core.plan import Execute, Free, Receive, Send
+from pw.core.program import Computation
 from pw.core.watchdog import Watchdog
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Backend, Op, Value
@@ -212,7 +213,10 @@ class Interpreter(Part):
         if is_last:
             launch.last += (ref(results[-1]),)
         if results and instruction.computation in run.program.unsettled:
-            self._await_outcome(launch, instruction, results)
+            computation = run.program.body.computations[instruction.computation]
+            devices = run.program.at(computation.placement)
+            gang = tuple(dict.fromkeys(device.host for device in devices))
+            self._await_outcome(launch, computation, instruction.results, gang)
         else:
             for slot in instruction.results:
                 self.made(run, slot)
@@ -224,7 +228,7 @@ class Interpreter(Part):
     def _view(self, launch: HostLaunch, view: Execute) -> bool:
         """Make the results of a view; return False if a value that it reads has not arrived."""
         run, slots = launch.run, launch.run.slots
-        needed = [view.args[one] for part in run.program.views for one, *_ in part.sources]
+        needed = [view.args[source] for part in run.program.views for source, _ in part.sources]
         if any(slots[slot] in self.arriving for slot in needed):
             return False
         args = [slots.get(slot, self._elsewhere) for slot in view.args]
@@ -238,7 +242,11 @@ class Interpreter(Part):
             lost = next((e for e in errors if e is not None and e.kind in INFRASTRUCTURE), None)
             if lost is not None:
                 self._lose(launch, lost, (result,))
-            self.made(run, slot)
+            if part.gang:
+                computation = run.program.body.computations[view.computation]
+                self._await_outcome(launch, computation, (slot,), part.gang)
+            else:
+                self.made(run, slot)
             results.append(result)
         launch.last += (ref(results[-1]),)
         if launch.message.report:
@@ -252,10 +260,15 @@ class Interpreter(Part):
             value.error = error
 
     def _await_outcome(
-        self, launch: HostLaunch, instruction: Execute, results: tuple[Value, ...]
+        self,
+        launch: HostLaunch,
+        computation: Computation,
+        slots: tuple[int, ...],
+        gang: tuple[str, ...],
     ) -> None:
-        """Let no op use these results before their outcome is known."""
-        run, computation = launch.run, launch.run.program.body.computations[instruction.computation]
+        """Let no op use these results before their outcome is known, on the hosts of the gang."""
+        run = launch.run
+        results = tuple([run.slots[slot] for slot in slots])
         assert self._order.scheduler is not None
         for value in results:
             self.arriving[value] = []
@@ -269,7 +282,7 @@ class Interpreter(Part):
                     value.fail(error)
                 if error.kind in INFRASTRUCTURE:
                     launch.lost = error
-            for slot in instruction.results:
+            for slot in slots:
                 self.made(run, slot)
             for value in results:
                 del self.arriving.unsettled[value]
@@ -277,16 +290,14 @@ class Interpreter(Part):
             self.advance()
 
         op: Op
-        if computation.is_python:
-            devices = run.program.at(computation.placement)
-            call = (run.run, instruction.results[0])
-            gang = tuple(dict.fromkeys(device.host for device in devices))
+        if computation.checks:
+            devices = run.program.devices(computation.outputs[-1])
+            op = self._outcomes.of_check(computation, devices, results, known)
+        else:
+            call = (run.run, slots[0])
             op = self._outcomes.of_call(
                 self._order.epoch, self._order.scheduler, call, gang, results, known
             )
-        else:
-            devices = run.program.devices(computation.outputs[-1])
-            op = self._outcomes.of_check(computation, devices, results, known)
         self.queue.ops.append(op)
 
     @handles(CallEnded)

@@ -67,10 +67,7 @@ class LaunchEnds(Part):
         values, launch.to_watch = launch.to_watch, ()
         launch.pending += 1
         is_computed = not launch.run.program.views
-        if values[0] in self.arriving:
-            self.arriving[values[0]].append(partial(self._watch, launch, values, is_computed))
-        else:
-            self._watch(launch, values, is_computed)
+        self.arriving.when_here(values, partial(self._watch, launch, values, is_computed))
 
     def enqueued(self, launch: HostLaunch, awaited: Sequence[Value]) -> None:
         """All instructions are ops; `awaited` are the results that are not made on this host."""

@@ -1,9 +1,10 @@
 """Finds out whether results are valid before any op uses them.
 
-Two kinds of computations need that. Results that are checked for NaNs (`Computation.checks`) come
+Three kinds of computations need that. Results that are checked for NaNs (`Computation.checks`) come
 with a replicated vector of flags, which every host of the gang reads for itself. A Python function
-that runs on several hosts may raise on one of them, so each host tells the others through the
-scheduler, and the error of the first host in the gang's order counts for all.
+that runs on several hosts may raise on one of them, and an uneven view may have an error on one of them
+(`pw.devices.host.views`), so each host tells the others through the scheduler, and the error of the first
+host in the gang's order counts for all.
 
 Until the outcome is known, the results count as values that have not arrived. So work that reads
 them is enqueued on all hosts of a gang or on none. The price is that the lane waits.
@@ -30,7 +31,7 @@ Known = Callable[[ErrorReport | None], None]
 
 @dataclass(slots=True)
 class _Call:
-    """The call of a Python function on several hosts."""
+    """The call of a Python function, or an uneven view, on several hosts."""
 
     errors: dict[str, ErrorReport | None] = field(default_factory=dict)
     """The error of each host that has returned, None for success."""
@@ -82,7 +83,7 @@ class Outcomes:
         results: tuple[Value, ...],
         known: Known,
     ) -> Op:
-        """Return the op, right after the call of a Python function, that tells the gang.
+        """Return the op, right after the call of a Python function or a view, that tells the gang.
 
         `call` is the run and the slot of the first result, which are the same on all hosts.
         """

@@ -1,7 +1,8 @@
 """Makes the ops of a view: each host makes its own part of the results, of shards that it has.
 
-An error of a source belongs to all results that have a shard of it. Other hosts of such a result may have
-no shard of that source, and so no error: then it is an error of this host alone, which no gang may read.
+An error of a source belongs to all results that have a shard of it. If every host of a result has shards of
+the same sources, all of them find the same error. If not, the result is *uneven*: the hosts tell each other
+before any op uses it (`pw.devices.host.outcomes`), or one host might keep from a gang what others bring to it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class ViewPart(NamedTuple):
     output: int
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
-    sources: tuple[tuple[int, tuple[int, ...], bool], ...]
-    """Each input with shards in it, the mesh positions of these, and whether every host of the result has some.
-
-    In the order of the inputs, so that all hosts report the same of several errors."""
+    sources: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """Each input with shards in it, and the mesh positions of each shard in the result and in the input."""
+    gang: tuple[str, ...]
+    """All hosts of the result, if it is uneven."""
 
 
 def view_parts(
@@ -38,32 +39,29 @@ def view_parts(
     """
     for output, (spec, row) in enumerate(zip(view.outputs, view.shards, strict=True)):
         devices = located[spec.placement]
-        hosts = {device.host for device in devices}
-        if host not in hosts:
-            continue
-        here: dict[int, list[int]] = {}
-        on: dict[int, set[str]] = {}
-        for position, (device, (source, _)) in enumerate(zip(devices, row, strict=True)):
-            on.setdefault(source, set()).add(device.host)
+        here: dict[int, list[tuple[int, int]]] = {}
+        on: dict[str, set[int]] = {}
+        for position, (device, (source, there)) in enumerate(zip(devices, row, strict=True)):
+            on.setdefault(device.host, set()).add(source)
             if device.host == host:
-                here.setdefault(source, []).append(position)
-        sources = [(source, tuple(here[source]), on[source] == hosts) for source in sorted(here)]
-        yield ViewPart(output, spec, devices, tuple(sources))
+                here.setdefault(source, []).append((position, there))
+        if here:
+            sources = tuple([(source, tuple(here[source])) for source in sorted(here)])
+            is_uneven = any(some != on[host] for some in on.values())
+            yield ViewPart(output, spec, devices, sources, tuple(on) if is_uneven else ())
 
 
 def view_op(part: ViewPart, args: Sequence[Value], result: Value) -> View:
     """Return the op that makes a part of a result, and note which buffers the values share."""
     result.shared = True
     result.buffers = {}
-    for source, positions, _ in part.sources:
+    for source, shards in part.sources:
         value = args[source]
         value.shared = True
         if value.buffers is None:
             value.buffers = {}
-        for position in positions:
+        for position, _ in shards:
             ordinal = part.devices[position].ordinal
             result.buffers[ordinal] = value.buffers.setdefault(ordinal, object())
-    sources = tuple(
-        [ViewSource(args[source], positions, all_) for source, positions, all_ in part.sources]
-    )
+    sources = tuple([ViewSource(args[source], shards) for source, shards in part.sources])
     return View(sources, result, part.spec, part.devices)

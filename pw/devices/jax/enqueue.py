@@ -189,11 +189,10 @@ class Enqueuer:
         result = op.result
         for source in op.sources:
             value = source.value
-            joint = value.joint or not source.is_everywhere
             if awaited(value) is None and result.error is None:
-                result.alone = value.alone or not source.is_everywhere
+                result.alone = value.alone
                 result.error = value.error or self._failures.unmade
-            result.joint = result.joint or joint
+            result.joint = result.joint or value.joint
         if result.error is None:
             try:
                 makers = {source.value.maker for source in op.sources}

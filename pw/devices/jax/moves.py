@@ -52,9 +52,9 @@ def viewed(op: View, layouts: Layouts) -> jax.Array:
     """The array of `op.result`, whose shards are those of its sources."""
     layout = layouts(op.spec.sharding, op.devices)
     made: dict[int, jax.Array] = {}
-    for value, positions, _ in op.sources:
-        shards = local_shards(value.payload)
-        for position in positions:
+    for source in op.sources:
+        shards = local_shards(source.value.payload)
+        for position, _ in source.shards:
             made[position] = shards[layout.local[position]]
     return assemble(op.spec, layout, made)
 

@@ -9,7 +9,6 @@ and buffers that are never dropped.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,17 +24,13 @@ from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.node import SimNode
-from pw.testing.sim.shards import Installed, Layout, Shards
+from pw.testing.sim.shards import Buffers, Installed, Layout, Shards
 from pw.testing.sim.world import Violation
 
 OP_S = 4e-6
 COMPILE_S = 2e-3
 COMPUTE_S = 150e-6
 BUILD_BYTES_PER_S = 4e9
-SKEW = 1.1
-"""A host of a gang may drop its part of an array a little later than the one that reports for the gang."""
-
-
 _DONATED = Shards()
 """In the place of buffers that a computation has taken over."""
 
@@ -64,10 +59,7 @@ class SimBackend:
         self.meeting: Installed | None = None
         """The computation of several hosts that waits for other hosts."""
         self.closed = False
-        self.live_bytes: Counter[int] = Counter()
-        self._made_bytes: Counter[int] = Counter()
-        """Bytes of results on each device: runs wait for memory, uploads do not."""
-        self.peak_bytes: Counter[int] = Counter()
+        self._buffers = Buffers(self.host, node.world.profile.device_memory_bytes)
         self._world = node.world
         self._gangs = gangs
         self._random = node.world.streams(f"devices/{node.name}")
@@ -80,9 +72,6 @@ class SimBackend:
         self._running = False
         self._pump_planned = False
         self._compiling_until_s = 0.0
-        self._refs: dict[int, weakref.ref[Shards]] = {}
-        self._filled = 0
-        self._limit_bytes = node.world.profile.device_memory_bytes
 
     # --- what actors ask for -------------------------------------------------------------------------
 
@@ -177,7 +166,7 @@ class SimBackend:
 
     def counters(self) -> dict[str, int]:
         """Return the bytes of all buffers."""
-        return {"device_bytes": sum(self.live_bytes.values())}
+        return {"device_bytes": sum(self._buffers.live_bytes.values())}
 
     def stage(self, value: Value) -> str:
         """How far a value is."""
@@ -205,7 +194,7 @@ class SimBackend:
     @property
     def buffers(self) -> int:
         """Values whose buffers are still referenced."""
-        return len(self._refs)
+        return len(self._buffers)
 
     @property
     def idle(self) -> bool:
@@ -249,6 +238,11 @@ class SimBackend:
                     return
                 queue.popleft()
                 self._move(op)
+            elif isinstance(op, ops.View):
+                if any(self._is_building(source.value) for source in op.sources):
+                    return
+                queue.popleft()
+                self._view(op)
             else:
                 queue.popleft()
                 if isinstance(op, ops.Call):
@@ -331,6 +325,7 @@ class SimBackend:
             value = op.args[position]
             kept = position in op.copied or op.args.count(value) > 1
             if not kept and not value.shared:
+                self._buffers.check_donation(value.payload)
                 value.payload = _DONATED
         return found
 
@@ -347,6 +342,22 @@ class SimBackend:
             data = held[box_slices(piece.source_box)]
             for position in piece.destination_devices:
                 shards[op.devices[position].ordinal][box_slices(piece.destination_box)] = data
+        self._fill(op.result, shards, made=True)
+
+    def _view(self, op: ops.View) -> None:
+        shards = Shards()
+        shape, dtype = op.spec.sharding.shard_shape(op.spec.shape), dtype_of(op.spec.dtype)
+        for source in op.sources:
+            if (failure := self._failure(source.value)) is not None:
+                op.result.alone, op.result.error = source.value.alone, failure
+                self._tell(op.result)
+                return
+            for position, _ in source.shards:
+                ordinal = op.devices[position].ordinal
+                shards[ordinal] = shard = source.value.payload[ordinal]
+                if (shard.shape, shard.dtype) != (shape, dtype):
+                    raise Violation("views", f"a shard of {shard.shape} in a view of {shape}")
+        self._world.checked["views"] += 1
         self._fill(op.result, shards, made=True)
 
     def _build(self, op: ops.Build) -> None:
@@ -427,22 +438,4 @@ class SimBackend:
             raise Violation("a value is made once", f"on {self.host}")
         value.payload = shards
         self._tell(value)
-        for ordinal, shard in shards.items():
-            self.live_bytes[ordinal] += shard.nbytes
-            self.peak_bytes[ordinal] = max(self.peak_bytes[ordinal], self.live_bytes[ordinal])
-            self._made_bytes[ordinal] += shard.nbytes * made
-            if self._limit_bytes and self._made_bytes[ordinal] > SKEW * self._limit_bytes:
-                what = f"runs made {self._made_bytes[ordinal]} bytes on device {ordinal} of {self.host}"
-                raise Violation("memory", f"{what}, which has {self._limit_bytes}")
-        sizes = tuple((ordinal, shard.nbytes) for ordinal, shard in shards.items())
-
-        self._filled += 1
-        serial = self._filled
-
-        def dropped(ref: weakref.ref[Shards]) -> None:
-            del self._refs[serial]
-            for ordinal, size_bytes in sizes:
-                self.live_bytes[ordinal] -= size_bytes
-                self._made_bytes[ordinal] -= size_bytes * made
-
-        self._refs[serial] = weakref.ref(shards, dropped)
+        self._buffers.fill(shards, made=made)

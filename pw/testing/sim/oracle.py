@@ -24,6 +24,7 @@ from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.programs import Draft
+from pw.testing.sim.views import contents
 
 INFRASTRUCTURE = frozenset(
     ("HostLost", "ArrayLost", "TransferFailed", "ConnectionFailed", "Disconnected")
@@ -38,7 +39,7 @@ class Truth:
     data: bytes | None
     """None if it can only fail."""
     kinds: frozenset[str]
-    """Errors that its programs ask for."""
+    """Errors that its programs ask for; with `data`, it may fail or not."""
     computations: frozenset[str]
     slices: frozenset[int]
     """The computations and the slices of its lineage."""
@@ -83,7 +84,7 @@ class Oracle:
         kinds = frozenset().union(*(truth.kinds for truth in known))
         for index, arg in enumerate(args):
             values[-1, index] = arg if isinstance(arg, bytes) else self.arrays[arg].data
-        blobs = [draft.blobs[computation.artifact] for computation in body.computations]
+        blobs = [draft.blobs.get(computation.artifact, b"") for computation in body.computations]
         if any(blob.startswith(DOES_NOT_COMPILE) for blob in blobs):
             kinds |= {"CompileError"}
         if "CompileError" in kinds:  # the controller knows, and does not start the run
@@ -93,7 +94,9 @@ class Oracle:
             given = [values[arg.node, arg.index] for arg in node.args]
             inputs = [data for data in given if data is not None]
             made: list[Any] = [None] * len(computation.outputs)
-            if not computes(blob):
+            if computation.is_view:
+                made = list(contents(computation, given))
+            elif not computes(blob):
                 kinds |= {"ComputationFailed"}
             elif len(inputs) == len(given):
                 whole = compute(blob, inputs, computation.outputs)
@@ -105,9 +108,12 @@ class Oracle:
         slices = frozenset(body.slices()).union(*(truth.slices for truth in known))
         durable = not body.donated and all(truth.durable for truth in known)
         made_of = frozenset[int]().union(*(truth.made_of for truth in known))
+        # If the controller knows of a failed source, it fails all results of a view, and what is made of them.
+        is_view = any(computation.is_view for computation in body.computations)
+        may_fail = is_view or any(truth.kinds and truth.data is not None for truth in known)
         for array, output in zip(results, body.outputs, strict=True):
             data = values[output.value.node, output.value.index]
-            asked = kinds if data is None else frozenset[str]()
+            asked = kinds if data is None or may_fail else frozenset[str]()
             self.arrays[array] = Truth(
                 output.spec, data, asked, computations, slices, durable, made_of | {array}
             )

@@ -52,6 +52,8 @@ class Profile:
     """Memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
     """Clients also bring programs that do not compile, or raise."""
+    views: float = 0.0
+    """For each act of a client, the probability that it makes views of its arrays."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -79,7 +81,7 @@ class Profile:
 FAULTS = tuple(
     field.name
     for field in dataclasses.fields(Profile)
-    if field.type == "float" and field.name != "span_s"
+    if field.type == "float" and field.name not in ("span_s", "views")
 )
 """The fields of a profile that are rates of faults."""
 
@@ -121,6 +123,15 @@ PROFILES = {
         Profile("crashes", span_s=20.0, **_CRASHES),
         Profile("slices", span_s=20.0, slices_given_back=0.1, **(_CRASHES | _RESTARTS)),
         Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
+        Profile("views", runs=80, views=0.4),
+        Profile(
+            "views-lost",
+            span_s=20.0,
+            runs=60,
+            views=0.4,
+            device_memory_bytes=256 << 10,
+            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+        ),
         Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
     )
 }

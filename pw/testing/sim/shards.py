@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +11,91 @@ import numpy as np
 
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
+from pw.testing.sim.world import Violation
+
+SKEW = 1.1
+"""A host of a gang may drop its part of an array a little later than the one that reports for the gang."""
 
 
 class Shards(dict[int, np.ndarray[Any, Any]]):
     """The buffers of one value on one host, by the ordinal of the device."""
 
     __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One shard, and how many values have it."""
+
+    ordinal: int
+    size_bytes: int
+    is_made: bool
+    """A run has made it, and not an upload."""
+    values: int = 0
+
+
+class Buffers:
+    """The buffers on one host's devices; a shard that several values have counts once.
+
+    Args:
+        host: the name of the host.
+        limit_bytes: memory of each device; 0 where nothing limits it.
+    """
+
+    def __init__(self, host: str, limit_bytes: int) -> None:
+        self.live_bytes: Counter[int] = Counter()
+        self._host = host
+        self._limit_bytes = limit_bytes
+        self._made_bytes: Counter[int] = Counter()
+        """Bytes of results on each device: runs wait for memory, uploads do not."""
+        self._refs: dict[int, weakref.ref[Shards]] = {}
+        self._filled = 0
+        self._shards: dict[int, _Buffer] = {}
+        """By the id of the array, which lives as long as a value has it."""
+
+    def __len__(self) -> int:
+        """Values whose buffers are still referenced."""
+        return len(self._refs)
+
+    def fill(self, shards: Shards, *, made: bool) -> None:
+        """Count the shards of a value until it is dropped."""
+        for ordinal, shard in shards.items():
+            buffer = self._shards.get(id(shard))
+            if buffer is None:
+                buffer = self._shards[id(shard)] = _Buffer(ordinal, shard.nbytes, made)
+                self._count(buffer, 1)
+            buffer.values += 1
+            if self._limit_bytes and self._made_bytes[ordinal] > SKEW * self._limit_bytes:
+                what = f"runs made {self._made_bytes[ordinal]} bytes on device {ordinal} of {self._host}"
+                raise Violation("memory", f"{what}, which has {self._limit_bytes}")
+        names = tuple([id(shard) for shard in shards.values()])
+
+        self._filled += 1
+        serial = self._filled
+
+        def dropped(ref: weakref.ref[Shards]) -> None:
+            del self._refs[serial]
+            for name in names:
+                self._drop(name)
+
+        self._refs[serial] = weakref.ref(shards, dropped)
+
+    def check_donation(self, shards: Shards) -> None:
+        """Raise Violation if another value has a shard that a computation overwrites."""
+        buffers = [self._shards.get(id(shard)) for shard in shards.values()]
+        if any(buffer is not None and buffer.values > 1 for buffer in buffers):
+            raise Violation("views", f"a shard of two arrays was donated on {self._host}")
+
+    def _drop(self, name: int) -> None:
+        buffer = self._shards[name]
+        buffer.values -= 1
+        if not buffer.values:
+            del self._shards[name]
+            self._count(buffer, -1)
+
+    def _count(self, buffer: _Buffer, sign: int) -> None:
+        self.live_bytes[buffer.ordinal] += sign * buffer.size_bytes
+        self._made_bytes[buffer.ordinal] += sign * buffer.size_bytes * buffer.is_made
 
 
 _Index = tuple[slice, ...]

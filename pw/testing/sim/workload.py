@@ -28,6 +28,7 @@ from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import Slice, random_kinds, random_program
+from pw.testing.sim.views import random_view
 from pw.testing.sim.world import Violation
 
 SETTLED_S = 6.0
@@ -68,6 +69,10 @@ class SimClient(Life):
         if moves and len(self.slices) > 1 and self.random.random() < moves:
             self._give_back()
             return
+        views = self.world.profile.views
+        if views and self.kinds and self.random.random() < views:
+            self._view()
+            return
         draw = self.random.random()
         if not self.kinds or len(self.programs) < 2 or draw < 0.04:
             self._register()
@@ -105,6 +110,22 @@ class SimClient(Life):
         self.programs[number] = draft
         self._post(Tell(RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
 
+    def _view(self) -> None:
+        """Make views of some arrays; then perhaps delete a source."""
+        made = [n for n, draft in self.programs.items() if not draft.blobs]
+        if not made or self.random.random() < 0.4:
+            draft = random_view(self.random, self.kinds, list(self.arrays.values()))
+            if draft is None:
+                return
+            number = self._id()
+            self.programs[number] = draft
+            self._post(Tell(RegisterProgram(number, Compact.of(draft.body), ())))
+        else:
+            number = self.random.choice(made)
+        sources = self._run(number)
+        if sources and self.random.random() < 0.4:
+            self._delete(self.random.choice(sources))
+
     def _value(self, spec: ArraySpec) -> np.ndarray[Any, Any]:
         data = self.random.randbytes(spec.size_bytes)
         return np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape)
@@ -116,10 +137,12 @@ class SimClient(Life):
         self._post(Put(number, spec, value, self.random.random() < 0.2))
         return number
 
-    def _run(self) -> None:
+    def _run(self, number: int | None = None) -> list[int]:
+        """Run a program; return the arrays that it read and that still exist."""
         if self.credits < 1 or self.runs_left < 1 or not self.programs:
-            return
-        number = self.random.choice(list(self.programs))
+            return []
+        if number is None:
+            number = self.random.choice(list(self.programs))
         draft = self.programs[number]
         args: list[int | bytes] = []
         for spec in draft.body.inputs:
@@ -144,6 +167,7 @@ class SimClient(Life):
         self.runs_left -= 1
         self.world.checked["runs"] += 1
         self._post(Tell(Run(self._id(), number, given, results)))
+        return [arg for arg in given if isinstance(arg, int) and arg in self.arrays]
 
     def _get(self, array: int | None = None) -> None:
         if array is None:
@@ -230,10 +254,11 @@ class SimClient(Life):
         promise = self._promise(f"drain {node}", answered)
         self._post(Ask(lambda number: DrainHost(number, node), promise))
 
-    def _delete(self) -> None:
-        if not self.arrays:
-            return
-        array = self.random.choice(list(self.arrays))
+    def _delete(self, array: int | None = None) -> None:
+        if array is None:
+            if not self.arrays:
+                return
+            array = self.random.choice(list(self.arrays))
         del self.arrays[array]
         self._post(Forget((array,)))
 
