@@ -111,9 +111,13 @@ def test_each_ending_of_a_test_is_counted(source: Path, capsys: pytest.CaptureFi
     assert words.endswith(f"|\n{END}\nafter\n")
     assert "| tiny_test.py | 7 | 1 | 5 | 1 | 14.3 |" in words
 
+    first = (source.parent / "out.json").rename(source.parent / "first.json")
+
     # The kept outcomes of plain JAX serve a run of some of the tests.
     (source / "tests" / "tiny_test.py").write_text(TINY.replace("not PLAIN", "False"))
     assert run(source, "-k", "crashes|passes", "--baseline", str(kept))["passed"] == 2
+    again = run(source, "--again", str(first), "--baseline", str(kept))
+    assert (again["base"], again["passed"]) == (6, 3)  # the crash, the hang and the skip are mended
     assert "plain JAX\n" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="name another file with --baseline"):
         run(source, "--cases", "7", "--baseline", str(kept))

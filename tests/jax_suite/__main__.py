@@ -13,7 +13,7 @@ import tests.jax_suite
 from tests.jax_suite.child import Order, chosen
 from tests.jax_suite.compare import Comparison, compare
 from tests.jax_suite.processes import FileRun, run_file
-from tests.jax_suite.records import Baseline, write_results
+from tests.jax_suite.records import Baseline, not_passed, write_results
 from tests.jax_suite.report import table, write_markdown
 
 GOAL = "pjit pmap shard_map api random random_lax lax lax_control_flow python_callback export linalg lax_numpy"
@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     logs = out.parent / f"{out.stem}-logs"
     logs.mkdir(parents=True, exist_ok=True)
     baseline = Baseline(options.baseline, settings_of(options))
+    again = options.again and not_passed(options.again)
     comparisons: list[Comparison] = []
     runs: dict[str, FileRun] = {}
     for file in options.files:
@@ -45,12 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
         wanted = [
             test
             for test, outcome in plain.outcomes.items()
-            if outcome.outcome == "passed" and chosen(test, options.match, options.sample)
+            if outcome.outcome == "passed"
+            and chosen(test, options.match, options.sample)
+            and (again is None or test in again.get(file, ()))
         ]
         say(
             f"{file}: {len(wanted)} tests pass with plain JAX in {plain.seconds:g} s {plain.broken}"
         )
-        if options.platform == "cpu":
+        if options.platform == "cpu" or (again is not None and not wanted):
             continue
         runs[file] = run(file, options.platform, options, logs, wanted)
         comparisons.append(compare(file, wanted, runs[file]))
@@ -129,6 +132,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--cases", type=int, default=1, help="JAX_NUM_GENERATED_CASES (%(default)s)")
     add("-k", dest="match", default="", metavar="REGEX", help="tests whose Class.name has this")
     add("--sample", type=int, default=1, metavar="N", help="every N-th test, always the same ones")
+    add("--again", type=Path, metavar="FILE", help="only tests that did not pass in these results")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of both runs")
     add("--baseline", type=Path, metavar="FILE", help="keep the outcomes of plain JAX in this file")
     add(

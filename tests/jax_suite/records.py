@@ -63,6 +63,14 @@ def write_results(
     write(path, {"platform": platform, "settings": dict(settings), "files": files})
 
 
+def not_passed(path: Path) -> dict[str, set[str]]:
+    """The tests of each file that failed or were skipped in these results."""
+    return {
+        file: {test for group in (*found["failures"], *found["skips"]) for test in group["tests"]}
+        for file, found in json.loads(path.read_text())["files"].items()
+    }
+
+
 def write(path: Path, content: object) -> None:
     """Replace a json file: a reader sees the old content or the new."""
     beside = path.with_suffix(".new")

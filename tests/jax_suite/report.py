@@ -14,13 +14,16 @@ SHOWN_GROUPS = 40
 
 def rows(comparisons: Sequence[Comparison]) -> list[tuple[str, ...]]:
     """One row for each file, and one for all."""
-    figures = [(c.file, c.base, c.passed, c.failed, c.skipped, c.percent) for c in comparisons]
-    if len(figures) > 1:
-        base, passed, failed, skipped = (sum(f[at] for f in figures) for at in (1, 2, 3, 4))
-        figures.append(
-            ("all", base, passed, failed, skipped, 100 * passed / base if base else 100.0)
+    lines = [(c.file, c.base, c.passed, c.failed, c.skipped) for c in comparisons]
+    if len(lines) > 1:
+        base, passed, failed, skipped = (
+            sum(numbers) for numbers in zip(*(line[1:] for line in lines), strict=True)
         )
-    return [(name, *map(str, counts), f"{percent:.1f}") for name, *counts, percent in figures]
+        lines.append(("all", base, passed, failed, skipped))
+    return [
+        (file, *map(str, (base, passed, *others)), f"{100 * passed / base if base else 100:.1f}")
+        for file, base, passed, *others in lines
+    ]
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
