@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
@@ -88,8 +89,43 @@ def under_jax_trace(leaves: Sequence[Any]) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
-class JitFunction(Generic[P, R]):
+class Wrapped(Generic[P, R]):
+    """Takes the place of a user's function: has its name and metadata, and can be a method."""
+
+    _kind: str
+
+    def __init__(self, fun: Callable[P, R], statics: Statics, timeout: float | None) -> None:
+        functools.update_wrapper(self, fun)
+        self.__wrapped__: Callable[..., Any] = fun
+        self._name: str = getattr(fun, "__name__", type(fun).__name__)
+        self._statics = statics
+        self._has_statics = bool(statics)
+        self._timeout_s = timeout_s_of(timeout)
+        self._launches = Launches()
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} {self._name}>"
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Wrapped[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @abstractmethod
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function."""
+
+
+class JitFunction(Wrapped[P, R]):
     """A function that runs on virtual devices; made by `pw.jit`."""
+
+    _kind = "pw.jit function"
 
     def __init__(
         self,
@@ -102,35 +138,15 @@ class JitFunction(Generic[P, R]):
         check_nans: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        functools.update_wrapper(self, fun)
-        self.__wrapped__: Callable[..., Any] = fun
-        self._name: str = getattr(fun, "__name__", type(fun).__name__)
+        super().__init__(fun, statics or Statics(None, None, None), timeout)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
         self._mesh = mesh or mesh_in(in_shardings, out_shardings)
-        self._statics = statics or Statics(None, None, None)
-        self._has_statics = bool(self._statics)
         self._donated = donated
         self._check_nans = check_nans
-        self._timeout_s = timeout_s_of(timeout)
-        self._launches = Launches()
         self._by_call: dict[Any, Traced] = {}
         self._by_types: dict[Any, Traced] = {}
         self._tracing = threading.RLock()
-
-    def __repr__(self) -> str:
-        return f"<pw.jit function {self._name}>"
-
-    @overload
-    def __get__(self, instance: None, owner: Any = None) -> Self: ...
-
-    @overload
-    def __get__(
-        self: JitFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
-    ) -> Callable[Q, R]: ...
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:

@@ -28,6 +28,8 @@ __all__ = ["host_function"]
 
 
 class _HostFunction(JitFunction[..., Any]):
+    _kind = "pw.host_function"
+
     def __init__(
         self, fun: Callable[..., Any], results: Any, mesh: Mesh | None, timeout: float | None
     ) -> None:
@@ -42,9 +44,6 @@ class _HostFunction(JitFunction[..., Any]):
         self._results = [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
         self._known: dict[Any, Traced] = {}
         self._pickling = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<pw.host_function {self._name}>"
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
         raise TracingError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from pw.client.arrays.mesh import Mesh, mesh_of
 from pw.client.arrays.signature import Statics, both_ways
@@ -13,37 +12,26 @@ from pw.client.trace.function import JitFunction, P, R, parameters_of
 __all__ = ["JitFunction", "jit"]
 
 
+class _Options(TypedDict, total=False):
+    devices: Any
+    mesh: Mesh | None
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    check_nans: bool | None
+    timeout: float | None
+
+
 @overload
-def jit(
-    fun: Callable[P, R],
-    *,
-    devices: Any = None,
-    mesh: Mesh | None = None,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    check_nans: bool | None = None,
-    timeout: float | None = None,
-) -> JitFunction[P, R]: ...
+def jit(fun: Callable[P, R], **options: Unpack[_Options]) -> JitFunction[P, R]: ...
 
 
 @overload
 def jit(
-    fun: None = None,
-    *,
-    devices: Any = None,
-    mesh: Mesh | None = None,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    check_nans: bool | None = None,
-    timeout: float | None = None,
+    fun: None = None, **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
@@ -96,33 +84,20 @@ def jit(
     """
     if devices is not None and mesh is not None:
         raise TypeError("pw.jit takes devices= or mesh=, not both")
-    if fun is None:
-        return cast(
-            Any,
-            functools.partial(
-                jit,
-                devices=devices,
-                mesh=mesh,
-                in_shardings=in_shardings,
-                out_shardings=out_shardings,
-                static_argnums=static_argnums,
-                static_argnames=static_argnames,
-                donate_argnums=donate_argnums,
-                donate_argnames=donate_argnames,
-                check_nans=check_nans,
-                timeout=timeout,
-            ),
+
+    def compiled(fun: Callable[..., Any]) -> JitFunction[..., Any]:
+        if not callable(fun):
+            raise TypeError(f"pw.jit takes a function, not {fun!r}")
+        parameters = parameters_of(fun)
+        return JitFunction(
+            fun,
+            mesh_of(devices) if devices is not None else mesh,
+            in_shardings,
+            out_shardings,
+            Statics(parameters, static_argnums, static_argnames),
+            both_ways(parameters, donate_argnums, donate_argnames),
+            check_nans,
+            timeout,
         )
-    if not callable(fun):
-        raise TypeError(f"pw.jit takes a function, not {fun!r}")
-    parameters = parameters_of(fun)
-    return JitFunction(
-        fun,
-        mesh_of(devices) if devices is not None else mesh,
-        in_shardings,
-        out_shardings,
-        Statics(parameters, static_argnums, static_argnames),
-        both_ways(parameters, donate_argnums, donate_argnames),
-        check_nans,
-        timeout,
-    )
+
+    return compiled if fun is None else compiled(fun)

@@ -6,9 +6,8 @@ devices, and each device sees its own slice.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,8 @@ _DEFAULT_AXIS = "pmap_axis"
 
 
 class _PmapFunction(JitFunction[P, R]):
+    _kind = "pw.pmap function"
+
     def __init__(
         self,
         fun: Callable[P, R],
@@ -45,9 +46,6 @@ class _PmapFunction(JitFunction[P, R]):
         self._axis_name = axis_name
         self._in_axes = in_axes
         self._out_axes = out_axes
-
-    def __repr__(self) -> str:
-        return f"<pw.pmap function {self._name}>"
 
     def _mesh_of_call(self, tree: Any, signature: Sequence[Any]) -> Mesh:
         """Return the mesh of the arguments; for host values one device for each slice, as in JAX."""
@@ -148,33 +146,25 @@ def _is_none(entry: Any) -> bool:
     return entry is None
 
 
+class _Options(TypedDict, total=False):
+    devices: Any
+    in_axes: Any
+    out_axes: Any
+    static_broadcasted_argnums: int | Sequence[int]
+    donate_argnums: int | Sequence[int]
+    check_nans: bool | None
+    timeout: float | None
+
+
 @overload
 def pmap(
-    fun: Callable[P, R],
-    axis_name: str | None = None,
-    *,
-    devices: Any = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
-    static_broadcasted_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-    check_nans: bool | None = None,
-    timeout: float | None = None,
+    fun: Callable[P, R], axis_name: str | None = None, **options: Unpack[_Options]
 ) -> JitFunction[P, R]: ...
 
 
 @overload
 def pmap(
-    fun: None = None,
-    axis_name: str | None = None,
-    *,
-    devices: Any = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
-    static_broadcasted_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-    check_nans: bool | None = None,
-    timeout: float | None = None,
+    fun: None = None, axis_name: str | None = None, **options: Unpack[_Options]
 ) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
@@ -209,35 +199,24 @@ def pmap(
     Raises:
         ArgumentError: at a call, a mapped axis that has not the size of the number of devices.
     """
-    if fun is None:
-        return functools.partial(
-            pmap,
-            axis_name=axis_name,
-            devices=devices,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            static_broadcasted_argnums=static_broadcasted_argnums,
-            donate_argnums=donate_argnums,
-            check_nans=check_nans,
-            timeout=timeout,
-        )
-    if not callable(fun):
-        raise TypeError(f"pw.pmap takes a function, not {fun!r}")
     if any(axis < 0 for axis in jax.tree_util.tree_leaves(out_axes)):
         raise ArgumentError(f"out_axes of pw.pmap are not negative; {out_axes!r} was given")
     name = axis_name or _DEFAULT_AXIS
-    mesh = None
-    if devices is not None:
-        mesh = Mesh(mesh_of(devices).devices, (name,))
-    parameters = parameters_of(fun)
-    return _PmapFunction(
-        fun,
-        name,
-        in_axes,
-        out_axes,
-        mesh,
-        Statics(parameters, static_broadcasted_argnums, None),
-        both_ways(parameters, donate_argnums, None),
-        check_nans,
-        timeout,
-    )
+
+    def mapped(fun: Callable[..., Any]) -> JitFunction[..., Any]:
+        if not callable(fun):
+            raise TypeError(f"pw.pmap takes a function, not {fun!r}")
+        parameters = parameters_of(fun)
+        return _PmapFunction(
+            fun,
+            name,
+            in_axes,
+            out_axes,
+            None if devices is None else Mesh(mesh_of(devices).devices, (name,)),
+            Statics(parameters, static_broadcasted_argnums, None),
+            both_ways(parameters, donate_argnums, None),
+            check_nans,
+            timeout,
+        )
+
+    return mapped if fun is None else mapped(fun)

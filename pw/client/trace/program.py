@@ -7,9 +7,8 @@ nor numbers, and static arguments, are part of the trace's key.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, Self, cast, overload
+from typing import Any, cast, overload
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
@@ -18,15 +17,14 @@ from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing
 from pw.client.connection import current
 from pw.client.trace.function import (
     P,
-    Q,
     R,
+    Wrapped,
     parameters_of,
-    timeout_s_of,
     tree_flatten,
     tree_unflatten,
     under_jax_trace,
 )
-from pw.client.trace.launch import Launch, Launches
+from pw.client.trace.launch import Launch
 from pw.client.trace.recorder import Recorder, Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
@@ -70,31 +68,10 @@ def _leaf_signature(leaf: Any) -> Any:
         return _StaticLeaf(leaf)
 
 
-class ProgramFunction(Generic[P, R]):
+class ProgramFunction(Wrapped[P, R]):
     """A function that runs as one program; made by `pw.program`."""
 
-    def __init__(self, fun: Callable[P, R], statics: Statics, timeout: float | None = None) -> None:
-        functools.update_wrapper(self, fun)
-        self.__wrapped__: Callable[..., Any] = fun
-        self._name: str = getattr(fun, "__name__", type(fun).__name__)
-        self._statics = statics
-        self._has_statics = bool(statics)
-        self._timeout_s = timeout_s_of(timeout)
-        self._launches = Launches()
-
-    def __repr__(self) -> str:
-        return f"<pw.program {self._name}>"
-
-    @overload
-    def __get__(self, instance: None, owner: Any = None) -> Self: ...
-
-    @overload
-    def __get__(
-        self: ProgramFunction[Concatenate[Any, Q], R], instance: object, owner: Any = None
-    ) -> Callable[Q, R]: ...
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+    _kind = "pw.program"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -195,14 +172,11 @@ def program(
         TracerError: at the first call, a value was needed that does not exist while tracing.
         ArrayDeleted: at the first call, a value is used after it was donated.
     """
-    if fun is None:
-        return functools.partial(
-            program,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            timeout=timeout,
-        )
-    if not callable(fun):
-        raise TypeError(f"pw.program takes a function, not {fun!r}")
-    statics = Statics(parameters_of(fun), static_argnums, static_argnames)
-    return ProgramFunction(fun, statics, timeout)
+
+    def made(fun: Callable[..., Any]) -> ProgramFunction[..., Any]:
+        if not callable(fun):
+            raise TypeError(f"pw.program takes a function, not {fun!r}")
+        statics = Statics(parameters_of(fun), static_argnums, static_argnames)
+        return ProgramFunction(fun, statics, timeout)
+
+    return made if fun is None else made(fun)
