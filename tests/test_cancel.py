@@ -479,8 +479,8 @@ def test_anybody_may_cancel_runs_by_their_numbers() -> None:
     world.settle()
     (status, _) = world.control.runs.status()
     (run, _) = [m.run for _, _, m in world.sent if isinstance(m, Run)]
-    assert (status.run, status.program, status.segments_left) == (run, "chain", 1)
-    assert parse(run_name(run)) == (client.number, run)
+    assert (status.run, status.function, status.segments_left) == (run_name(run), "chain", 1)
+    assert parse(status.run) == (client.number, run)
     assert parse(f"{client.number}") == (client.number, 0)
     for wrong in ("x", "3.", "3.x", ""):
         with pytest.raises(Error, match="neither a run"):

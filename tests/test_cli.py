@@ -118,12 +118,12 @@ def until_ready(session: Runtime, name: str, epoch: int = 1) -> dict[str, int]:
 
     def island() -> Any:
         for one in session.ask.status().islands:
-            if one.island == name and one.state == "ready" and one.epoch >= epoch:
+            if one.name == name and one.state == "ready" and one.formed >= epoch:
                 return one
         return None
 
     until(island, f"{name} ready under epoch {epoch}")
-    return {host.node: host.process for host in island().hosts}
+    return {host.name: host.pid for host in island().hosts}
 
 
 class AllReduce:
@@ -370,7 +370,7 @@ SCRIPT = """
 import os, signal, sys
 from pw.client.connection import current
 islands = current.connect().ask.status().islands
-print(__name__, sys.argv[1:], [(i.island, sum(h.devices for h in i.hosts)) for i in islands], flush=True)
+print(__name__, sys.argv[1:], [(i.name, i.devices) for i in islands], flush=True)
 if "wait" in sys.argv:
     signal.pause()
 sys.exit(7)
@@ -429,7 +429,7 @@ def test_a_runtime_that_ends_or_hangs_is_replaced_and_its_island_usable_again(
     number: signal.Signals, cluster: Cluster
 ) -> None:
     session = cluster.session()
-    (before,) = [i.epoch for i in session.ask.status().islands if i.island == "pair"]
+    (before,) = [i.formed for i in session.ask.status().islands if i.name == "pair"]
     processes = until_ready(session, "pair")
     send(processes["pair-1"], number)
     again = until_ready(session, "pair", before + 1)

@@ -894,7 +894,7 @@ with pw.LocalCluster(islands=2, hosts_per_island=hosts, log_level="warning") as 
     assert float(before) == 28
     new = pw.jit(lambda x: x - 1)(state)
     assert np.array_equal(new, np.arange(8.0) + steps - 1)
-    while current.runtime().ask.status().clients[0].runs_in_flight:
+    while current.runtime().ask.status().clients[0].runs:
         time.sleep(0.01)
     print("went on after", restarts)
 """

@@ -54,7 +54,7 @@ from pw.client.connection import current
 def runtime_process():
     # None while the host has no place.
     hosts = [host for island in current.runtime().ask.status(20.0).islands for host in island.hosts]
-    return hosts[0].process if hosts else None
+    return hosts[0].pid if hosts else None
 
 def worker_process():
     return current.runtime()._thread.worker.pid

@@ -253,7 +253,7 @@ def test_the_processes_of_hosts_can_be_found_and_ended(
 
         def ready():
             (island,) = current.runtime().ask.status().islands
-            return [(host.node, host.process) for host in island.hosts if island.state == "ready"]
+            return [(host.name, host.pid) for host in island.hosts if island.state == "ready"]
 
         with LocalCluster(spare_hosts=1) as cluster:
             host, spare = cluster.hosts

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import pw
+from pw.cli.status import document
 from pw.client.connection import current
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
-from pw.core.messages import ClientStatus, HostStatus, IslandStatus, RunStatus, Status, WaitingHost
+from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
 from pw.testing import InProcessCluster
 from tests.daemons import until
 from tests.stage import held, mesh_on, numbers, split
@@ -33,23 +34,26 @@ TOLD = Status(
     "0.10",
     "share",
     (
-        IslandStatus(
+        IslandInfo(
             NASTY,
-            3,
             "waiting",
             "cpu",
             "fake",
-            (HostStatus("east-0", 17, 4, "tcp://e:1", False),),
+            (HostInfo("east-0", NASTY, "joining", 17, 4, "tcp://e:1"),),
             2,
+            ("east-1",),
+            3,
             1,
             5,
             6,
-            ("east-1",),
         ),
     ),
-    (ClientStatus(1, "pid 7", 2, 3, 1, 4, 0.5, 9), ClientStatus(2, NASTY, 0, 0, 0, 0)),
-    (RunStatus((1 << 40) + 8, "step", ("east",), 2, 61.25),),
-    (WaitingHost("s", "spare", "", 18, 4, "tcp://s:1"),),
+    (HostInfo("s", "", "spare", 18, 4, "tcp://s:1"),),
+    (
+        ClientInfo(1, "pid 7", 0.5, 9, 2, 3, 1, 4, True),
+        ClientInfo(2, NASTY, 1.0, 0, 0, 0, 0, 0, False),
+    ),
+    (RunInfo("1.8", 1, "step", ("east",), 61.25, 2),),
 )
 
 
@@ -89,7 +93,7 @@ def html_of(thing: Any) -> list[str]:
 
 
 def test_the_status_has_plain_attributes() -> None:
-    status = ClusterStatus.of(TOLD, "tcp://c:7777", 1)
+    status = ClusterStatus.of(TOLD, "tcp://c:7777")
     assert (status.address, status.policy, status.devices) == ("tcp://c:7777", "share", 4)
     (island,) = status.islands
     assert (island.expected_hosts, island.missing, island.formed) == (2, ("east-1",), 3)
@@ -104,8 +108,19 @@ def test_the_status_has_plain_attributes() -> None:
     assert (run.run, run.client, run.function, run.islands) == ("1.8", 1, "step", ("east",))
 
 
+def test_the_names_in_json_documents_stay() -> None:
+    told = document("tcp://c:7777", TOLD)
+    (island,), (spare,), (run,) = told["islands"], told["waiting_hosts"], told["runs"]
+    assert (island["island"], island["epoch"], island["missing"]) == (NASTY, 3, ("east-1",))
+    (host,) = island["hosts"]
+    assert (host["node"], host["process"], host["joined"]) == ("east-0", 17, False)
+    assert (spare["node"], spare["state"], spare["island"]) == ("s", "spare", "")
+    assert [(c["client"], c["runs_in_flight"]) for c in told["clients"]] == [(1, 4), (2, 0)]
+    assert (run["run"], run["program"], run["segments_left"]) == ("1.8", "step", 2)
+
+
 def test_it_prints_as_the_same_tables_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = ClusterStatus.of(TOLD, "tcp://c:7777", 1)
+    status = ClusterStatus.of(TOLD, "tcp://c:7777")
     printed = repr(status)
     for words in (
         "controller tcp://c:7777",
@@ -128,13 +143,13 @@ def test_it_prints_as_the_same_tables_everywhere(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_is_html_in_which_nothing_is_code() -> None:
-    html = ClusterStatus.of(TOLD, None, 1)._repr_html_()
+    html = ClusterStatus.of(TOLD, None)._repr_html_()
     assert "<script" not in html
     texts = Tables(html).texts
     assert NASTY in texts
     assert any("controller in this process" in text for text in texts)
     quiet = msgspec.structs.replace(TOLD, runs=())
-    assert "no runs" in html_of(ClusterStatus.of(quiet, None, 1))
+    assert "no runs" in html_of(ClusterStatus.of(quiet, None))
 
 
 def test_the_status_of_a_cluster(cluster: InProcessCluster) -> None:

@@ -41,13 +41,13 @@ def status() -> Status:
 def members(island: str = "island-0") -> dict[str, int]:
     """Hosts of an island that is ready, and their runtimes' process ids."""
     for each in status().islands:
-        if each.island == island and each.state == "ready":
-            return {host.node: host.process for host in each.hosts}
+        if each.name == island and each.state == "ready":
+            return {host.name: host.pid for host in each.hosts}
     return {}
 
 
 def waiting() -> dict[str, str]:
-    return {host.node: host.state for host in status().waiting}
+    return {host.name: host.state for host in status().other_hosts}
 
 
 class Training:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pw.core.ids import CONTROL, RESOURCES, Address, executor_of
-from pw.core.messages import Directory, EndEpoch, IslandStatus, Peer, PeerLost, RegisterHost
+from pw.core.messages import Directory, EndEpoch, IslandInfo, Peer, PeerLost, RegisterHost
 from pw.devices.jax.enqueue import copy
 from pw.devices.jax.executables import Executables
 from tests.actors import FakeHost, World
@@ -105,14 +105,14 @@ class Hosts(ResourcesBench):
         self.say(executor_of(node), here)
 
     def ranks(self, island: str) -> list[str]:
-        return [host.node for host in self.state(island).hosts]
+        return [host.name for host in self.state(island).hosts]
 
-    def state(self, island: str) -> IslandStatus:
-        (found,) = [each for each in self.manager.status({}) if each.island == island]
+    def state(self, island: str) -> IslandInfo:
+        (found,) = [each for each in self.manager.status({}) if each.name == island]
         return found
 
     def waiting(self) -> list[str]:
-        return [host.node for host in self.manager.waiting_hosts()]
+        return [host.name for host in self.manager.waiting_hosts()]
 
 
 def test_the_place_of_a_host_that_crashed_is_kept_for_a_moment() -> None:
@@ -121,7 +121,9 @@ def test_the_place_of_a_host_that_crashed_is_kept_for_a_moment() -> None:
     bench.register("one0", "one")
     assert bench.ranks("one") == ["one0"]
     assert bench.waiting() == ["s"]
+    assert [host.state for host in bench.state("one").hosts] == ["joining"]
     bench.joined("one0", 2, island="one")
+    assert [host.state for host in bench.state("one").hosts] == ["ready"]
     bench.say(RESOURCES, PeerLost("one0", "connection lost"))
     assert bench.ranks("one") == []
     bench.world.wait(2.1)

@@ -15,7 +15,7 @@ from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
 from pw.core.messages import (
     CoordinationStarted,
-    IslandStatus,
+    IslandInfo,
     RegisterHost,
     StartCoordination,
     StopCoordination,
@@ -113,7 +113,7 @@ def add_controller(
     resources = node.add("resources", lambda env: ResourceManager(env, secret))
     node.add("services", lambda env: CoordinationActor(env, services))
 
-    def island_status() -> tuple[IslandStatus, ...]:
+    def island_status() -> tuple[IslandInfo, ...]:
         return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
 
     versions = Versions.installed()

@@ -53,9 +53,9 @@ def status(
 
     answer = report.ask(_known(address), timeout)
     if as_json:
-        typer.echo(json.dumps(report.document(address, *answer), indent=2))
+        typer.echo(json.dumps(report.document(address, answer), indent=2))
     else:
-        report.show(address, *answer)
+        report.show(address, answer)
 
 
 @app.command()

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from pw.cli.status import island_fields
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.core.messages import Explanation
@@ -29,6 +30,7 @@ def document(explanation: Explanation) -> dict[str, Any]:
     """All of it as JSON: `verdict` is the first line of `text`; numbers of runs carry their client's."""
     fields: dict[str, Any] = _plain(explanation)
     del fields["request"]
+    fields["islands"] = [island_fields(island) for island in explanation.islands]
     return {"verdict": explanation.text.splitlines()[0]} | fields
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pw.client.connection import current
 from pw.client.show.tables import Table, html, plain, renderable
-from pw.core.ids import client_of, run_name
-from pw.core.messages import Status
+from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -19,79 +18,6 @@ STATUS_S = 10.0
 
 _COUNTS = ("devices", "slices", "queued", "launched", "formed")
 _OWNED = ("share", "priority", "arrays", "programs", "slices", "runs")
-
-
-@dataclass(frozen=True, slots=True)
-class HostInfo:
-    """One host."""
-
-    name: str
-    island: str
-    """Its island; of a spare, the island that it waits for, empty for any."""
-    state: str
-    """`ready`, `joining` its island, `spare` or `draining`."""
-    pid: int
-    """Of its runtime, on its machine."""
-    devices: int
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True)
-class IslandInfo:
-    """Hosts whose devices run computations together."""
-
-    name: str
-    state: str
-    """`ready`, `forming`, or `waiting` for hosts."""
-    platform: str
-    kind: str
-    hosts: tuple[HostInfo, ...]
-    expected_hosts: int
-    missing: tuple[str, ...]
-    """Hosts with a place in it that are not connected."""
-    formed: int
-    """How often it was formed: once, and after each loss or change of hosts."""
-    slices: int
-    queued: int
-    """Segments that wait for their launch."""
-    launched: int
-    """Launches in flight."""
-
-    @property
-    def devices(self) -> int:
-        """Devices of the connected hosts."""
-        return sum(host.devices for host in self.hosts)
-
-
-@dataclass(frozen=True, slots=True)
-class ClientInfo:
-    """A process that is connected."""
-
-    number: int
-    name: str
-    share: float
-    """Its weight, where the policy is `share`."""
-    priority: int
-    """Its importance, where the policy is `priority`."""
-    arrays: int
-    programs: int
-    slices: int
-    runs: int
-    """Calls in flight."""
-    is_me: bool
-    """It is the session that has asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """A call in flight, one of the oldest of its client."""
-
-    run: str
-    """Its name, for `pw cancel`."""
-    client: int
-    function: str
-    islands: tuple[str, ...]
-    age_s: float
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,40 +36,17 @@ class ClusterStatus:
     runs: tuple[RunInfo, ...]
 
     @classmethod
-    def of(cls, told: Status, address: str | None, me: int) -> ClusterStatus:
-        """Convert the controller's answer to the client with number `me`."""
-        islands, others = [], []
-        for one in told.islands:
-            hosts = []
-            for host in one.hosts:
-                state = "ready" if host.joined else "joining"
-                place = host.process, host.devices, host.endpoint
-                hosts.append(HostInfo(host.node, one.island, state, *place))
-            known = one.island, one.state, one.platform, one.kind, tuple(hosts), one.expected_hosts
-            work = one.slices, one.queued, one.launched
-            islands.append(IslandInfo(*known, one.missing, one.epoch, *work))
-        for spare in told.waiting:
-            place = spare.process, spare.devices, spare.endpoint
-            others.append(HostInfo(spare.node, spare.island, spare.state, *place))
-        clients = []
-        for client in told.clients:
-            counts = client.arrays, client.programs, client.slices, client.runs_in_flight
-            rank = client.share, client.priority
-            is_me = client.client == me
-            clients.append(ClientInfo(client.client, client.name, *rank, *counts, is_me))
-        runs = [
-            RunInfo(run_name(run.run), client_of(run.run), run.program, run.islands, run.age_s)
-            for run in told.runs
-        ]
+    def of(cls, told: Status, address: str | None) -> ClusterStatus:
+        """Complete the controller's answer with its address."""
         return cls(
             address,
             told.pw_version,
             told.jax_version,
             told.policy,
-            tuple(islands),
-            tuple(others),
-            tuple(clients),
-            tuple(runs),
+            told.islands,
+            told.other_hosts,
+            told.clients,
+            told.runs,
         )
 
     @property
@@ -211,4 +114,4 @@ def status(timeout_s: float = STATUS_S) -> ClusterStatus:
         ConnectionFailed: the controller has not answered within `timeout_s`, or is gone for good.
     """
     session = current.runtime()
-    return ClusterStatus.of(session.ask.status(timeout_s), session.endpoint, session.client)
+    return ClusterStatus.of(session.ask.status(timeout_s), session.endpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pw.core.messages.base import Base
-from pw.core.messages.status import IslandStatus
+from pw.core.messages.status import IslandInfo
 
 
 class WorkReport(msgspec.Struct, frozen=True, array_like=True):
@@ -165,7 +165,7 @@ class Explanation(Base, frozen=True, tag=126):
 
     request: int
     text: str
-    islands: tuple[IslandStatus, ...]
+    islands: tuple[IslandInfo, ...]
     work: tuple[IslandReport, ...]
     hosts: tuple[HostReport, ...]
     silent: tuple[HostSilence, ...]

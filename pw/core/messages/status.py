@@ -13,68 +13,75 @@ class GetStatus(Base, frozen=True, tag=47):
     request: int
 
 
-class HostStatus(msgspec.Struct, frozen=True, array_like=True):
-    """One host in a status report."""
+class HostInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One host."""
 
-    node: str
-    process: int
+    name: str
+    island: str
+    """Its island; of a spare, the island that it waits for, empty for any."""
+    state: str
+    """`ready`, `joining` its island, `spare` (takes the place of a lost host) or `draining`."""
+    pid: int
+    """Of its runtime, on its machine."""
     devices: int
     endpoint: str
-    joined: bool
 
 
-class IslandStatus(msgspec.Struct, frozen=True, array_like=True):
-    """One island in a status report."""
+class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Hosts whose devices run computations together."""
 
-    island: str
-    epoch: int
+    name: str
     state: str
+    """`ready`, `forming`, or `waiting` for hosts."""
     platform: str
     kind: str
-    hosts: tuple[HostStatus, ...]
+    hosts: tuple[HostInfo, ...]
     expected_hosts: int
+    missing: tuple[str, ...]
+    """Hosts with a place in it that are not connected."""
+    formed: int
+    """How often it was formed: once, and after each loss or change of hosts."""
     slices: int
     queued: int
+    """Segments that wait for their launch."""
     launched: int
-    missing: tuple[str, ...] = ()
-    """Hosts with a place in it that are not connected."""
+    """Launches in flight."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of the connected hosts."""
+        return sum(host.devices for host in self.hosts)
 
 
-class WaitingHost(msgspec.Struct, frozen=True, array_like=True):
-    """One host without a place in an island, in a status report."""
+class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A process that is connected."""
 
-    node: str
-    state: str
-    """`spare`: it takes the place of a lost host; `draining`: it ends when other hosts have its values."""
-    island: str
-    """The island in which it may take a place; empty for any."""
-    process: int
-    devices: int
-    endpoint: str
-
-
-class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
-    """One client in a status report."""
-
-    client: int
+    number: int
     name: str
+    share: float
+    """Its weight, where the policy is `share`."""
+    priority: int
+    """Its importance, where the policy is `priority`."""
     arrays: int
     programs: int
     slices: int
-    runs_in_flight: int
-    share: float = 1.0
-    priority: int = 0
+    runs: int
+    """Calls in flight."""
+    is_me: bool
+    """It is the session that has asked."""
 
 
-class RunStatus(msgspec.Struct, frozen=True, array_like=True):
-    """One run in flight in a status report."""
+class RunInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A call in flight, one of the oldest of its client."""
 
-    run: int
-    """The number from its client, also of a replay."""
-    program: str
+    run: str
+    """Its name, for `pw cancel`; also of a replay."""
+    client: int
+    function: str
     islands: tuple[str, ...]
-    segments_left: int
     age_s: float
+    segments_left: int
+    """Parts of it that have not ended."""
 
 
 class Status(Base, frozen=True, tag=48):
@@ -84,12 +91,12 @@ class Status(Base, frozen=True, tag=48):
     pw_version: str
     jax_version: str
     policy: str
-    islands: tuple[IslandStatus, ...]
-    clients: tuple[ClientStatus, ...]
-    runs: tuple[RunStatus, ...] = ()
+    islands: tuple[IslandInfo, ...]
+    other_hosts: tuple[HostInfo, ...]
+    """Hosts that have no place in an island: spare and draining ones."""
+    clients: tuple[ClientInfo, ...]
+    runs: tuple[RunInfo, ...]
     """The oldest runs of each client."""
-    waiting: tuple[WaitingHost, ...] = ()
-    """Hosts without a place in an island."""
 
 
 class GetStats(Base, frozen=True, tag=49):

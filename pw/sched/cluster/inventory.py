@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pw.core.errors import Error, IslandFull, PlacementError
 from pw.core.messages import (
     Directory,
-    HostStatus,
+    HostInfo,
+    IslandInfo,
     IslandJoined,
-    IslandStatus,
     Peer,
     RegisterHost,
-    WaitingHost,
 )
 from pw.core.sharding import DeviceAddress
 
@@ -242,7 +241,7 @@ class Inventory:
 
     def status(
         self, bound: Mapping[str, int], queued: Mapping[str, tuple[int, int]]
-    ) -> tuple[IslandStatus, ...]:
+    ) -> tuple[IslandInfo, ...]:
         """Return the status of all islands.
 
         Args:
@@ -250,45 +249,34 @@ class Inventory:
             queued: the (queued, launched) segments of each.
         """
         return tuple(
-            IslandStatus(
+            IslandInfo(
                 island.name,
-                island.epoch,
                 island.state,
                 island.platform,
                 island.kind,
                 tuple(
-                    HostStatus(
-                        host.node,
-                        host.registration.process,
-                        host.registration.local_devices,
-                        host.registration.endpoint,
-                        host.joined is not None,
-                    )
+                    _info(host, island.name, "joining" if host.joined is None else "ready")
                     for host in island.ranked()
                 ),
                 island.expected_hosts,
+                tuple(node for node in island.ranks if node not in island.hosts),
+                island.epoch,
                 bound.get(island.name, 0),
                 *queued.get(island.name, (0, 0)),
-                tuple(node for node in island.ranks if node not in island.hosts),
             )
             for island in sorted(self.islands.values(), key=lambda island: island.name)
         )
 
-    def waiting_hosts(self) -> tuple[WaitingHost, ...]:
+    def waiting_hosts(self) -> tuple[HostInfo, ...]:
         """Return all registered hosts that have no seat in an island."""
         waiting = [("spare", host) for host in self.spares.values()]
         waiting += [("draining", host) for host in self.draining.values() if host is not None]
-        return tuple(
-            WaitingHost(
-                host.node,
-                state,
-                host.registration.island,
-                host.registration.process,
-                host.registration.local_devices,
-                host.registration.endpoint,
-            )
-            for state, host in waiting
-        )
+        return tuple(_info(host, host.registration.island, state) for state, host in waiting)
+
+
+def _info(host: Host, island: str, state: str) -> HostInfo:
+    place = host.registration
+    return HostInfo(host.node, island, state, place.process, place.local_devices, place.endpoint)
 
 
 def counted(count: int, noun: str) -> str:

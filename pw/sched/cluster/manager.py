@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pw.core.actor import Actor, Env
-from pw.core.messages import IslandStatus, WaitingHost
+from pw.core.messages import HostInfo, IslandInfo
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs
 from pw.sched.cluster.inventory import Inventory
@@ -25,10 +25,10 @@ class ResourceManager(Actor):
         drains = Drains(env, self.inventory, self.slices, epochs)
         self.compose(drains, epochs, self.slices)
 
-    def status(self, queued: Mapping[str, tuple[int, int]]) -> tuple[IslandStatus, ...]:
+    def status(self, queued: Mapping[str, tuple[int, int]]) -> tuple[IslandInfo, ...]:
         """Return the status of all islands; `queued` has the (queued, launched) segments of each."""
         return self.inventory.status(self.slices.counts(), queued)
 
-    def waiting_hosts(self) -> tuple[WaitingHost, ...]:
+    def waiting_hosts(self) -> tuple[HostInfo, ...]:
         """Return all registered hosts that have no seat in an island."""
         return self.inventory.waiting_hosts()

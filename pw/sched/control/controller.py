@@ -21,7 +21,7 @@ from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
 from pw.core.messages import (
     Attach,
     Checkpoint,
-    ClientStatus,
+    ClientInfo,
     CreateArray,
     DrainHost,
     Evicted,
@@ -29,9 +29,10 @@ from pw.core.messages import (
     ForgetRuns,
     GetStats,
     GetStatus,
+    HostInfo,
     IslandFormed,
+    IslandInfo,
     IslandLost,
-    IslandStatus,
     PeerLost,
     ReleaseProgram,
     ReleaseSlice,
@@ -39,7 +40,6 @@ from pw.core.messages import (
     SaveArrays,
     Stats,
     Status,
-    WaitingHost,
 )
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
@@ -81,12 +81,12 @@ class Controller(Actor):
         versions: ControllerVersions,
         policy: str,
         spawn_scheduler: Callable[[str], None],
-        island_status: Callable[[], tuple[IslandStatus, ...]],
+        island_status: Callable[[], tuple[IslandInfo, ...]],
         counters: Callable[[], dict[str, int]],
         recovery_s: float = RECOVERY_S,
         heard_s: Callable[[str], float | None] = lambda node: None,
         first_client: int = 1,
-        waiting_hosts: Callable[[], tuple[WaitingHost, ...]] = tuple,
+        waiting_hosts: Callable[[], tuple[HostInfo, ...]] = tuple,
         credits_at_once: int = CREDITS_AT_ONCE,
     ) -> None:
         super().__init__(env)
@@ -224,22 +224,23 @@ class Controller(Actor):
                 self._versions.jax,
                 self._policy,
                 self._island_status(),
-                tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
-                self.runs.status(),
                 self._waiting_hosts(),
+                tuple(
+                    ClientInfo(
+                        client.number,
+                        client.name,
+                        client.share,
+                        client.priority,
+                        len(client.arrays),
+                        len(client.programs),
+                        len(client.slices.owned),
+                        used[client.number],
+                        client.address == sender,
+                    )
+                    for client in self.sessions.clients
+                ),
+                self.runs.status(),
             ),
-        )
-
-    def _about(self, client: Client, used_credits: int) -> ClientStatus:
-        return ClientStatus(
-            client.number,
-            client.name,
-            len(client.arrays),
-            len(client.programs),
-            len(client.slices.owned),
-            used_credits,
-            client.share,
-            client.priority,
         )
 
     @handles(GetStats)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pw.core.actor import handles
 from pw.core.errors import Error, ErrorReport
-from pw.core.ids import Address, client_of, scheduler_of
-from pw.core.messages import CancelRun, Run, RunFailed, RunsSettled, RunStatus, SegmentDone
+from pw.core.ids import Address, client_of, run_name, scheduler_of
+from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
 from pw.sched.control.clients import Client
@@ -56,7 +56,7 @@ class Runs(ControlPart):
         """Return how many credits each client uses, by its number."""
         return Counter(run.client for run in self.in_flight.values() if run.credited)
 
-    def status(self) -> tuple[RunStatus, ...]:
+    def status(self) -> tuple[RunInfo, ...]:
         """Describe the oldest runs in flight of each client."""
         shown: Counter[int] = Counter()
         found = []
@@ -64,10 +64,15 @@ class Runs(ControlPart):
         for run in self.in_flight.values():
             shown[run.client] += 1
             if shown[run.client] <= RUNS_SHOWN:
-                name = run.record.program.body.name
-                age_s = now_s - run.began_s
                 found.append(
-                    RunStatus(run.record.order, name, run.islands, run.segments_left, age_s)
+                    RunInfo(
+                        run_name(run.record.order),
+                        run.client,
+                        run.record.program.body.name,
+                        run.islands,
+                        now_s - run.began_s,
+                        run.segments_left,
+                    )
                 )
         return tuple(found)
 

@@ -9,7 +9,7 @@ from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, RESOURCES, Address
 from pw.core.messages import (
     CoordinationStarted,
-    IslandStatus,
+    IslandInfo,
     StartCoordination,
     StopCoordination,
 )
@@ -121,7 +121,7 @@ class SimCluster(Site):
         resources = node.add("resources", lambda env: ResourceManager(env, secret))
         node.add("services", lambda env: _Services(env, node))
 
-        def status() -> tuple[IslandStatus, ...]:
+        def status() -> tuple[IslandInfo, ...]:
             return resources.status({n: (s.queued, s.launched) for n, s in schedulers.items()})
 
         self.status = status
@@ -149,7 +149,7 @@ class SimCluster(Site):
         """Whether all islands are ready, but for those that a host has left for good."""
         if not self.node.alive:
             return False
-        ready = {status.island for status in self.status() if status.state == "ready"}
+        ready = {status.name for status in self.status() if status.state == "ready"}
         whole = {
             island
             for island, members in self.islands.items()

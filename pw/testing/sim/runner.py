@@ -137,5 +137,5 @@ def _stuck(cluster: SimCluster, clients: list[SimClient]) -> str:
         for host in cluster.hosts
         if +Counter(host.census())
     ]
-    waiting += [f"{status.island} is {status.state}" for status in cluster.status()]
+    waiting += [f"{status.name} is {status.state}" for status in cluster.status()]
     return "long after the last fault " + "; ".join(waiting)

@@ -16,7 +16,7 @@ from pw.core.messages import (
     EdgeReport,
     Explanation,
     HostReport,
-    IslandStatus,
+    IslandInfo,
     LaunchReport,
     ThreadReport,
     WorkReport,
@@ -314,12 +314,12 @@ def _shards(shards: tuple[int, ...]) -> str:
     return words and f"shard{'s' if len(shards) > 1 else ''} {words}"
 
 
-def _island(island: IslandStatus) -> str:
+def _island(island: IslandInfo) -> str:
     missing = f", missing are {', '.join(island.missing)}" if island.missing else ""
-    late = [host.node for host in island.hosts if not host.joined]
+    late = [host.name for host in island.hosts if host.state == "joining"]
     joining = f", {', '.join(late)} has not joined" if island.state == "forming" and late else ""
     here = f"{len(island.hosts)} of {island.expected_hosts} hosts are here"
-    return f"island {island.island} is {island.state}: {here}{missing}{joining}"
+    return f"island {island.name} is {island.state}: {here}{missing}{joining}"
 
 
 def _counted(count: int, noun: str, plural: str = "s") -> str:

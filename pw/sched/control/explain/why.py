@@ -26,8 +26,8 @@ from pw.core.messages import (
     Explanation,
     HostReport,
     HostSilence,
+    IslandInfo,
     IslandReport,
-    IslandStatus,
     Stalled,
 )
 from pw.sched.control.clients import Client
@@ -69,7 +69,7 @@ class Explainer(ControlPart):
 
     runs: Runs
     stream: Stream
-    island_status: Callable[[], tuple[IslandStatus, ...]]
+    island_status: Callable[[], tuple[IslandInfo, ...]]
     heard_s: Callable[[str], float | None]
 
     def __post_init__(self) -> None:
