@@ -11,8 +11,6 @@ from pw.client.trace.function import under_jax_trace
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import TracerError
 
-__all__ = ["cancel"]
-
 
 def cancel(tree: Any) -> None:
     """Cancel the computations that make the arrays of `tree`, and all that needs their results.

@@ -25,8 +25,6 @@ from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, TracerError
 from pw.transport.log import log
 
-__all__ = ["Checkpoint", "checkpoint", "drain"]
-
 
 class Checkpoint:
     """A checkpoint in flight; it goes on without this object."""

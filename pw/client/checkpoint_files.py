@@ -27,8 +27,6 @@ from pw.core.errors import ArgumentError, CheckpointFailed, NotOwner, ShardingEr
 from pw.core.messages import INLINE_BYTES, Described, FileSource
 from pw.core.sharding import dtype_of
 
-__all__ = ["restore"]
-
 _NUMBERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, complex)}
 
 

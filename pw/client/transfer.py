@@ -23,8 +23,6 @@ from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
 
-__all__ = ["block_until_ready", "get", "put"]
-
 
 def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = False) -> Any:
     """Put host values, or arrays of other devices, on virtual devices; returns futures at once.

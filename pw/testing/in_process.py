@@ -28,8 +28,6 @@ from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
 
-__all__ = ["InProcessCluster"]
-
 
 class InProcessCluster:
     """Controller, hosts and clients on one event loop, over this process's JAX devices.

@@ -37,8 +37,6 @@ from pw.core.errors import (
     TransferFailed,
 )
 
-__all__ = ["Array"]
-
 SHOWN_ELEMENTS = 1000
 """A notebook shows values up to this size: numpy prints as many elements without an ellipsis."""
 LOOK_S = 0.1

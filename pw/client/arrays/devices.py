@@ -12,8 +12,6 @@ from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
 from pw.core.messages import SliceBound
 
-__all__ = ["Slice", "VirtualDevice", "VirtualDeviceSet", "make_virtual_device_set"]
-
 
 class Slice:
     """Virtual devices of one island, owned by this client until nothing refers to them."""

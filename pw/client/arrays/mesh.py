@@ -21,8 +21,6 @@ from pw.client.show.tables import facts
 from pw.core.errors import Disconnected, PlacementError, ShardingError
 from pw.core.sharding import Placement
 
-__all__ = ["Mesh", "default_mesh", "mesh_of"]
-
 
 class Mesh:
     """Virtual devices of one slice, in an array with named axes.

@@ -21,8 +21,6 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.core.errors import ArgumentError
 from pw.core.sharding import ArraySpec, dtype_of
 
-__all__ = ["ArrayType", "aval_of", "host_value", "signature_of"]
-
 _trace_context: Callable[[], Hashable] = jax_config.trace_context
 _debug_nans: Any = jax_config.debug_nans
 

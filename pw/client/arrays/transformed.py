@@ -20,8 +20,6 @@ from jax.interpreters import ad, batching, mlir
 
 from pw.core.errors import TracingError
 
-__all__ = ["for_hosts", "only_shapes", "traces_for_hosts"]
-
 _thread = threading.local()
 
 

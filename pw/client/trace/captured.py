@@ -24,8 +24,6 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.sharding import NamedSharding
 
-__all__ = ["lift"]
-
 
 class _Rule(NamedTuple):
     """How a primitive calls a jaxpr."""

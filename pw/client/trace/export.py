@@ -36,8 +36,6 @@ from pw.client.trace.propagation import result_specs
 from pw.core.errors import TracingError
 from pw.core.program import Computation
 
-__all__ = ["Traced", "constant", "trace"]
-
 BAKED_BYTES = 1024
 """Host constants up to this size stay in the artifact."""
 

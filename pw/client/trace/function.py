@@ -48,8 +48,6 @@ from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError, PlacementError, ShardingError
 
-__all__ = ["JitFunction"]
-
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")

@@ -24,8 +24,6 @@ from pw.client.trace.function import JitFunction
 from pw.core.errors import ArgumentError, TracingError
 from pw.core.program import Computation, Kind
 
-__all__ = ["host_function"]
-
 
 class _HostFunction(JitFunction[..., Any]):
     _kind = "pw.host_function"

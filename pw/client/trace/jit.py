@@ -9,8 +9,6 @@ from pw.client.arrays.mesh import Mesh, mesh_of
 from pw.client.arrays.signature import Statics, both_ways
 from pw.client.trace.function import JitFunction, P, R, parameters_of
 
-__all__ = ["JitFunction", "jit"]
-
 
 class _Options(TypedDict, total=False):
     devices: Any

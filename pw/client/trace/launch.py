@@ -14,8 +14,6 @@ from pw.client.arrays.signature import ArrayType, host_value
 from pw.core.errors import ArgumentError
 from pw.core.messages import INLINE_BYTES
 
-__all__ = ["Feed", "Launch", "Launches"]
-
 
 class Feed(NamedTuple):
     """The source of a program input: a leaf of the call, or a value that the trace has fixed."""

@@ -10,8 +10,6 @@ from jax._src.interpreters import mlir  # a context that knows all of JAX's dial
 from pw.client.trace.export import Traced
 from pw.core.errors import TracingError
 
-__all__ = ["Lowered"]
-
 
 class Lowered:
     """A function for one kind of arguments, ready to be sent to its hosts."""

@@ -20,8 +20,6 @@ from pw.client.trace.function import JitFunction, P, R, parameters_of, tree_flat
 from pw.client.trace.prefixes import spread
 from pw.core.errors import ArgumentError
 
-__all__ = ["pmap"]
-
 _DEFAULT_AXIS = "pmap_axis"
 
 

@@ -30,8 +30,6 @@ from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ArgumentError
 
-__all__ = ["ProgramFunction", "program"]
-
 
 class _StaticLeaf:
     """A leaf that is no array: part of the trace's key."""

@@ -19,8 +19,6 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import PartitionSpec
 
-__all__ = ["result_specs"]
-
 _PASSES = "builtin.module(inline,symbol-dce,sdy-propagation-pipeline)"
 
 

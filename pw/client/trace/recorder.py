@@ -26,8 +26,6 @@ from pw.core.messages import INLINE_BYTES
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
 
-__all__ = ["Recorder", "Recording", "recording"]
-
 
 class Recorder:
     """A program under construction."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["leave_out_runtime"]
-
 
 def leave_out_runtime(error: BaseException) -> None:
     """Remove the frames of pw from the traceback of `error`, unless pw raised it; a bare `raise` follows.

@@ -13,8 +13,6 @@ from pw.client.arrays.signature import ArrayType
 from pw.core.errors import TracerError
 from pw.core.program import Value
 
-__all__ = ["ProgramTracer"]
-
 
 class Named(Protocol):
     """The recorder of a program."""
