@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import pw
-from pw.cli.status import document
+from pw.cli.requests import status_document
 from pw.client.connection import current
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
@@ -109,7 +109,7 @@ def test_the_status_has_plain_attributes() -> None:
 
 
 def test_the_names_in_json_documents_stay() -> None:
-    told = document("tcp://c:7777", TOLD)
+    told = status_document("tcp://c:7777", TOLD)
     (island,), (spare,), (run,) = told["islands"], told["waiting_hosts"], told["runs"]
     assert (island["island"], island["epoch"], island["missing"]) == (NASTY, 3, ("east-1",))
     (host,) = island["hosts"]

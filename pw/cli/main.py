@@ -27,6 +27,10 @@ Address = Annotated[
     str, typer.Option(envvar="PW_ADDRESS", help="The controller's address, tcp://host:port.")
 ]
 
+Timeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
+]
+
 
 def _known(address: str) -> str:
     """Return the address. Raises Error if there is none."""
@@ -41,21 +45,19 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of tables.")
     ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
-    ] = 3.0,
+    timeout: Timeout = 3.0,
 ) -> None:
     """Show the islands, hosts, clients and runs of a cluster.
 
     Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
     """
-    from pw.cli import status as report
+    from pw.cli import requests
 
-    answer = report.ask(_known(address), timeout)
+    told = requests.status(_known(address), timeout)
     if as_json:
-        typer.echo(json.dumps(report.document(address, answer), indent=2))
+        typer.echo(json.dumps(requests.status_document(address, told), indent=2))
     else:
-        report.show(address, answer)
+        requests.show_status(address, told)
 
 
 @app.command()
@@ -64,9 +66,7 @@ def why(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document with all reports.")
     ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
-    ] = 5.0,
+    timeout: Timeout = 5.0,
 ) -> None:
     """Explain what holds up the cluster: the most likely cause first, then the report of every host.
 
@@ -75,10 +75,13 @@ def why(
 
     Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
     """
-    from pw.cli import why as report
+    from pw.cli import requests
 
-    explanation = report.explain(_known(address), timeout)
-    typer.echo(json.dumps(report.document(explanation), indent=2) if as_json else explanation.text)
+    told = requests.explanation(_known(address), timeout)
+    if as_json:
+        typer.echo(json.dumps(requests.explanation_document(told), indent=2))
+    else:
+        typer.echo(told.text)
 
 
 @app.command()
@@ -90,9 +93,7 @@ def cancel(
         ),
     ],
     address: Address = "",
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds within which the controller must answer.")
-    ] = 3.0,
+    timeout: Timeout = 3.0,
 ) -> None:
     """Cancel runs of any client: their results, and all that needs them, fail with `Cancelled`.
 

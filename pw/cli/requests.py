@@ -1,15 +1,107 @@
-"""`pw cancel` and `pw drain`: one request to the controller, in a session of its own."""
+"""What `pw` asks the controller, each time in a session of its own: status, why, cancel, drain."""
 
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
+
+import msgspec
 
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
+from pw.client.show import tables
+from pw.client.status import ClusterStatus
 from pw.core.errors import Error
 from pw.core.ids import client_id
+from pw.core.messages import Explanation, HostInfo, IslandInfo, Status
 
 CONNECT_S = 3.0
+
+
+def _session(address: str, timeout_s: float) -> closing[Runtime]:
+    """Return a session for a `with` block.
+
+    Raises:
+        ConnectionFailed: no controller answers at `address` within `timeout_s`.
+        VersionMismatch: the controller runs other versions.
+    """
+    return closing(Runtime(remote(address), 1.0, 0, connect_s=timeout_s))
+
+
+# --- pw status -----------------------------------------------------------------------------------
+
+
+def status(address: str, timeout_s: float) -> Status:
+    """Return the state of a cluster, without the client that has asked."""
+    with _session(address, timeout_s) as session:
+        told = session.ask.status(timeout_s)
+    others = tuple(client for client in told.clients if not client.is_me)
+    return msgspec.structs.replace(told, clients=others)
+
+
+def status_document(address: str, told: Status) -> dict[str, Any]:
+    """Return the state of a cluster for JSON."""
+    return {
+        "address": address,
+        "pw": told.pw_version,
+        "jax": told.jax_version,
+        "policy": told.policy,
+        "islands": [_island(island) for island in told.islands],
+        "waiting_hosts": [_host(host) for host in told.other_hosts],
+        "clients": [
+            _fields(client, number="client", runs="runs_in_flight") for client in told.clients
+        ],
+        "runs": [_fields(run, function="program") for run in told.runs],
+    }
+
+
+def _island(island: IslandInfo) -> dict[str, Any]:
+    hosts = [_host(host) | {"joined": host.state == "ready"} for host in island.hosts]
+    return _fields(island, name="island", formed="epoch") | {"hosts": hosts}
+
+
+def _host(host: HostInfo) -> dict[str, Any]:
+    return _fields(host, name="node", pid="process")
+
+
+def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
+    """Return the fields of a struct, some under the names that JSON documents have always used."""
+    return {renamed.get(k, k): value for k, value in msgspec.structs.asdict(info).items()}
+
+
+def show_status(address: str, told: Status) -> None:
+    """Print the state of a cluster as tables."""
+    seen = ClusterStatus.of(told, address)
+    tables.show(seen.head, seen.tables())
+
+
+# --- pw why --------------------------------------------------------------------------------------
+
+
+def explanation(address: str, timeout_s: float) -> Explanation:
+    """Return the controller's story of what holds up the cluster."""
+    with _session(address, timeout_s) as session:
+        return session.ask.explain(timeout_s)
+
+
+def explanation_document(told: Explanation) -> dict[str, Any]:
+    """All of it as JSON: `verdict` is the first line of `text`; numbers of runs carry their client's."""
+    fields: dict[str, Any] = _plain(told)
+    del fields["request"]
+    fields["islands"] = [_island(island) for island in told.islands]
+    return {"verdict": told.text.splitlines()[0]} | fields
+
+
+def _plain(value: Any) -> Any:
+    """Structs as objects with named fields."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(field) for name, field in msgspec.structs.asdict(value).items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+# --- pw cancel, pw drain -------------------------------------------------------------------------
 
 
 def parse(what: str) -> tuple[int, int]:
@@ -24,11 +116,10 @@ def cancel(address: str, what: list[str], timeout_s: float) -> None:
     """Cancel runs, and wait until the controller has.
 
     Raises:
-        ConnectionFailed: no controller answers at `address` within `timeout_s`.
         Error: there is no such client, or no such run in flight.
     """
     chosen = [parse(one) for one in what]
-    with closing(Runtime(remote(address), 1.0, 0, connect_s=timeout_s)) as session:
+    with _session(address, timeout_s) as session:
         for client, run in chosen:
             session.ask.cancel_runs(client, run).result(timeout_s)
 
@@ -37,10 +128,9 @@ def drain(address: str, host: str, timeout_s: float) -> None:
     """Drain `host`; returns when the host holds nothing any more.
 
     Raises:
-        ConnectionFailed: no controller answers at `address`.
         Error: there is no such host, no other host can take its place, or it took longer than `timeout_s`.
     """
-    with closing(Runtime(remote(address), 1.0, 0, connect_s=CONNECT_S)) as session:
+    with _session(address, CONNECT_S) as session:
         try:
             session.ask.drain(host).result(timeout_s)
         except TimeoutError:
