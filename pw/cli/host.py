@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -62,30 +63,19 @@ SWITCH_INTERVAL_S = 0.0005
 """Tracing and lowering hold the interpreter: with Python's default the loop is up to 45 ms late."""
 
 
+@dataclass(eq=False)
 class HostRuntime:
     """The process around a host's actors (see `pw.devices.host.membership.HostProcess`)."""
 
-    def __init__(
-        self,
-        name: str,
-        daemon: Daemon,
-        loop: asyncio.AbstractEventLoop,
-        platform: str,
-        local_devices: int,
-        address: str,
-        supervisor: SupervisorLink | None,
-    ) -> None:
-        self._keeper: Keeper | None = None
-        if supervisor is not None:
-            self._keeper = Keeper(name, loop, supervisor, daemon.stop)
-        self._address = address
-        self._name = name
-        self._platform = platform
-        self._daemon = daemon
-        self._loop = loop
-        self._local_devices = local_devices
-        self._hosts: tuple[str, ...] = ()
-        self._devices: list[object] = []
+    _name: str
+    _daemon: Daemon
+    _loop: asyncio.AbstractEventLoop
+    _platform: str
+    _local_devices: int
+    _address: str
+    _keeper: Keeper | None
+    _hosts: tuple[str, ...] = ()
+    _devices: list[object] = field(default_factory=list)
 
     def device(self, address: DeviceAddress) -> object:
         """Return the JAX device at an address in this epoch's island."""
@@ -232,7 +222,8 @@ def serve(
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
-    runtime = HostRuntime(name, daemon, loop, platform, devices, address, supervisor)
+    keeper = Keeper(name, loop, supervisor, daemon.stop) if supervisor is not None else None
+    runtime = HostRuntime(name, daemon, loop, platform, devices, address, keeper)
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     cache = Path(compile_cache) if compile_cache else None

@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from pw.cli import handover
 from pw.cli.supervision import Parcel, SupervisorLink
@@ -21,6 +22,7 @@ from pw.transport.log import log
 Kept = Callable[[ErrorReport | None], None]
 
 
+@dataclass(eq=False)
 class Keeper:
     """Keeps replicas through the supervisor (see `pw.devices.host.membership.HostProcess`).
 
@@ -33,21 +35,16 @@ class Keeper:
         ended: called when the supervisor has ended.
     """
 
-    def __init__(
-        self,
-        name: str,
-        loop: asyncio.AbstractEventLoop,
-        supervisor: SupervisorLink,
-        ended: Callable[[], None],
-    ) -> None:
-        self._name = name
-        self._loop = loop
-        self._supervisor = supervisor
-        self._ended = ended
-        self._kept: Kept | None = None
-        """Called when the supervisor has taken the parcel that is under way."""
-        self._left = False
-        loop.add_reader(supervisor.fileno(), self._listen)
+    _name: str
+    _loop: asyncio.AbstractEventLoop
+    _supervisor: SupervisorLink
+    _ended: Callable[[], None]
+    _kept: Kept | None = None
+    """Called when the supervisor has taken the parcel that is under way."""
+    _left: bool = False
+
+    def __post_init__(self) -> None:
+        self._loop.add_reader(self._supervisor.fileno(), self._listen)
 
     def keep(self, replicas: Sequence[Replica], kept: Kept) -> None:
         """Keep these in place of earlier ones; not called again before `kept`."""

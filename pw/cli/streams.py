@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from pw.devices.host.output import Output
@@ -19,14 +20,14 @@ CLIENTS_ONLY = "PW_OUTPUT_TO_CLIENTS_ONLY"
 """Set to 1 for daemons that share their terminal with a client."""
 
 
+@dataclass(eq=False)
 class _Stream:
     """A standard stream that takes the text of some threads."""
 
-    def __init__(self, stream: TextIO, is_error: bool, output: Output, shows: bool) -> None:
-        self._stream = stream
-        self._is_error = is_error
-        self._output = output
-        self._shows = shows
+    _stream: TextIO
+    _is_error: bool
+    _output: Output
+    _shows: bool
 
     def write(self, text: str) -> int:
         """As for any text stream."""

@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -101,6 +102,7 @@ class _Child:
         self.link.close()
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Keeps one runtime child alive.
 
@@ -110,30 +112,22 @@ class Supervisor:
         reconnect_s: how long to look for a lost controller.
         heartbeat_s: how often the child beats.
         spare: the first child, too, only takes the place of a lost host; later children always do.
-        standby: keep a standby child.
+        wants_standby: keep a standby child.
         parent_fd: a pipe; this process ends when the pipe does. -1 for none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        arguments: list[str],
-        reconnect_s: float,
-        heartbeat_s: float,
-        spare: bool = False,
-        standby: bool = False,
-        parent_fd: int = -1,
-    ) -> None:
-        self._name = name
-        self._arguments = arguments
-        self._reconnect_s = reconnect_s
-        self._heartbeat_s = heartbeat_s
-        self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * heartbeat_s)
-        self._spare = spare
-        self._wants_standby = standby
-        self._standby: _Child | None = None
-        self._parent_fd = parent_fd
-        self._parcel: Parcel | None = None
+    _name: str
+    _arguments: list[str]
+    _reconnect_s: float
+    _heartbeat_s: float
+    _spare: bool
+    _wants_standby: bool
+    _parent_fd: int
+    _standby: _Child | None = None
+    _parcel: Parcel | None = None
+
+    def __post_init__(self) -> None:
+        self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * self._heartbeat_s)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)

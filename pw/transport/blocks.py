@@ -168,17 +168,6 @@ def map_received(descriptor: int, capacity_bytes: int, *, writable: bool = True)
 class Block:
     """One memfd and this process's mapping of it."""
 
-    __slots__ = (
-        "bytes",
-        "capacity_bytes",
-        "descriptor",
-        "mapping",
-        "number",
-        "shares",
-        "unsafe",
-        "word",
-    )
-
     def __init__(self, number: int, capacity_bytes: int) -> None:
         self.number = number
         self.shares = 0  # transfers that other processes read it for

@@ -87,22 +87,16 @@ class _Receiver:
     )
 
 
+@dataclass(eq=False)
 class ChunkSender:
     """The sending ends of a plane's tcp connections."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        unwatch: Unwatch,
-        finish: Callable[[Push, Exception | None], None],
-        secret: bytes | None = None,
-    ) -> None:
-        self._secret = secret
-        self._watch = watch
-        self._unwatch = unwatch
-        self._finish = finish
-        self._receivers: dict[str, _Receiver] = {}
-        self._by_descriptor: dict[int, _Receiver] = {}
+    _watch: Watch
+    _unwatch: Unwatch
+    _finish: Callable[[Push, Exception | None], None]
+    _secret: bytes | None
+    _receivers: dict[str, _Receiver] = field(default_factory=dict)
+    _by_descriptor: dict[int, _Receiver] = field(default_factory=dict)
 
     @property
     def owed(self) -> bool:

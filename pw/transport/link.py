@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pw.core.errors import ErrorReport, ProtocolError, VersionMismatch
@@ -54,6 +55,7 @@ def objection(here: str, ours: Versions, hello: Hello) -> ErrorReport | None:
     return None
 
 
+@dataclass(eq=False)
 class Link:
     """The link to one peer.
 
@@ -61,25 +63,25 @@ class Link:
     fixed when first used, so each direction is FIFO. The two differ if both ends have dialled.
     """
 
-    def __init__(self, node: str, out: Connection, endpoint: str, now_s: float) -> None:
-        self.node = node
-        self.out = out
-        self.endpoint = endpoint
-        """The endpoint that we dialled; empty if the peer dialled us."""
-        self.source: Connection | None = None
-        """None before the hello."""
-        self.incarnation: int | None = None
-        """None until the peer's hello has come."""
-        self.silence_s = 0.0
-        """How long the peer may be silent; known once its hello has come."""
-        self.sent = 0
-        self.received = 0
-        self.pieces: list[bytes] = []
-        self.pieces_bytes = 0
-        self.made_s = now_s
-        self.heard_s = now_s
-        self.spoke_s = now_s
-        self._addresses: dict[str, Address] = {}
+    node: str
+    out: Connection
+    endpoint: str
+    """The endpoint that we dialled; empty if the peer dialled us."""
+    made_s: float
+    source: Connection | None = None
+    """None before the hello."""
+    incarnation: int | None = None
+    """None until the peer's hello has come."""
+    silence_s: float = 0.0
+    """How long the peer may be silent; known once its hello has come."""
+    sent: int = 0
+    received: int = 0
+    pieces: list[bytes] = field(default_factory=list)
+    pieces_bytes: int = 0
+    _addresses: dict[str, Address] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.heard_s = self.spoke_s = self.made_s
 
     def open(self, source: Connection, incarnation: int, silence_s: float, now_s: float) -> None:
         """Begin to receive from the peer, whose hello has come."""

@@ -88,25 +88,18 @@ class _Copy:
     missing_bytes: int
 
 
+@dataclass(eq=False)
 class SharedSender:
     """Copies pushes into the receivers' blocks, on the bulk thread."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        unwatch: Unwatch,
-        finish: Callable[[Push, Exception | None], None],
-        unshare: Callable[[Block, bool], None],
-        secret: bytes | None = None,
-    ) -> None:
-        self._watch = watch
-        self._unwatch = unwatch
-        self._finish = finish
-        self._unshare = unshare
-        self._secret = secret
-        self._receivers: dict[str, _Receiver] = {}
-        self._by_descriptor: dict[int, str] = {}
-        self._copies: deque[_Copy] = deque()
+    _watch: Watch
+    _unwatch: Unwatch
+    _finish: Callable[[Push, Exception | None], None]
+    _unshare: Callable[[Block, bool], None]
+    _secret: bytes | None
+    _receivers: dict[str, _Receiver] = field(default_factory=dict)
+    _by_descriptor: dict[int, str] = field(default_factory=dict)
+    _copies: deque[_Copy] = field(default_factory=deque)
 
     @property
     def owed(self) -> bool:

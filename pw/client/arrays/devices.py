@@ -16,19 +16,6 @@ from pw.core.messages import SliceBound
 class Slice:
     """Virtual devices of one island, owned by this client until nothing refers to them."""
 
-    __slots__ = (
-        "__weakref__",
-        "compiled",
-        "constants",
-        "id",
-        "island",
-        "kind",
-        "platform",
-        "runtime",
-        "size",
-        "types",
-    )
-
     def __init__(self, session: Any, bound: SliceBound) -> None:
         self.runtime = session
         self.id = bound.slice

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -38,22 +39,13 @@ def checks_nans() -> bool:
 _SCALARS = (bool, int, float, complex)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ArrayType:
     """Shape, dtype and sharding of a logical array; equal types are one object.
 
     Users and traces see `aval`, the runtime sees `spec`: a typed PRNG key is an array of unsigned
     integers there, whose extra dimensions are not split.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "aval",
-        "key_impl",
-        "numpy_dtype",
-        "sharding",
-        "size_bytes",
-        "spec",
-    )
 
     aval: Any
     sharding: NamedSharding
@@ -85,21 +77,19 @@ _interning = threading.RLock()
 
 
 def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
-    made = ArrayType()
     shape = tuple(aval.shape)
     sharding.core.check(shape)
-    made.aval = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))
-    made.sharding = sharding
-    made.key_impl = key_impl_of(aval.dtype)
-    if made.key_impl is None:
+    whole = jax.core.ShapedArray(shape, aval.dtype, weak_type=bool(aval.weak_type))
+    key_impl = key_impl_of(aval.dtype)
+    if key_impl is None:
         name = str(aval.dtype.name)
     else:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype))
         shape, name = tuple(data.shape), str(data.dtype.name)
-    made.spec = ArraySpec(shape, name, sharding.core, sharding.placement)
-    made.numpy_dtype = dtype_of(name)
-    made.size_bytes = math.prod(shape) * made.numpy_dtype.itemsize
-    return made
+    spec = ArraySpec(shape, name, sharding.core, sharding.placement)
+    numpy_dtype = dtype_of(name)
+    size_bytes = math.prod(shape) * numpy_dtype.itemsize
+    return ArrayType(whole, sharding, spec, key_impl, numpy_dtype, size_bytes)
 
 
 def is_key(dtype: Any) -> bool:

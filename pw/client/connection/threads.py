@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
@@ -99,32 +100,27 @@ class Daemon(Protocol):
         """None while it runs."""
 
 
+@dataclass(eq=False)
 class SessionOnNode:
     """A session's actors on a node, over any network (see `SessionThread`)."""
 
-    def __init__(
-        self,
-        thread: LoopThread,
-        node: Node,
-        bulk: BulkPlane,
-        runtime: Runtime,
-        address: str | None,
-        teardown: Callable[[], None],
-        has_frames: bool = True,
-    ) -> None:
-        self.address = address
-        self.endpoint = address
-        self.has_frames = has_frames
-        self._thread = thread
-        self._node = node
-        self._bulk = bulk
-        self._runtime = runtime
-        self._teardown = teardown
-        self._closed = False
-        self._expected: tuple[int, Sequence[Daemon]] = (0, [])
+    _thread: LoopThread
+    _node: Node
+    _bulk: BulkPlane
+    _runtime: Runtime
+    address: str | None
+    _teardown: Callable[[], None]
+    has_frames: bool = True
+    _closed: bool = False
+    _expected: tuple[int, Sequence[Daemon]] = (0, ())
+
+    def __post_init__(self) -> None:
+        self.endpoint = self.address
+        node, runtime = self._node, self._runtime
         self._on_crash, node.on_crash = node.on_crash, self._crashed
         self._session = node.add(
-            "session", lambda env: ClientSession(env, bulk, runtime.grant, runtime.session_ended)
+            "session",
+            lambda env: ClientSession(env, self._bulk, runtime.grant, runtime.session_ended),
         )
         self._tick()
 

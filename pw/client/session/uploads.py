@@ -68,20 +68,20 @@ class _Input:
         return self.interrupted or bool(self.missing)
 
 
+@dataclass(eq=False, repr=False)
 class Uploads(Part):
     """The inputs of one client."""
 
-    def __init__(self, env: Env, bulk: Bulk, hosts: Hosts) -> None:
-        self._env = env
-        self._bulk = bulk
-        self._hosts = hosts
-        self.inputs: dict[int, _Input] = {}
-        self._kept: OrderedDict[int, int] = OrderedDict()
-        """The sizes of inputs that count for the budget, the oldest first."""
-        self._kept_bytes = 0
-        self.keep_bytes = KEEP_BYTES
-        self._attempts = 0
-        self._closed = False
+    _env: Env
+    _bulk: Bulk
+    _hosts: Hosts
+    inputs: dict[int, _Input] = field(default_factory=dict)
+    _kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """The sizes of inputs that count for the budget, the oldest first."""
+    _kept_bytes: int = 0
+    keep_bytes: int = KEEP_BYTES
+    _attempts: int = 0
+    _closed: bool = False
 
     @handles(Put)
     def on_put(self, sender: Address, note: Put) -> None:

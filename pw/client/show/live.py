@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 import threading
@@ -63,20 +64,18 @@ class Screen(Protocol):
 # --- the text ----------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Line:
     """One wait's line: its text, and its questions to the controller."""
 
-    def __init__(
-        self, about: About, screen: Screen, began_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._about = about
-        self._screen = screen
-        self._began_s = began_s
-        self._clock = clock
-        self._asked: Future[Any] | None = None
-        self._ask_at_s = began_s
-        self._why = ""
-        self._shown = ""
+    _about: About
+    _screen: Screen
+    _began_s: float
+    _clock: Callable[[], float]
+    _asked: Future[Any] | None = None
+    _ask_at_s: float = -math.inf
+    _why: str = ""
+    _shown: str = ""
 
     def tick(self) -> None:
         """Update the line, and ask the controller from time to time."""

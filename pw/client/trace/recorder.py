@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class Recorder:
             value = np.array(leaf, dtype=type_.numpy_dtype, order="C")
             value.flags.writeable = False
             source = _Constant(value)
-        return ProgramTracer(self, tracer.aval, type_, tracer._value, source, moved=object())
+        return ProgramTracer(self, tracer.aval, type_, tracer._value, source, object())
 
     def place(
         self, tracer: ProgramTracer, type_: ArrayType, consumer: str, own: bool = False
@@ -186,14 +187,12 @@ class Recorder:
             )
 
 
+@dataclass(slots=True, eq=False)
 class _Constant:
     """A host value that the function has made or closed over."""
 
-    __slots__ = ("_uploaded", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self._uploaded: dict[ArraySpec, Array] = {}
+    value: Any
+    _uploaded: dict[ArraySpec, Array] = field(default_factory=dict)
 
     def placed(self, type_: ArrayType, own: bool) -> Array | bytes | np.ndarray[Any, Any]:
         """Return the value for every run: a large one is uploaded once, unless each run donates its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from pw.client.arrays import jaxtype
@@ -20,26 +21,16 @@ class Named(Protocol):
     name: str
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ProgramTracer(Methods):
     """A value of a program while the program is traced: a shape and a dtype, without elements."""
 
-    __slots__ = ("_leaf", "_moved", "_type", "_value", "aval", "recorder")
-
-    def __init__(
-        self,
-        recorder: Named,
-        aval: Any,
-        type_: ArrayType | None,
-        value: Value | None,
-        leaf: Any,
-        moved: object = None,
-    ) -> None:
-        self.recorder = recorder
-        self.aval = aval
-        self._type = type_
-        self._value = value
-        self._leaf = leaf
-        self._moved = moved
+    recorder: Named
+    aval: Any
+    _type: ArrayType | None
+    _value: Value | None
+    _leaf: Any
+    _moved: object = None
 
     shape = property(lambda self: tuple(self.aval.shape))
     dtype = property(lambda self: self.aval.dtype)

@@ -48,6 +48,7 @@ def relative(box: Box) -> Box:
     return tuple((0, stop - start) for start, stop in box)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Value:
     """A logical array's part on this host; the backend fills it some time after it was submitted.
 
@@ -55,52 +56,33 @@ class Value:
     `buffers`; all other fields belong to the backend.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "alone",
-        "asked",
-        "buffers",
-        "building",
-        "error",
-        "given",
-        "heir",
-        "joint",
-        "maker",
-        "order",
-        "payload",
-        "reads_begun",
-        "reads_ended",
-        "shared",
-    )
-
-    def __init__(self, error: ErrorReport | None = None) -> None:
-        self.error = error
-        self.alone = False
-        """The error arose on this host; other hosts may have the value."""
-        self.shared = False
-        """Another value may alias the buffers: they are copied before a donation."""
-        self.buffers: dict[int, object] | None = None
-        """Of a view and its sources: the shared buffer on each device of this host, if there is one."""
-        self.payload: Any = None
-        """The backend's array; None until it is made, and when it failed."""
-        self.maker = ""
-        """Name of the computation that makes it, for its error."""
-        self.reads_begun = 0
-        """Reads that have begun: their views may alias the buffers."""
-        self.reads_ended = 0
-        """Reads that no longer keep the buffers from a donation."""
-        self.building: Any = None
-        """Tells the execute thread when a deferred build, or a Python function, has ended."""
-        self.order = 0
-        """Its place among all that the devices of this host compute."""
-        self.asked: Any = None
-        """Questions to be answered when it is made."""
-        self.given = False
-        """Its buffers are donated, or about to be."""
-        self.heir: Value | None = None
-        """A result of the computation that its buffers were donated to."""
-        self.joint = False
-        """It is made together with other hosts, so that a failure here may be this host's `alone`."""
+    error: ErrorReport | None = None
+    alone: bool = False
+    """The error arose on this host; other hosts may have the value."""
+    shared: bool = False
+    """Another value may alias the buffers: they are copied before a donation."""
+    buffers: dict[int, object] | None = None
+    """Of a view and its sources: the shared buffer on each device of this host, if there is one."""
+    payload: Any = None
+    """The backend's array; None until it is made, and when it failed."""
+    maker: str = ""
+    """Name of the computation that makes it, for its error."""
+    reads_begun: int = 0
+    """Reads that have begun: their views may alias the buffers."""
+    reads_ended: int = 0
+    """Reads that no longer keep the buffers from a donation."""
+    building: Any = None
+    """Tells the execute thread when a deferred build, or a Python function, has ended."""
+    order: int = 0
+    """Its place among all that the devices of this host compute."""
+    asked: Any = None
+    """Questions to be answered when it is made."""
+    given: bool = False
+    """Its buffers are donated, or about to be."""
+    heir: Value | None = None
+    """A result of the computation that its buffers were donated to."""
+    joint: bool = False
+    """It is made together with other hosts, so that a failure here may be this host's `alone`."""
 
     def fail(self, error: ErrorReport) -> None:
         """Put an error in the place of the array, while no other op knows the value."""

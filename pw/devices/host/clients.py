@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 
 from pw.core.actor import Env, Part, handles
 from pw.core.errors import Disconnected, ErrorReport
@@ -11,17 +12,17 @@ from pw.core.messages import Identify
 from pw.devices.host.printing import Printing
 
 
+@dataclass(eq=False, repr=False)
 class Clients(Part):
     """Admits clients, and knows their nodes."""
 
-    def __init__(self, env: Env, printing: Printing, gone_clients: set[int]) -> None:
-        self._env = env
-        self._printing = printing
-        self.gone_clients = gone_clients
-        """Clients that have left for good."""
-        self.secret = b""
-        """The key of the tickets in this epoch; empty outside of one."""
-        self._nodes: dict[str, int] = {}
+    _env: Env
+    _printing: Printing
+    gone_clients: set[int]
+    """Clients that have left for good."""
+    secret: bytes = b""
+    """The key of the tickets in this epoch; empty outside of one."""
+    _nodes: dict[str, int] = field(default_factory=dict)
 
     @handles(Identify)
     def _identify(self, sender: Address, message: Identify) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
 
@@ -48,40 +49,37 @@ RECENT = 512
 """Enqueued launches that `pw why` remembers; on a host with many devices more may be in flight."""
 
 
+@dataclass(eq=False, repr=False)
 class Interpreter(Part):
     """Does the work of this host in the order of its lanes."""
 
-    def __init__(
-        self,
-        env: Env,
-        backend: Backend,
-        store: ObjectStore,
-        coordinator: ShardCoordinator,
-        order: LaunchOrder,
-        watchdog: Watchdog,
-    ) -> None:
-        self._env = env
-        self._backend = backend
-        self._store = store
-        self._coordinator = coordinator
-        self._order = order
-        self._watchdog = watchdog
+    _env: Env
+    _backend: Backend
+    _store: ObjectStore
+    _coordinator: ShardCoordinator
+    _order: LaunchOrder
+    _watchdog: Watchdog
+    _passed: set[tuple[int, int]] = field(default_factory=set, init=False)
+    """Waiting launches that others have passed, by run and segment."""
+    _news: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(
+        default_factory=lambda: ([], []), init=False
+    )
+    """What the scheduler has to hear: launches that were passed, and that were enqueued then."""
+
+    def __post_init__(self) -> None:
+        host = self._order.host
         self._cut_short = ErrorReport.of(
-            HostLost("another island that the run needed was lost"), order.host
+            HostLost("another island that the run needed was lost"), host
         )
         self._elsewhere = Value()
         """In the place of arguments of which this host has nothing."""
         self.runs: dict[int, HostRun] = {}
         self.lanes: Lanes[Work] = Lanes(self._go, self._on_pass)
         self.arriving = Arriving()
-        self.queue = OpQueue(backend, store)
-        self.ends = LaunchEnds(env, order, self.queue, self.arriving)
+        self.queue = OpQueue(self._backend, self._store)
+        self.ends = LaunchEnds(self._env, self._order, self.queue, self.arriving)
         self.recent: deque[RecentLaunch] = deque(maxlen=RECENT)
-        self._outcomes = Outcomes(order.host, env.send)
-        self._passed: set[tuple[int, int]] = set()
-        """Waiting launches that others have passed, by run and segment."""
-        self._news: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        """What the scheduler has to hear: launches that were passed, and that were enqueued then."""
+        self._outcomes = Outcomes(host, self._env.send)
 
     def put(self, client: int, work: Work, together: bool = False) -> None:
         """Do a piece of work after all earlier work of its client."""

@@ -13,6 +13,7 @@ missing heartbeats would show.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pw.core.ids import Address
@@ -34,46 +35,33 @@ Frame = tuple[int, int, Any]
 """Kind, number and payload."""
 
 
+@dataclass(slots=True, eq=False)
 class _Wire:
     """One connection: its two ends, and when its last frame arrives in each direction."""
 
-    __slots__ = ("acceptor", "dialler", "endpoint", "last_s", "target", "waiting")
-
-    def __init__(self, dialler: SimNetwork, target: str, endpoint: str) -> None:
-        self.dialler = dialler
-        self.acceptor: SimNetwork | None = None
-        self.target = target
-        self.endpoint = endpoint
-        self.last_s = [0.0, 0.0]
-        self.waiting: list[Frame] = []
-        """Frames for an endpoint where no process listens; they are sent again until one does."""
+    dialler: SimNetwork
+    target: str
+    endpoint: str
+    acceptor: SimNetwork | None = None
+    last_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    waiting: list[Frame] = field(default_factory=list)
+    """Frames for an endpoint where no process listens; they are sent again until one does."""
 
 
+@dataclass(slots=True, eq=False)
 class _Link:
     """One end's state of the link to a peer."""
 
-    __slots__ = (
-        "incarnation",
-        "node",
-        "out",
-        "pieces",
-        "received",
-        "sent",
-        "silent_since_s",
-        "source",
-    )
-
-    def __init__(self, node: str, out: _Wire) -> None:
-        self.node = node
-        self.out = out
-        """The wire on which this end speaks."""
-        self.source: _Wire | None = None
-        """The wire on which it listens; None before the hello."""
-        self.incarnation: int | None = None
-        self.sent = 0
-        self.received = 0
-        self.pieces: list[Envelope] = []
-        self.silent_since_s: float | None = None
+    node: str
+    out: _Wire
+    """The wire on which this end speaks."""
+    source: _Wire | None = None
+    """The wire on which it listens; None before the hello."""
+    incarnation: int | None = None
+    sent: int = 0
+    received: int = 0
+    pieces: list[Envelope] = field(default_factory=list)
+    silent_since_s: float | None = None
 
 
 class SimNetwork:

@@ -12,7 +12,7 @@ controller does not know released slices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,20 +49,18 @@ class Truth:
     """Itself, and all arrays that it was made from."""
 
 
+@dataclass(eq=False)
 class Oracle:
     """The right values of one client's arrays."""
 
-    def __init__(
-        self, client: str, keeps: bool, ledger: Ledger, nodes_of: Callable[[int], tuple[str, ...]]
-    ) -> None:
-        self._client = client
-        self._keeps = keeps
-        """The client keeps the values of all that it has uploaded."""
-        self._ledger = ledger
-        self._nodes_of = nodes_of
-        """Nodes that matter to a slice of the client."""
-        self.arrays: dict[int, Truth] = {}
-        self._copied: set[int] = set()
+    _client: str
+    _keeps: bool
+    """The client keeps the values of all that it has uploaded."""
+    _ledger: Ledger
+    _nodes_of: Callable[[int], tuple[str, ...]]
+    """Nodes that matter to a slice of the client."""
+    arrays: dict[int, Truth] = field(default_factory=dict)
+    _copied: set[int] = field(default_factory=set)
 
     def put(self, array: int, spec: ArraySpec, value: np.ndarray[Any, Any]) -> None:
         """An upload."""
