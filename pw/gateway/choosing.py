@@ -54,11 +54,7 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
         InsufficientDevices: there are not so many.
         Error: the devices do not divide over the islands.
     """
-    known = {
-        island.island: sum(host.devices for host in island.hosts)
-        for island in runtime.ask.status().islands
-        if island.hosts
-    }
+    known = {island.name: island.devices for island in runtime.ask.status().islands if island.hosts}
     names = sorted(known)
     if wanted.island_names is not None:
         names = list(wanted.island_names)
