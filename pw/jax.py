@@ -86,7 +86,7 @@ def _backend() -> Any:
     from pw.core import installed
 
     installed.check()
-    installed.check_extra("jax", "grpc", "google.protobuf")
+    installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.gateway import beside
 
     return beside.client(_arguments or ["--address", os.environ.get("PW_ADDRESS", "")])

@@ -19,7 +19,7 @@ import uvloop
 from pw.cli.process import Daemon, check_bind, command, configure_logging
 from pw.client.connection import embedded
 from pw.client.connection.runtime import Runtime
-from pw.client.connection.threads import remote
+from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
 from pw.gateway import choosing
 from pw.gateway.devices import Devices
@@ -31,48 +31,45 @@ CONNECTING = 4
 
 
 class _Sessions:
-    """Begins a session for each connection; from several threads."""
+    """Begins a session for each connection, all in one thread; called in other threads."""
 
     def __init__(
         self,
+        thread: LoopThread,
         address: str,
-        devices: int | None,
-        islands: str,
+        wanted: choosing.Wanted,
         share: float,
         priority: int,
         cluster: ExitStack,
     ) -> None:
-        self._wanted = choosing.Wanted.of(devices, islands, os.environ)
+        self._thread = thread
+        self._wanted = wanted
         self._share, self._priority = share, priority
         self._own: Runtime | None = None
         """The session of a cluster of its own, until a connection takes it."""
-        if not address:
-            own = self._start_cluster(cluster)
-            address = own.endpoint or ""
-        self._address = address
+        self._address = address or self._start_cluster(cluster)
 
-    def _start_cluster(self, cluster: ExitStack) -> Runtime:
+    def _start_cluster(self, cluster: ExitStack) -> str:
         count = self._wanted.island_count or 1
         each = self._wanted.devices_each(count)
         if count == 1:
-            start = embedded.with_worker(each)
+            start = embedded.with_worker(each, self._thread)
         else:
             from pw.client.connection.cluster import LocalCluster
 
-            local = cluster.enter_context(
-                LocalCluster(count, 1, each or embedded.device_count(), connect=False)
-            )
-            start = remote(local.address)
+            devices = each or embedded.device_count()
+            local = cluster.enter_context(LocalCluster(count, 1, devices, connect=False))
+            start = remote(local.address, self._thread)
         self._own = runtime = Runtime(start, self._share, self._priority)
         cluster.callback(runtime.close)
-        return runtime
+        return runtime.endpoint or ""
 
     def begin(self) -> tuple[Runtime, Devices, Callable[[], None]]:
         """Begin a session. Returns it, its devices, and what ends it."""
         runtime, self._own = self._own, None
         if runtime is not None:  # it ends with the cluster
             return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
-        runtime = Runtime(remote(self._address), self._share, self._priority)
+        runtime = Runtime(remote(self._address, self._thread), self._share, self._priority)
         try:
             devices = Devices(choosing.allocate(runtime, self._wanted))
         except BaseException:
@@ -100,38 +97,33 @@ def serve(
     check_bind(bind, allow_remote)
     configure_logging("error")
     where = parse(bind).address
-    target = f"unix:{where}" if isinstance(where, str) else f"{where[0]}:{where[1]}"
     loop = uvloop.new_event_loop()
-    asyncio.set_event_loop(loop)
     daemon = Daemon(loop, parent_fd)
     with ExitStack() as cluster:
-        sessions = _Sessions(address, devices or None, islands, share, priority, cluster)
-        threads = ThreadPoolExecutor(CONNECTING, "pw-connect")
+        # The server and all sessions share one thread: a request costs no change of threads.
+        thread = LoopThread("pw-gateway")
+        cluster.callback(thread.stop)
+        wanted = choosing.Wanted.of(devices or None, islands, os.environ)
+        sessions = _Sessions(thread, address, wanted, share, priority, cluster)
+        waiting = cluster.enter_context(ThreadPoolExecutor(CONNECTING, "pw-connect"))
 
         async def connect() -> tuple[Runtime, Devices, Callable[[], object]]:
-            runtime, found, end = await loop.run_in_executor(threads, sessions.begin)
-            return runtime, found, lambda: loop.run_in_executor(threads, end)
+            runtime, found, end = await thread.loop.run_in_executor(waiting, sessions.begin)
+            return runtime, found, lambda: waiting.submit(end)
 
-        async def listen() -> tuple[Server, int]:
-            server = Server(connect)
-            try:
-                return server, await server.start(target)
-            except RuntimeError as error:
-                raise Error(f"cannot listen on {bind}: {error}") from error
-
-        server, port = loop.run_until_complete(listen())
-        shown = target if isinstance(where, str) else f"{where[0]}:{port}"
+        server = Server(connect)
+        listening = asyncio.run_coroutine_threadsafe(server.start(where), thread.loop)
+        try:
+            port = listening.result()
+        except OSError as error:
+            raise Error(f"cannot listen on {bind}: {error}") from error
+        shown = f"unix:{where}" if isinstance(where, str) else f"{where[0]}:{port}"
         if announce_fd >= 0:
             os.write(announce_fd, f"grpc://{shown}\n".encode())
             os.close(announce_fd)
         else:
             typer.echo(f"pw gateway serves JAX at grpc://{shown}")
-
-        def teardown() -> None:
-            loop.run_until_complete(server.stop())
-            threads.shutdown(wait=True)
-
-        code = daemon.run(teardown)
+        code = daemon.run(lambda: thread.call(server.stop))
     raise SystemExit(code)
 
 

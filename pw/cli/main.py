@@ -217,7 +217,7 @@ def gateway(
     """
     from pw.core import installed
 
-    installed.check_extra("jax", "grpc", "google.protobuf")
+    installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.cli.gateway import serve
 
     serve(address, bind, devices or 0, islands or "", share, priority, allow_remote)

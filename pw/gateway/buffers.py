@@ -7,6 +7,7 @@ handle is a future.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -26,8 +27,7 @@ class HostBuffers:
         if future is None:
             future = self._buffers[handle] = self._loop.create_future()
             if self._error is not None:
-                future.set_exception(self._error)
-                future.exception()  # seen: nobody may ask for it
+                _fail(future, self._error)
         return future
 
     def put(self, handle: int, data: Any) -> None:
@@ -40,19 +40,29 @@ class HostBuffers:
         """Settle a buffer with the reason why its bytes will not come."""
         future = self._future(handle)
         if not future.done():
-            future.set_exception(error)
-            future.exception()
+            _fail(future, error)
 
-    async def get(self, handle: int) -> Any:
-        """Return the bytes, as soon as they are here."""
-        return await self._future(handle)
+    def are_here(self, handles: Sequence[int]) -> bool:
+        """Whether the bytes of all these buffers are here, or will not come."""
+        return all(self._future(handle).done() for handle in handles)
 
-    async def take(self, handle: int) -> Any:
-        """Return the bytes, and forget the buffer."""
-        try:
-            return await self._future(handle)
-        finally:
-            self.drop(handle)
+    async def wait(self, handles: Sequence[int]) -> None:
+        """Return when the bytes of all these buffers are here, or will not come."""
+        await asyncio.wait([self._future(handle) for handle in handles])
+
+    def take(self, handle: int) -> Any:
+        """Return the bytes that are here, and forget the buffer. Raises why they will not come."""
+        future = self._future(handle)
+        del self._buffers[handle]
+        return future.result()
+
+    def when_here(self, handle: int, call: Callable[[asyncio.Future[Any]], None]) -> None:
+        """Call `call` with the settled future."""
+        future = self._future(handle)
+        if future.done():
+            call(future)
+        else:
+            future.add_done_callback(call)
 
     def drop(self, handle: int) -> None:
         """Forget a buffer."""
@@ -63,3 +73,8 @@ class HostBuffers:
         self._error = error
         for handle in list(self._buffers):
             self.fail(handle, error)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    future.set_exception(error)
+    future.exception()  # seen: it is no fault if no request asks for the buffer

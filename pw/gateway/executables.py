@@ -8,7 +8,7 @@ registered, and each execution is a run of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,8 +194,8 @@ class Executables:
 
     # --- running -------------------------------------------------------------------------------------
 
-    async def execute(self, body: Any, response: Any) -> None:
-        """Run an executable once."""
+    def execute(self, body: Any, response: Any) -> Awaitable[None] | None:
+        """Run an executable once. Returns the rest of it if that must wait for a credit."""
         made = self.find(body.loaded_executable_handle)
         options = body.execute_options
         usable = self._arrays.usable
@@ -210,14 +210,44 @@ class Executables:
         if given:
             _check_donated(args, given)
         argument = self._runs.argument
-        try:
-            arguments = [argument(one, spec) for one, spec in zip(args, made.inputs, strict=True)]
-        except KeyError:
-            raise _misplaced(made, args) from None
+        arguments = [argument(one, spec) for one, spec in zip(args, made.inputs, strict=True)]
+        if None in arguments:
+            _check_places(made, args)
+        elif self._runs.has_credit():
+            self._run(made, args, arguments, given, body, response)
+            return None
+        return self._run_later(made, args, arguments, given, body, response)
+
+    async def _run_later(
+        self,
+        made: Executable,
+        args: Sequence[ProxyArray],
+        arguments: list[int | bytes | None],
+        given: Sequence[int],
+        body: Any,
+        response: Any,
+    ) -> None:
+        """Make the views that the arguments need, and run when there is a credit."""
+        for at, known in enumerate(arguments):
+            if known is None:
+                await self._runs.credit()
+                arguments[at] = self._runs.stored(args[at], made.inputs[at]).number
+        await self._runs.credit()
+        self._run(made, args, arguments, given, body, response)
+
+    def _run(
+        self,
+        made: Executable,
+        args: Sequence[ProxyArray],
+        arguments: Sequence[Any],
+        given: Sequence[int],
+        body: Any,
+        response: Any,
+    ) -> None:
         donated = tuple(at for at in given if _may_be_donated(args[at]))
         program = self._program(made, donated)
         specs = [result.spec for result in made.results]
-        stored = await self._runs.run(program, arguments, specs)
+        stored = self._runs.run(program, arguments, specs)
         for at in given:
             args[at].delete()
         said = response.loaded_executable_execute_response
@@ -242,7 +272,7 @@ class Executables:
         else:
             for array in made_arrays:
                 _describe_result(said.outputs.add(array_handle=name(array)), array)
-        if options.fill_status:
+        if body.execute_options.fill_status:
             handle = body.result_status_handle or self._arrays.name(
                 ProxyArray("bool", (), (), (), "", True)
             )
@@ -392,13 +422,15 @@ def _identities(array: ProxyArray) -> Iterator[int]:
         yield id(root.stored or root)
 
 
-def _misplaced(made: Executable, args: Sequence[ProxyArray]) -> statuses.Status:
-    at = next((at for at, one in enumerate(args) if set(one.devices) != set(made.devices)), 0)
-    return statuses.Status(
-        "INVALID_ARGUMENT",
-        f"{made.name} runs on the devices {list(made.devices)}, but its argument {at} lies on "
-        f"{list(args[at].devices)}; move it with jax.device_put",
-    )
+def _check_places(made: Executable, args: Sequence[ProxyArray]) -> None:
+    """Raise Status unless all arguments lie on the devices of an executable."""
+    for at, array in enumerate(args):
+        if array.devices != made.devices:
+            raise statuses.Status(
+                "INVALID_ARGUMENT",
+                f"{made.name} runs on the devices {list(made.devices)}, but its argument {at} lies on "
+                f"{list(array.devices)}; move it with jax.device_put",
+            )
 
 
 def _describe_result(into: Any, array: ProxyArray) -> None:

@@ -9,7 +9,7 @@ kinds overtake: the answers of host callbacks, for which runs may be waiting, an
 from __future__ import annotations
 
 import asyncio
-import inspect
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -41,11 +41,12 @@ _RESULTS = {
 _UNCOUNTED = ("delete_array_request", "destruct_array_request")
 """Requests whose replies do not count for the sequence number."""
 
-Handler = Callable[[Any, Any], Awaitable[None] | None]
+Handler = Callable[[Any, Any], Any]
+"""Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or `Later`."""
 
 
 class Later:
-    """What a handler returns that answers later, out of order."""
+    """What a handler returns whose reply may come out of order."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self.work = work
@@ -70,7 +71,8 @@ class Client:
         self._runs.placement = devices.placement
         self.executables = Executables(self.arrays, devices, self._runs)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
-        self.replies: asyncio.Queue[Any] = asyncio.Queue()
+        self.reply: Callable[[Any], None] = lambda reply: None
+        """Takes each reply."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
         self._sequence = 0
         self._dead_contexts: list[int] = []
@@ -78,13 +80,20 @@ class Client:
         """Futures of deletions that the client has not asked for; their replies do not count."""
         self._next_deletion = 1 << 62
         self._working: set[asyncio.Task[None]] = set()
+        self._waiting: deque[Any] = deque()
+        """Requests behind one that waits; `_is_busy` then."""
+        self._is_busy = False
         executables = self.executables
+
+        def later(work: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> Handler:
+            return lambda body, reply: Later(work(body, reply))
+
         self._handlers: dict[str, Handler] = {
             "init_request": self._init,
             "check_future_request": self._check_future,
             "check_value_ready_request": self._check_ready,
-            "make_array_from_host_buffer_request": transfers.make_array_from_host_buffer,
-            "make_arrays_from_host_buffer_shards_request": transfers.make_arrays_from_host_buffer_shards,
+            "make_array_from_host_buffer_request": self._make_array,
+            "make_arrays_from_host_buffer_shards_request": self._make_arrays,
             "make_error_arrays_request": transfers.make_error_arrays,
             "assemble_array_from_single_device_arrays_request": transfers.assemble,
             "disassemble_into_single_device_arrays_request": transfers.disassemble,
@@ -95,18 +104,12 @@ class Client:
             "delete_array_request": self._delete,
             "destruct_array_request": self._destruct,
             "is_array_deleted_request": self._is_deleted,
-            "compile_request": lambda body, reply: Later(executables.compile(body, reply)),  # type: ignore[dict-item,return-value]
+            "compile_request": later(executables.compile),
             "loaded_executable_metadata_request": executables.metadata,
             "loaded_executable_execute_request": executables.execute,
-            "loaded_executable_fetch_execute_result_request": lambda body, reply: Later(  # type: ignore[dict-item,return-value]
-                executables.fetch_result(body, reply)
-            ),
-            "loaded_executable_cost_analysis_request": lambda body, reply: Later(  # type: ignore[dict-item,return-value]
-                executables.cost_analysis(body, reply)
-            ),
-            "loaded_executable_human_readable_program_text_request": lambda body, reply: Later(  # type: ignore[dict-item,return-value]
-                executables.text(body, reply)
-            ),
+            "loaded_executable_fetch_execute_result_request": later(executables.fetch_result),
+            "loaded_executable_cost_analysis_request": later(executables.cost_analysis),
+            "loaded_executable_human_readable_program_text_request": later(executables.text),
             "loaded_executable_delete_request": self._delete_executable,
             "loaded_executable_is_deleted_request": self._is_executable_deleted,
             "loaded_executable_destruct_request": self._destruct_executable,
@@ -116,49 +119,79 @@ class Client:
 
     # --- the stream ----------------------------------------------------------------------------------
 
-    async def handle(self, request: Any) -> None:
-        """Handle the next request of the stream; its reply goes to `replies`."""
+    def feed(self, request: Any) -> None:
+        """Handle the next request of the stream; its reply goes to `reply`."""
+        if self._is_busy:
+            self._waiting.append(request)
+        else:
+            self._handle(request)
+
+    def _handle(self, request: Any) -> None:
         kind: str = request.WhichOneof("request") or ""
         metadata = request.request_metadata
         body: Any = getattr(request, kind) if kind else None
         reply = self._reply_class()
-        work: Any = None
         try:
             handler = self._handlers.get(kind)
             if handler is None:
-                raise statuses.unsupported(
-                    f"the gateway of pw does not support {kind or 'this request'}"
-                )
-            work = handler(body, reply)
-            if inspect.iscoroutine(work):
-                work = await work
+                raise statuses.unsupported(f"the gateway of pw does not support {kind or 'this'}")
+            rest = handler(body, reply)
         except Exception as error:  # noqa: BLE001 - the reply carries it
-            self._fail_results(kind, body, error)
-            self._answer(metadata.op_id, reply, error)
-            reply = None
+            self._fail(kind, body, metadata.op_id, reply, error)
+        else:
+            if rest is None:
+                is_counted = kind not in _UNCOUNTED
+                if kind == "check_future_request" and body.future_handle in self._deletions:
+                    self._deletions.discard(body.future_handle)
+                    is_counted = False
+                self._answer(metadata.op_id, reply, is_counted=is_counted)
+            elif type(rest) is Later:
+                self._start(self._finish(rest.work, metadata.op_id, reply))
+            else:
+                self._is_busy = True
+                self._start(self._go_on(rest, kind, body, metadata.op_id, reply))
         if metadata.user_context_id:
             self._dead_contexts.append(metadata.user_context_id)
-        if isinstance(work, Later):
-            self._later(metadata.op_id, reply, work.work)
-        elif reply is not None:
-            is_counted = kind not in _UNCOUNTED
-            if kind == "check_future_request" and body.future_handle in self._deletions:
-                self._deletions.discard(body.future_handle)
-                is_counted = False
-            self._answer(metadata.op_id, reply, is_counted=is_counted)
 
-    def _later(self, operation: int, reply: Any, work: Coroutine[Any, Any, None]) -> None:
-        async def finish() -> None:
-            try:
-                await work
-            except Exception as error:  # noqa: BLE001 - the reply carries it
-                self._answer(operation, reply, error)
-            else:
-                self._answer(operation, reply)
+    async def _go_on(
+        self, rest: Awaitable[None], kind: str, body: Any, operation: int, reply: Any
+    ) -> None:
+        """Do the rest of a request, and then the requests behind it."""
+        try:
+            await rest
+        except Exception as error:  # noqa: BLE001 - the reply carries it
+            self._fail(kind, body, operation, reply, error)
+        else:
+            self._answer(operation, reply)
+        self._is_busy = False
+        while self._waiting and not self._is_busy:
+            self._handle(self._waiting.popleft())
 
-        task = self._loop.create_task(finish())
+    async def _finish(self, work: Awaitable[None], operation: int, reply: Any) -> None:
+        """Answer a request when its work is done, in any order."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - the reply carries it
+            self._answer(operation, self._reply_class(), error)
+        else:
+            self._answer(operation, reply)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+
+    def _fail(self, kind: str, body: Any, operation: int, reply: Any, error: BaseException) -> None:
+        """Store an error under the handles of a request's results, and answer with it."""
+        named = _RESULTS.get(kind)
+        if named is not None:
+            value = getattr(body, named)
+            for handle in (value,) if isinstance(value, int) else value:
+                if handle:
+                    self.arrays.fail(handle, error)
+        if kind == "loaded_executable_execute_request":
+            self.executables.fail_status(body.result_status_handle, error)
+        self._answer(operation, self._reply_class(), error)
 
     def _answer(
         self,
@@ -180,18 +213,7 @@ class Client:
                 if self._dead_contexts:
                     metadata.destroyed_user_context_ids.extend(self._dead_contexts)
                     self._dead_contexts.clear()
-        self.replies.put_nowait(reply)
-
-    def _fail_results(self, kind: str, body: Any, error: BaseException) -> None:
-        """Store an error under the handles of a request's results."""
-        named = _RESULTS.get(kind)
-        if named is not None:
-            value = getattr(body, named)
-            for handle in (value,) if isinstance(value, int) else value:
-                if handle:
-                    self.arrays.fail(handle, error)
-        if kind == "loaded_executable_execute_request":
-            self.executables.fail_status(body.result_status_handle, error)
+        self.reply(reply)
 
     def close(self) -> None:
         """Release all that the client has."""
@@ -201,7 +223,8 @@ class Client:
         self.executables.close()
         self._runs.close()
         self.arrays.clear()
-        self.replies.put_nowait(None)
+        self._waiting.clear()
+        self.reply = lambda reply: None
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -211,6 +234,30 @@ class Client:
 
     def _check_future(self, body: Any, reply: Any) -> None:
         reply.check_future_response.SetInParent()  # all that futures are given for has ended
+
+    def _make_array(self, body: Any, reply: Any) -> Awaitable[None] | None:
+        return self._with_buffers(
+            [body.host_buffer_handle], self._transfers.make_array_from_host_buffer, body, reply
+        )
+
+    def _make_arrays(self, body: Any, reply: Any) -> Awaitable[None] | None:
+        handles = [one.host_buffer_handle for spec in body.specs for one in spec.host_buffers]
+        make = self._transfers.make_arrays_from_host_buffer_shards
+        return self._with_buffers(handles, make, body, reply)
+
+    def _with_buffers(
+        self, handles: Sequence[int], make: Handler, body: Any, reply: Any
+    ) -> Awaitable[None] | None:
+        """Call `make` when all these host buffers are here."""
+        if self.buffers.are_here(handles):
+            make(body, reply)
+            return None
+
+        async def wait() -> None:
+            await self.buffers.wait(handles)
+            make(body, reply)
+
+        return wait()
 
     def _check_ready(self, body: Any, reply: Any) -> Any:
         reply.check_value_ready_response.SetInParent()

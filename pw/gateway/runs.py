@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,49 +30,67 @@ class Runs:
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
         self.runtime = runtime
         self._loop = loop
-        self._moves: OrderedDict[tuple[ArraySpec, ArraySpec], int] = OrderedDict()
+        self._thread = threading.get_ident()
+        self._moves: OrderedDict[tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]], int] = (
+            OrderedDict()
+        )
+
+    def then(self, future: Future[Any], call: Callable[[Future[Any]], None]) -> None:
+        """Call `call` on the loop when a future of the session is settled."""
+
+        def settled(_: object) -> None:
+            if threading.get_ident() == self._thread:
+                call(future)
+            else:
+                self._loop.call_soon_threadsafe(call, future)
+
+        future.add_done_callback(settled)
 
     async def settled(self, future: Future[T]) -> T:
-        """Return the result of a future that the session's thread settles."""
-        if future.done():
-            return future.result()
+        """Return the result of a future of the session."""
         here = self._loop.create_future()
 
-        def settle() -> None:
-            if here.done():
-                return
-            if (error := future.exception()) is not None:
-                here.set_exception(error)
-            else:
-                here.set_result(future.result())
+        def settle(_: object) -> None:
+            if not here.done():
+                here.set_result(None)
 
-        future.add_done_callback(lambda _: self._loop.call_soon_threadsafe(settle))
-        result: T = await here
-        return result
+        self.then(future, settle)
+        await here
+        return future.result()
 
-    async def run(
-        self, program: int, args: Sequence[int | bytes], specs: Sequence[ArraySpec]
-    ) -> list[Stored]:
-        """Run a program; waits only for a credit."""
-        while (made := self.runtime.try_run(program, args, len(specs))) is None:
+    def has_credit(self, runs: int = 1) -> bool:
+        """Whether so many runs can be sent now."""
+        return self.runtime.has_credit(runs)
+
+    async def credit(self) -> None:
+        """Wait until a run can be sent."""
+        while not self.runtime.has_credit():
             credit = self._loop.create_future()
             self.runtime.when_credit(partial(self._loop.call_soon_threadsafe, _wake, credit))
             await credit
-        return [
-            Stored(self.runtime, number, spec_) for number, spec_ in zip(made, specs, strict=True)
-        ]
+
+    def run(
+        self, program: int, args: Sequence[int | bytes], specs: Sequence[ArraySpec]
+    ) -> list[Stored]:
+        """Run a program; call it with a credit, so that it does not wait."""
+        runtime = self.runtime
+        made = runtime.run(program, args, len(specs))
+        return [Stored(runtime, number, one) for number, one in zip(made, specs, strict=True)]
 
     # --- what arrays consist of ----------------------------------------------------------------------
 
-    def argument(self, array: ProxyArray, wanted: ArraySpec) -> int | bytes:
-        """Return an array as an argument of a run whose input has this spec."""
-        if (stored := array.stored) is not None and stored.spec == wanted:
-            return stored.number
-        value = array.value
-        if value is not None and value.nbytes <= INLINE_BYTES and not array.used:
-            array.used = True
-            return _as(value, array, wanted).tobytes()
-        return self.stored(array, wanted).number
+    def argument(self, array: ProxyArray, wanted: ArraySpec) -> int | bytes | None:
+        """Return an array as an argument of a run whose input has this spec; None if it needs a view."""
+        if (stored := array.stored) is not None:
+            if stored.spec == wanted:
+                return stored.number
+        elif (value := array.value) is not None:
+            if value.nbytes <= INLINE_BYTES and not array.used:
+                array.used = True
+                return _as(value, array, wanted).tobytes()
+            return self.stored(array, wanted).number
+        other = array.others.get(wanted)
+        return None if other is None else other.number
 
     def stored(self, array: ProxyArray, wanted: ArraySpec) -> Stored:
         """Return the runtime's array of the same shards with this spec; makes it if there is none."""
@@ -119,18 +138,18 @@ class Runs:
         )
         return Stored(self.runtime, number, wanted)
 
-    async def moved(self, source: Stored, target: ArraySpec) -> Stored:
-        """Copy an array to other devices."""
-        key = (source.spec, target)
+    def moved(self, sources: Sequence[Stored], targets: Sequence[ArraySpec]) -> list[Stored]:
+        """Copy arrays to other devices; call it with a credit."""
+        key = (tuple(source.spec for source in sources), tuple(targets))
         program = self._moves.get(key)
         if program is None:
-            body = Program("move", (), (), (source.spec,), (Output(Value(-1, 0), target),))
+            outputs = tuple(Output(Value(-1, at), spec) for at, spec in enumerate(targets))
+            body = Program("device_put", (), (), key[0], outputs)
             program = self._moves[key] = self.runtime.register_program(body, {})
             if len(self._moves) > MOVES_KEPT:
                 self.runtime.release_program(self._moves.popitem(last=False)[1])
         self._moves.move_to_end(key)
-        (made,) = await self.run(program, [source.number], [target])
-        return made
+        return self.run(program, [source.number for source in sources], targets)
 
     # --- reading -------------------------------------------------------------------------------------
 

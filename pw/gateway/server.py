@@ -1,7 +1,7 @@
-"""The gRPC server of the gateway: connections of clients, and the streams of their host buffers.
+"""The server of the gateway: clients' connections, and the streams of their host buffers.
 
-Each connection is one client with names of its own. It uses the session that `serve` was given for
-it, and when it ends, all that it has is released.
+Each `IfrtSession` stream is one client with names of its own. It gets a session of the runtime from
+`connect`, and when the stream ends, all that the client has is released.
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 
 from pw.client.connection.runtime import Runtime
-from pw.core.errors import TransferFailed
-from pw.gateway import protos
+from pw.core.errors import Error, TransferFailed
+from pw.gateway import protos, rpc
 from pw.gateway.devices import Devices
+from pw.gateway.http2 import Connection, Stream
 from pw.gateway.requests import Client
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 PROTOCOLS = (16, 25)
 """The versions of the protocol that the gateway has been tried with."""
+BUFFER_BYTES = 64 << 30
+"""The largest host buffer."""
 
 Connect = Callable[[], Awaitable[tuple[Runtime, Devices, Callable[[], object]]]]
-"""Called for each client; returns its session, its devices, and what to call when it leaves."""
+"""Called for each client; returns its session, its devices, and what ends the session."""
 
+_SERVICE = "/xla.ifrt.proxy.GrpcIfrtService/"
 _PROXY = "xla.ifrt.proxy."
-_SESSION = "ifrt-proxy-grpc-ifrt-session-metadata-bin"
 _STORE = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
 
 
@@ -42,204 +43,326 @@ class Server:
 
     Args:
         connect: gives each client a session.
-        files: the folder in which clients on this machine leave large host buffers; None for none.
+        files: the folder in which clients of this machine leave large host buffers; None for none.
     """
 
     def __init__(self, connect: Connect, files: Path | None = None) -> None:
         self._connect = connect
         self._files = files
-        self._clients: dict[int, Client] = {}
+        self.clients: dict[int, Client] = {}
         self._next = 1
-        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((self._service(),))
-
-    def _service(self) -> Any:
-        message = protos.message
-        request, response = message(_PROXY + "IfrtRequest"), message(_PROXY + "IfrtResponse")
-        as_bytes = bytes
-        handlers = {
-            "GetVersion": grpc.unary_unary_rpc_method_handler(
-                self._version,
-                message(_PROXY + "GrpcGetVersionRequest").FromString,
-                message(_PROXY + "GrpcGetVersionResponse").SerializeToString,
-            ),
-            "IfrtSession": grpc.stream_stream_rpc_method_handler(
-                self._session, request.FromString, response.SerializeToString
-            ),
-            "HostBufferStore": grpc.stream_unary_rpc_method_handler(self._store, None, as_bytes),
-            "HostBufferLookup": grpc.unary_stream_rpc_method_handler(
-                self._lookup, message(_PROXY + "GrpcHostBufferLookupRequest").FromString, as_bytes
-            ),
-            "HostBufferDelete": grpc.unary_unary_rpc_method_handler(
-                self._delete, message(_PROXY + "GrpcHostBufferDeleteRequest").FromString, as_bytes
-            ),
-            "HostBufferReadFromDisk": grpc.unary_unary_rpc_method_handler(
-                self._read_file,
-                message(_PROXY + "GrpcHostBufferReadFromDiskRequest").FromString,
-                as_bytes,
-            ),
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._requests = {
+            name: protos.message(f"{_PROXY}Grpc{name}Request")
+            for name in (
+                "GetVersion",
+                "HostBufferLookup",
+                "HostBufferDelete",
+                "HostBufferReadFromDisk",
+            )
         }
-        return grpc.method_handlers_generic_handler(_PROXY + "GrpcIfrtService", handlers)
+        self._unary = {
+            "GetVersion": self._version,
+            "HostBufferDelete": self._delete,
+            "HostBufferReadFromDisk": self._read_file,
+            "HostBufferLookup": self._lookup,
+        }
 
-    async def start(self, address: str) -> int:
-        """Listen at `host:port` or `unix:path`; returns the port (0 can be asked for)."""
-        port = self._server.add_insecure_port(address)
-        await self._server.start()
-        return int(port)
+    async def start(self, address: str | tuple[str, int]) -> int:
+        """Listen at the path of a unix socket, or at a host and a port; returns the port.
 
-    async def stop(self) -> None:
+        Raises:
+            OSError: it cannot.
+        """
+        loop = asyncio.get_running_loop()
+        if isinstance(address, str):
+            self._server = await loop.create_unix_server(self._connection, address)
+            return 0
+        self._server = await loop.create_server(self._connection, *address)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def stop(self) -> None:
         """End all connections."""
-        await self._server.stop(0)
-        for client in list(self._clients.values()):
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+        for client in list(self.clients.values()):
             client.close()
-        self._clients.clear()
 
-    # --- the protocol --------------------------------------------------------------------------------
+    def _connection(self) -> Connection:
+        made = Connection(self._open, self._connections.discard)
+        self._connections.add(made)
+        return made
 
-    async def _version(self, request: Any, context: Any) -> Any:
+    def _open(self, stream: Stream, headers: list[tuple[bytes, bytes]]) -> None:
+        known = dict(headers)
+        name = known.get(b":path", b"").decode(errors="replace").removeprefix(_SERVICE)
+        if name == "IfrtSession":
+            _Session(self, stream, known)
+        elif name == "HostBufferStore":
+            _Store(self, stream, known)
+        elif name in self._unary:
+            request, handle = self._requests[name], self._unary[name]
+            rpc.Unary(stream, known, lambda call, data: _handled(call, request, data, handle))
+        else:
+            rpc.Unary(stream, known, lambda call, data: None).end(
+                rpc.UNIMPLEMENTED, f"the gateway of pw has no method {name}"
+            )
+
+    # --- sessions ------------------------------------------------------------------------------------
+
+    async def begin(self) -> tuple[Client, Callable[[], object]]:
+        """Begin a session for a client; returns the client, and what ends the session."""
+        runtime, devices, end = await self._connect()
+        number = self._next
+        self._next += 1
+        client = self.clients[number] = Client(runtime, devices, number)
+        return client, end
+
+    def _version(self, call: rpc.Unary, request: Any) -> None:
         least, most = request.min_version, request.max_version
         if least.protocol_version > PROTOCOLS[1] or most.protocol_version < PROTOCOLS[0]:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
+            call.end(
+                rpc.FAILED_PRECONDITION,
                 f"the client speaks the versions {least.protocol_version} to {most.protocol_version} of JAX's "
-                f"remote protocol, and this gateway of pw {PROTOCOLS[0]} to {PROTOCOLS[1]}; install the same "
-                "version of jaxlib in both places",
+                f"remote protocol, and this gateway of pw {PROTOCOLS[0]} to {PROTOCOLS[1]}; install the "
+                "same version of jaxlib in both places",
             )
+            return
         answer = protos.message(_PROXY + "GrpcGetVersionResponse")()
         answer.version.CopyFrom(most)
         answer.version.protocol_version = min(most.protocol_version, PROTOCOLS[1])
-        return answer
+        call.answer(answer.SerializeToString())
 
-    async def _session(self, requests: AsyncIterator[Any], context: Any) -> None:
-        runtime, devices, leave = await self._connect()
-        number = self._next
-        self._next += 1
-        client = self._clients[number] = Client(runtime, devices, number)
+    # --- host buffers --------------------------------------------------------------------------------
 
-        async def read() -> None:
-            try:
-                async for request in requests:
-                    await client.handle(request)
-            except asyncio.CancelledError:
-                raise
-            except Exception:
-                logger.exception("a client's stream of requests has failed client=%d", number)
-            finally:
-                client.replies.put_nowait(None)
+    def client(self, number: int) -> Client | None:
+        """Return a client by the number of its session."""
+        return self.clients.get(number)
 
-        reading = asyncio.create_task(read())
-        try:
-            while (reply := await client.replies.get()) is not None:
-                await context.write(reply)
-        finally:
-            reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reading
-            self._clients.pop(number, None)
-            client.close()
-            leave()
-
-    def _client(self, number: int) -> Client | None:
-        return self._clients.get(number)
-
-    async def _store(self, chunks: AsyncIterator[bytes], context: Any) -> bytes:
-        said = dict(context.invocation_metadata())[_STORE]
-        metadata = protos.message(_PROXY + "GrpcHostBufferStoreMetadata").FromString(said)
-        client = self._client(metadata.session_id)
+    def _lookup(self, call: rpc.Unary, request: Any) -> None:
+        client = self.client(request.session_id)
         if client is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such session")
-            raise AssertionError
-        handle, size = metadata.handle, metadata.buffer_size
-        data: Any = np.empty(size, np.uint8)
-        whole, at = memoryview(data), 0
-        try:
-            async for chunk in chunks:
-                part = _content(chunk)
-                if at + len(part) > size:
-                    raise TransferFailed(f"a host buffer has more than the {size} bytes announced")
-                whole[at : at + len(part)] = part
-                at += len(part)
-            if at != size:
-                raise TransferFailed(f"a host buffer ended after {at} of {size} bytes")
-        except BaseException as error:
-            reason = (
-                error if isinstance(error, Exception) else TransferFailed("the client has left")
-            )
-            client.buffers.fail(handle, reason)
-            if not isinstance(error, TransferFailed):
-                raise
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
-        client.buffers.put(handle, data)
-        return b""
+            call.end(rpc.NOT_FOUND, "there is no such session")
+            return
 
-    async def _lookup(self, request: Any, context: Any) -> None:
-        client = self._client(request.session_id)
-        if client is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such session")
-            raise AssertionError
-        try:
-            data = await client.buffers.get(request.handle)
-        except Exception as error:
-            await context.abort(grpc.StatusCode.INTERNAL, str(error))
-            raise AssertionError from error
-        whole = memoryview(data)
-        if not len(whole):
-            await context.write(b"")
-        for at in range(0, len(whole), CHUNK_BYTES):
-            chunk = whole[at : at + CHUNK_BYTES]
-            await context.write(b"".join((_header(len(chunk)), chunk)))
+        def send(here: asyncio.Future[Any]) -> None:
+            if (error := here.exception()) is not None:
+                call.end(rpc.INTERNAL, str(error))
+                return
+            whole = memoryview(here.result())
+            for at in range(0, len(whole), CHUNK_BYTES):
+                chunk = whole[at : at + CHUNK_BYTES]
+                call.send_large(_head(len(chunk)), chunk)
+            if not len(whole):
+                call.send(b"")
+            call.end()
 
-    async def _delete(self, request: Any, context: Any) -> bytes:
-        if (client := self._client(request.session_id)) is not None:
+        client.buffers.when_here(request.handle, send)
+
+    def _delete(self, call: rpc.Unary, request: Any) -> None:
+        if (client := self.client(request.session_id)) is not None:
             client.buffers.drop(request.handle)
-        return b""
+        call.answer(b"")
 
-    async def _read_file(self, request: Any, context: Any) -> bytes:
+    def _read_file(self, call: rpc.Unary, request: Any) -> None:
         metadata = request.metadata
-        client = self._client(metadata.session_id)
+        client = self.client(metadata.session_id)
         if self._files is None or client is None:
-            await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED, "this gateway shares no folder with clients"
-            )
-            raise AssertionError
+            call.end(rpc.UNIMPLEMENTED, "this gateway shares no folder with clients")
+            return
         path = self._files / f"{metadata.session_id}_{metadata.handle}"
         try:
-            data = await asyncio.to_thread(np.fromfile, path, np.uint8)
+            data = np.fromfile(path, np.uint8)
+            with contextlib.suppress(OSError):
+                path.unlink()
         except OSError as error:
             client.buffers.fail(metadata.handle, error)
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-            raise AssertionError from error
+            call.end(rpc.NOT_FOUND, str(error))
+            return
         client.buffers.put(metadata.handle, data)
-        return b""
+        call.answer(b"")
 
 
-def _content(chunk: bytes) -> memoryview:
-    """Return the bytes of a `GrpcHostBufferStoreRequest`, without a copy."""
-    whole = memoryview(chunk)
-    if not len(whole):
-        return whole
-    if whole[0] != 0x0A:
-        raise TransferFailed("a host buffer's chunk is no message of the protocol")
-    size = shift = 0
-    at = 1
-    while True:
-        byte = whole[at]
-        at += 1
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            break
-    if at + size != len(whole):
-        raise TransferFailed("a host buffer's chunk is no message of the protocol")
-    return whole[at:]
+class _Session(rpc.Call):
+    """The stream of one client's requests and their replies."""
+
+    def __init__(self, server: Server, stream: Stream, headers: dict[bytes, bytes]) -> None:
+        super().__init__(stream, headers)
+        self._server = server
+        self._client: Client | None = None
+        self._early: list[bytes] = []
+        self._request = protos.message(_PROXY + "IfrtRequest")
+        self._end: Callable[[], object] = lambda: None
+        self._beginning = asyncio.get_running_loop().create_task(self._begin())
+
+    async def _begin(self) -> None:
+        try:
+            client, self._end = await self._server.begin()
+        except Error as error:
+            self.end(rpc.UNAVAILABLE, str(error))
+            return
+        except Exception:
+            logger.exception("a session could not begin")
+            self.end(rpc.INTERNAL, "the gateway could not begin a session; its log says why")
+            return
+        self._client = client
+        client.reply = lambda reply: self.send(reply.SerializeToString())
+        if self.is_over:
+            self._leave()
+            return
+        for data in self._early:
+            self.message(data)
+        self._early.clear()
+
+    def message(self, data: bytes) -> None:
+        """Handle a request."""
+        if self._client is None:
+            self._early.append(data)
+            return
+        try:
+            request = self._request.FromString(data)
+        except Exception as error:  # noqa: BLE001 - protobuf has its own errors in each version
+            self.end(rpc.INVALID_ARGUMENT, f"a request cannot be read: {error}")
+            self._leave()
+            return
+        self._client.feed(request)
+
+    def ended(self) -> None:
+        """The client leaves."""
+        self.end()
+        self._leave()
+
+    def lost(self) -> None:
+        """The client is gone."""
+        super().lost()
+        self._leave()
+
+    def _leave(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            self._server.clients.pop(client.number, None)
+            client.close()
+            self._end()
 
 
-def _header(size: int) -> bytes:
+class _Store(rpc.Call):
+    """The stream of one host buffer."""
+
+    def __init__(self, server: Server, stream: Stream, headers: dict[bytes, bytes]) -> None:
+        super().__init__(stream, headers)
+        self._client: Client | None = None
+        self._at = 0
+        self._left = 0
+        """Bytes of the message that have not come yet."""
+        try:
+            said = protos.message(_PROXY + "GrpcHostBufferStoreMetadata").FromString(
+                self.metadata(_STORE)
+            )
+        except Exception as error:  # noqa: BLE001 - missing, or no message
+            self.end(rpc.INVALID_ARGUMENT, f"a host buffer without metadata: {error}")
+            return
+        self._handle, self._expected = said.handle, said.buffer_size
+        self._client = server.client(said.session_id)
+        if self._client is None:
+            self.end(rpc.NOT_FOUND, "there is no such session")
+        elif not 0 <= self._expected <= BUFFER_BYTES:
+            self._fail(f"a host buffer of {self._expected} bytes")
+        else:
+            try:
+                self._data: Any = np.empty(self._expected, np.uint8)
+            except MemoryError:
+                self._fail(f"the gateway has no memory for a host buffer of {self._expected} bytes")
+                return
+            whole: Any = self._data
+            self._whole = memoryview(whole)
+
+    def _fail(self, words: str, code: int = rpc.RESOURCE_EXHAUSTED) -> None:
+        if self._client is not None:
+            self._client.buffers.fail(self._handle, TransferFailed(words))
+        self.end(code, words)
+
+    def received(self, data: memoryview) -> None:
+        """Copy bytes to their place as they come: messages may be large."""
+        while len(data) and not self.is_over:
+            if self._left:
+                part = data[: self._left]
+                if self._at + len(part) > self._expected:
+                    self._fail(
+                        f"a host buffer has more than the {self._expected} bytes announced",
+                        rpc.DATA_LOSS,
+                    )
+                    return
+                self._whole[self._at : self._at + len(part)] = part
+                self._at += len(part)
+                self._left -= len(part)
+                data = data[len(part) :]
+                continue
+            self._buffer.append(data[0])
+            data = data[1:]
+            self._parse_head()
+
+    def _parse_head(self) -> None:
+        """Read the prefix of a message, and the field that holds its bytes."""
+        head = self._buffer
+        if len(head) < 5:
+            return
+        size = int.from_bytes(head[1:5], "big")
+        if size == 0:
+            head.clear()
+            return
+        if len(head) < 7 or head[-1] & 0x80:
+            if len(head) > 16:
+                self._fail("a host buffer's chunk cannot be read", rpc.INVALID_ARGUMENT)
+            return
+        length = 0
+        for shift, byte in enumerate(head[6:]):
+            length |= (byte & 0x7F) << 7 * shift
+        if head[0] or head[5] != 0x0A or length + len(head) - 5 != size:
+            self._fail("a host buffer's chunk cannot be read", rpc.INVALID_ARGUMENT)
+            return
+        self._left = length
+        head.clear()
+
+    def ended(self) -> None:
+        """All bytes are here, or some are missing."""
+        if self.is_over or self._client is None:
+            return
+        if self._at != self._expected or self._left:
+            self._fail(
+                f"a host buffer ended after {self._at} of {self._expected} bytes", rpc.DATA_LOSS
+            )
+            return
+        self._client.buffers.put(self._handle, self._data)
+        self.send(b"")
+        self.end()
+
+    def lost(self) -> None:
+        """The client is gone."""
+        if not self.is_over and self._client is not None:
+            words = "the client left in the middle of a host buffer"
+            self._client.buffers.fail(self._handle, TransferFailed(words))
+        super().lost()
+
+
+def _handled(
+    call: rpc.Unary, request: Any, data: bytes, handle: Callable[[rpc.Unary, Any], None]
+) -> None:
+    try:
+        read = request.FromString(data)
+    except Exception as error:  # noqa: BLE001 - protobuf has its own errors in each version
+        call.end(rpc.INVALID_ARGUMENT, f"a request cannot be read: {error}")
+        return
+    handle(call, read)
+
+
+def _head(size: int) -> bytes:
     """Return what comes before the bytes of a `GrpcHostBufferLookupResponse`."""
-    header = bytearray(b"\x0a")
+    head = bytearray(b"\x0a")
     while size > 0x7F:
-        header.append(size & 0x7F | 0x80)
+        head.append(size & 0x7F | 0x80)
         size >>= 7
-    header.append(size)
-    return bytes(header)
+    head.append(size)
+    return bytes(head)

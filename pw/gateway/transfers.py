@@ -33,17 +33,17 @@ class Transfers:
 
     # --- from the host -------------------------------------------------------------------------------
 
-    async def make_array_from_host_buffer(self, body: Any, response: Any) -> None:
+    def make_array_from_host_buffer(self, body: Any, response: Any) -> None:
         """Make an array whose shards are all one host buffer."""
         dtype, shape = shardings.dtype_and_shape(body)
         layout = shardings.read(body.sharding, shape)
         strides = body.byte_strides.strides if body.HasField("byte_strides") else None
-        value = await self._value(body.host_buffer_handle, dtype, shape, strides)
+        value = self._value(body.host_buffer_handle, dtype, shape, strides)
         array = self._from_host(dtype, shape, layout, [value] * len(layout.devices))
         handle = self._arrays.name(array, body.array_handle)
         response.make_array_from_host_buffer_response.array_handle = handle
 
-    async def make_arrays_from_host_buffer_shards(self, body: Any, response: Any) -> None:
+    def make_arrays_from_host_buffer_shards(self, body: Any, response: Any) -> None:
         """Make arrays of host buffers, each of which is the value of some shards."""
         handles = list(body.array_handles) or [0] * len(body.specs)
         said = response.make_arrays_from_host_buffer_shards_response
@@ -55,7 +55,7 @@ class Transfers:
                 one.addressable_shard_indices, one.host_buffers, strict=True
             ):
                 strides = buffer.byte_strides.strides if buffer.HasField("byte_strides") else None
-                value = await self._value(
+                value = self._value(
                     buffer.host_buffer_handle, dtype, tuple(buffer.shape.dims), strides
                 )
                 for index in indices.indices:
@@ -68,10 +68,10 @@ class Transfers:
             array = self._from_host(dtype, shape, layout, shards)
             said.array_handles.append(self._arrays.name(array, handle))
 
-    async def _value(
+    def _value(
         self, handle: int, dtype: str, shape: tuple[int, ...], strides: Sequence[int] | None
     ) -> np.ndarray[Any, Any]:
-        data = await self._buffers.take(handle)
+        data = self._buffers.take(handle)
         value = shardings.strided(data, dtype_of(dtype), shape, strides)
         value = np.ascontiguousarray(value).reshape(shape)
         value.flags.writeable = False
@@ -134,44 +134,74 @@ class Transfers:
         """Copy arrays to other devices, or to another memory of the same devices."""
         handles = list(body.result_handles) or [0] * len(body.array_handles)
         memory = body.memory_kind if body.HasField("memory_kind") else None
-        for handle, source in zip(handles, body.array_handles, strict=True):
-            array = self._arrays.usable(source)
+        sources = [self._arrays.usable(handle) for handle in body.array_handles]
+        copies = []
+        for array in sources:
             devices = tuple(body.device_ids) or array.devices
-            copy = await self._copy(array, devices, array.memory if memory is None else memory)
+            kind = array.memory if memory is None else memory
+            copies.append(self._like(array, devices, kind))
+        await self._fill(sources, copies)
+        for copy, handle in zip(copies, handles, strict=True):
             response.copy_arrays_response.array_handles.append(self._arrays.name(copy, handle))
-            if body.copy_semantics == DONATE:
+        if body.copy_semantics == DONATE:
+            for array in sources:
                 array.delete()
 
-    async def _copy(self, array: ProxyArray, devices: tuple[int, ...], memory: str) -> ProxyArray:
-        made = ProxyArray(
+    def _like(self, array: ProxyArray, devices: tuple[int, ...], memory: str) -> ProxyArray:
+        return ProxyArray(
             array.dtype, array.shape, array.shard_shape, devices, memory, array.is_replicated
         )
-        if array.value is not None and len(self._devices.by_slice(devices)) == 1:
-            made.value = array.value
-            return made
-        groups: dict[Any, list[int]] = {}
-        here, there = self._devices.by_slice(array.devices), self._devices.by_slice(devices)
-        for from_slice, at in here.items():
-            for to_slice, onto in there.items():
-                if both := [position for position in at if position in onto]:
-                    groups[from_slice, to_slice] = both
-        if len(groups) == 1:
-            made.consist_of(await self._moved(array, made))
-            return made
-        pieces: list[Any] = [None] * len(devices)
-        for positions in groups.values():
-            part = self._part(array, positions)
-            there_ = tuple(devices[position] for position in positions)
-            moved = await self._copy(part, there_, memory)
-            for at_, position in enumerate(positions):
-                pieces[position] = (moved, at_)
-        made.pieces = tuple(pieces)
-        return made
 
-    async def _moved(self, array: ProxyArray, made: ProxyArray) -> Stored:
-        source = self._runs.stored(array, self._runs.spec_of(array))
-        target = self._runs.spec_of(made)
-        return source if target == source.spec else await self._runs.moved(source, target)
+    async def _fill(self, sources: Sequence[ProxyArray], copies: Sequence[ProxyArray]) -> None:
+        """Copy shard by shard; what one run can move is one run."""
+        moves: list[tuple[Stored, ProxyArray]] = []
+        for array, copy in zip(sources, copies, strict=True):
+            groups = self._groups(array.devices, copy.devices)
+            if array.value is not None and len(self._devices.by_slice(copy.devices)) == 1:
+                copy.value = array.value
+            elif len(groups) == 1:
+                moves.append((await self._whole(array), copy))
+            else:
+                copy.pieces = await self._piecewise(array, copy, groups)
+        waiting = []
+        for source, copy in moves:
+            target = self._runs.spec_of(copy)
+            if target == source.spec:
+                copy.consist_of(source)
+            else:
+                waiting.append((source, copy, target))
+        if waiting:
+            await self._runs.credit()
+            made = self._runs.moved([one for one, _, _ in waiting], [one for _, _, one in waiting])
+            for stored, (_, copy, _) in zip(made, waiting, strict=True):
+                copy.consist_of(stored)
+
+    def _groups(self, there: tuple[int, ...], here: tuple[int, ...]) -> list[list[int]]:
+        """Group positions by the slices that they are moved from and to."""
+        return [
+            both
+            for sources in self._devices.by_slice(there).values()
+            for targets in self._devices.by_slice(here).values()
+            if (both := [position for position in sources if position in targets])
+        ]
+
+    async def _whole(self, array: ProxyArray) -> Stored:
+        wanted = self._runs.spec_of(array)
+        if array.stored is None and array.pieces:
+            await self._runs.credit()
+        return self._runs.stored(array, wanted)
+
+    async def _piecewise(
+        self, array: ProxyArray, copy: ProxyArray, groups: Sequence[Sequence[int]]
+    ) -> tuple[tuple[ProxyArray, int], ...]:
+        pieces: dict[int, tuple[ProxyArray, int]] = {}
+        for positions in groups:
+            part = self._part(array, positions)
+            devices = tuple(copy.devices[position] for position in positions)
+            moved = self._like(part, devices, copy.memory)
+            await self._fill([part], [moved])
+            pieces.update({position: (moved, at) for at, position in enumerate(positions)})
+        return tuple(pieces[position] for position in range(len(copy.devices)))
 
     def _part(self, array: ProxyArray, positions: Sequence[int]) -> ProxyArray:
         """Return the array of some shards."""

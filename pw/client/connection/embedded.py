@@ -58,14 +58,15 @@ def start(runtime: Runtime) -> SessionOnNode:
     return _in_process(runtime)
 
 
-def with_worker(devices: int | None) -> Callable[[Runtime], SessionOnNode]:
+def with_worker(devices: int | None, beside: LoopThread) -> Callable[[Runtime], SessionOnNode]:
     """Return a function as `start`, for a process without devices of its own.
 
     Args:
         devices: how many; None for all GPUs of this machine, else `PW_EMBEDDED_DEVICES`.
+        beside: the thread that the cluster and the session live in.
     """
     platform, found = _devices_of_machine()
-    return lambda runtime: _with_worker(runtime, platform, devices or found)
+    return lambda runtime: _with_worker(runtime, platform, devices or found, beside)
 
 
 def _devices_of_machine() -> tuple[str, int]:
@@ -106,13 +107,16 @@ class _SessionWithWorker(SessionOnNode):
         self.post(Close(error, Future()))
 
 
-def _with_worker(runtime: Runtime, platform: str, devices: int) -> SessionOnNode:
+def _with_worker(
+    runtime: Runtime, platform: str, devices: int, beside: LoopThread | None = None
+) -> SessionOnNode:
     teardown = ExitStack()
     folder = PrivateFolder.make()
     teardown.callback(folder.leave)
     secret = secret_file.create(folder.path)
-    thread = LoopThread("pw-embedded")
-    teardown.callback(thread.stop)
+    thread = beside or LoopThread("pw-embedded")
+    if beside is None:
+        teardown.callback(thread.stop)
     # First, because it takes longest; it dials until the controller listens.
     worker = thread.call(lambda: _start_worker(thread, folder.controller, platform, devices))
     teardown.callback(worker.stop)

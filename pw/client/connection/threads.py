@@ -25,7 +25,7 @@ from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import address_towards
 from pw.transport.node import Node
-from pw.transport.private import beside
+from pw.transport.private import beside as private_folder
 from pw.transport.secret import of_cluster
 from pw.transport.stream_network import StreamNetwork
 
@@ -214,13 +214,21 @@ def _check_running(children: Sequence[Daemon]) -> None:
             )
 
 
+def _leave_it() -> None:
+    """End nothing: the thread belongs to other sessions, too."""
+
+
 def incarnation() -> int:
     """A number that grows with every start on this machine."""
     return time.time_ns()
 
 
-def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
+def remote(address: str, beside: LoopThread | None = None) -> Callable[[Runtime], SessionOnNode]:
     """Return a function that starts a session with the controller at `address`.
+
+    Args:
+        address: the controller's.
+        beside: the thread that it lives in; None for one of its own.
 
     Raises (when called with a runtime):
         ConnectionFailed: it is no address such as `tcp://127.0.0.1:7777`.
@@ -233,8 +241,9 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
                 f"{address!r} is not the address of a controller; it looks like tcp://host:port"
             )
         own_address = address_towards(address)  # hosts dial it to send fetched values
-        folder, secret = beside(address), of_cluster(address)
-        thread = LoopThread("pw-session")
+        folder, secret = private_folder(address), of_cluster(address)
+        thread = beside or LoopThread("pw-session")
+        stop = thread.stop if beside is None else _leave_it
 
         def make() -> SessionOnNode:
             name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
@@ -242,12 +251,12 @@ def remote(address: str) -> Callable[[Runtime], SessionOnNode]:
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)
             bulk = BulkPlane(thread.loop, bind_host=own_address, folder=folder, secret=secret)
-            return SessionOnNode(thread, node, bulk, runtime, address, thread.stop)
+            return SessionOnNode(thread, node, bulk, runtime, address, stop)
 
         try:
             return thread.call(make)
         except BaseException:
-            thread.stop()
+            stop()
             raise
 
     return start

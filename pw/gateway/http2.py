@@ -1,0 +1,454 @@
+"""The server's side of HTTP/2, as far as gRPC needs it: frames, flow control, streams (RFC 9113).
+
+JAX's client sends a message for each call of a function, so the cost of a message decides what a call
+costs. Here it is some microseconds; `docs/decisions.md` has the figures of the alternatives.
+Headers, which a stream has once, are decoded by `hpack`.
+
+Receiving: the windows are as large as they can be and are opened again in large steps: what a
+client may send is bounded where the bytes go (`pw.gateway.server`). Sending: bytes wait in their
+stream until the client's windows have room. All that is written in one turn of the loop leaves in one system
+call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from hpack import Decoder, HPACKError
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    range(10)
+)
+END_STREAM, END_HEADERS, PADDED, WITH_PRIORITY = 0x1, 0x4, 0x8, 0x20
+ACK = 0x1
+INITIAL_WINDOW, MAX_FRAME = 4, 5
+"""Numbers of settings."""
+
+PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR = 1, 3, 6, 9
+CANCEL = 8
+
+FRAME_BYTES = 1 << 20
+"""The largest frame that a client may send."""
+HEADER_BYTES = 1 << 16
+"""The most bytes of the headers of one stream."""
+STREAMS = 4096
+"""How many streams of a connection may be open."""
+WINDOW = (1 << 31) - 1
+_REOPEN = 1 << 29
+_DEFAULT_WINDOW = 65535
+_SMALL_FRAME = 16384
+
+
+class Handler(Protocol):
+    """The receiver of one stream."""
+
+    def received(self, data: memoryview) -> None:
+        """Take bytes of the stream; they are valid during the call only."""
+
+    def ended(self) -> None:
+        """The client has sent everything."""
+
+    def lost(self) -> None:
+        """The stream is over: the client has reset it, or the connection is lost."""
+
+    def has_room(self) -> None:
+        """All that was written has left."""
+
+
+class ProtocolViolation(Exception):
+    """A client breaks HTTP/2.
+
+    Args:
+        code: HTTP/2's number of the error.
+        words: what is wrong.
+    """
+
+    def __init__(self, code: int, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+class Stream:
+    """One stream of a connection."""
+
+    def __init__(self, connection: Connection, number: int, window: int) -> None:
+        self._connection = connection
+        self.credit = 0
+        """Bytes received since its window was opened last."""
+        self.number = number
+        self.handler: Handler | None = None
+        self.window = window
+        """How many bytes the client takes."""
+        self.pending: deque[memoryview] = deque()
+        self.unsent = 0
+        """Bytes in `pending`."""
+        self.headers_sent = False
+        self.trailers: bytes | None = None
+
+    def write(self, headers: bytes, data: bytes | memoryview) -> None:
+        """Send bytes as far as the client takes them; `headers` first if none were sent."""
+        self._connection.write(self, headers, data)
+
+    def end(self, headers: bytes, trailers: bytes) -> None:
+        """End the stream after all that was written."""
+        self._connection.end(self, headers, trailers)
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection.
+
+    Args:
+        opened: called with each new stream and its headers; sets the stream's handler.
+        closed: called when the connection is lost.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[Stream, list[tuple[bytes, bytes]]], None],
+        closed: Callable[[Connection], None],
+    ) -> None:
+        self._opened = opened
+        self._closed = closed
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._received = bytearray()
+        self._has_preface = False
+        self._decoder = Decoder(HEADER_BYTES)
+        self._streams: dict[int, Stream] = {}
+        self._last = 0
+        self._headers: tuple[int, int, bytearray] | None = None
+        """The stream, flags and bytes of headers that CONTINUATION frames go on with."""
+        self._window = _DEFAULT_WINDOW
+        self._initial_window = _DEFAULT_WINDOW
+        self._frame_bytes = _SMALL_FRAME
+        self._data_stream = 0
+        self._data_left = 0
+        """Bytes of a DATA frame that have not come yet."""
+        self._data_ends = False
+        self._credit = 0
+        """Bytes received since the connection's window was opened last."""
+        self._out: list[Any] = []
+        self._is_paused = False
+        self._waiting: dict[int, Stream] = {}
+        """Streams with pending bytes."""
+
+    # --- the transport -------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """Announce the server's settings."""
+        self._transport = transport
+        settings = struct.pack(
+            ">HIHIHI", INITIAL_WINDOW, WINDOW, MAX_FRAME, FRAME_BYTES, 3, STREAMS
+        )
+        self._frame(SETTINGS, 0, 0, settings)
+        self._frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", WINDOW - _DEFAULT_WINDOW))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End all streams."""
+        streams, self._streams = list(self._streams.values()), {}
+        self._waiting.clear()
+        self._transport = None
+        for stream in streams:
+            if stream.handler is not None:
+                stream.handler.lost()
+        self._closed(self)
+
+    def pause_writing(self) -> None:
+        """The system takes no more bytes."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """The system takes bytes again."""
+        self._is_paused = False
+        self._pump()
+
+    def close(self) -> None:
+        """Close the connection after all that was written."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    # --- receiving -----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Handle all complete frames."""
+        try:
+            self._take(data)
+        except ProtocolViolation as error:
+            self._fail(error.code, str(error))
+        except HPACKError as error:
+            self._fail(COMPRESSION_ERROR, str(error))
+
+    def _fail(self, code: int, words: str) -> None:
+        if self._transport is not None:
+            self._frame(GOAWAY, 0, 0, struct.pack(">II", self._last, code) + words.encode())
+            self.close()
+
+    def _take(self, data: bytes) -> None:
+        received = self._received
+        if received:
+            received += data
+            whole = memoryview(bytes(received))
+            received.clear()
+        else:
+            whole = memoryview(data)
+        at, end = 0, len(whole)
+        if not self._has_preface:
+            if end < len(PREFACE):
+                received += whole
+                return
+            if whole[: len(PREFACE)] != PREFACE:
+                raise ProtocolViolation(
+                    PROTOCOL_ERROR, "this is a gRPC server, and that was no gRPC"
+                )
+            self._has_preface = True
+            at = len(PREFACE)
+        if self._data_left:
+            at += self._take_data(whole[at:])
+        while end - at >= 9:
+            size = int.from_bytes(whole[at : at + 3], "big")
+            kind, flags = whole[at + 3], whole[at + 4]
+            number = int.from_bytes(whole[at + 5 : at + 9], "big") & WINDOW
+            if size > FRAME_BYTES:
+                raise ProtocolViolation(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
+            if kind == DATA and not flags & PADDED and self._headers is None:
+                self._data_stream, self._data_left = number, size
+                self._data_ends = bool(flags & END_STREAM)
+                at += 9
+                at += self._take_data(whole[at:])
+                continue
+            if end - at - 9 < size:
+                break
+            payload = whole[at + 9 : at + 9 + size]
+            at += 9 + size
+            self._handle(kind, flags, number, payload)
+            if self._transport is None:
+                return
+        if at < end:
+            received += whole[at:]
+
+    def _take_data(self, available: memoryview) -> int:
+        """Pass on bytes of a DATA frame as they come; returns how many."""
+        part = available[: self._data_left]
+        self._data_left -= len(part)
+        is_last = self._data_ends and not self._data_left
+        self._on_data(END_STREAM if is_last else 0, self._data_stream, part)
+        return len(part)
+
+    def _handle(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
+        if self._headers is not None and kind != CONTINUATION:
+            raise ProtocolViolation(PROTOCOL_ERROR, "headers are not complete")
+        if kind == DATA:
+            self._on_data(flags, number, payload)
+        elif kind == WINDOW_UPDATE:
+            self._on_window(number, payload)
+        elif kind == HEADERS:
+            self._on_headers(flags, number, payload)
+        elif kind == CONTINUATION:
+            self._on_continuation(flags, number, payload)
+        elif kind == PING:
+            if not flags & ACK:
+                self._frame(PING, ACK, 0, bytes(payload))
+        elif kind == SETTINGS:
+            if not flags & ACK:
+                self._on_settings(payload)
+        elif kind == RST_STREAM:
+            stream = self._streams.pop(number, None)
+            self._waiting.pop(number, None)
+            if stream is not None and stream.handler is not None:
+                stream.handler.lost()
+        elif kind == PUSH:
+            raise ProtocolViolation(PROTOCOL_ERROR, "clients do not push")
+
+    def _on_data(self, flags: int, number: int, payload: memoryview) -> None:
+        self._credit += len(payload)
+        if self._credit >= _REOPEN:
+            self._frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", self._credit))
+            self._credit = 0
+        if flags & PADDED:
+            payload = _without_padding(payload, 1)
+        stream = self._streams.get(number)
+        if stream is None or stream.handler is None:
+            return  # it was reset
+        if payload:
+            stream.credit += len(payload)
+            if stream.credit >= _REOPEN:
+                self._frame(WINDOW_UPDATE, 0, number, struct.pack(">I", stream.credit))
+                stream.credit = 0
+            stream.handler.received(payload)
+        if flags & END_STREAM:
+            stream.handler.ended()
+
+    def _on_window(self, number: int, payload: memoryview) -> None:
+        if len(payload) != 4:
+            raise ProtocolViolation(FRAME_SIZE_ERROR, "a window update has four bytes")
+        more = int.from_bytes(payload, "big") & WINDOW
+        if number == 0:
+            self._window += more
+        elif (stream := self._streams.get(number)) is not None:
+            stream.window += more
+        self._pump()
+
+    def _on_settings(self, payload: memoryview) -> None:
+        if len(payload) % 6:
+            raise ProtocolViolation(FRAME_SIZE_ERROR, "settings have six bytes each")
+        for setting, value in struct.iter_unpack(">HI", payload):
+            if setting == INITIAL_WINDOW:
+                if value > WINDOW:
+                    raise ProtocolViolation(FLOW_CONTROL_ERROR, "a window is too large")
+                change, self._initial_window = value - self._initial_window, value
+                for stream in self._streams.values():
+                    stream.window += change
+            elif setting == MAX_FRAME:
+                self._frame_bytes = value
+        self._frame(SETTINGS, ACK, 0, b"")
+        self._pump()
+
+    def _on_headers(self, flags: int, number: int, payload: memoryview) -> None:
+        if flags & PADDED:
+            payload = _without_padding(payload, 1)
+        if flags & WITH_PRIORITY:
+            payload = payload[5:]
+        if flags & END_HEADERS:
+            self._open(number, flags, bytes(payload))
+        else:
+            self._headers = (number, flags, bytearray(payload))
+
+    def _on_continuation(self, flags: int, number: int, payload: memoryview) -> None:
+        if self._headers is None or self._headers[0] != number:
+            raise ProtocolViolation(PROTOCOL_ERROR, "no headers go on here")
+        _, first, block = self._headers
+        block += payload
+        if len(block) > HEADER_BYTES:
+            raise ProtocolViolation(PROTOCOL_ERROR, "the headers are too long")
+        if flags & END_HEADERS:
+            self._headers = None
+            self._open(number, first, bytes(block))
+
+    def _open(self, number: int, flags: int, block: bytes) -> None:
+        headers: Any = self._decoder.decode(block, raw=True)  # always: it has a state
+        stream = self._streams.get(number)
+        if stream is None:
+            if number <= self._last or not number % 2:
+                return  # trailers of a stream that was reset
+            if len(self._streams) >= STREAMS:
+                self._frame(RST_STREAM, 0, number, struct.pack(">I", 7))
+                return
+            self._last = number
+            stream = self._streams[number] = Stream(self, number, self._initial_window)
+            self._opened(stream, headers)
+        if flags & END_STREAM and stream.handler is not None:
+            stream.handler.ended()
+
+    # --- sending -------------------------------------------------------------------------------------
+
+    def write(self, stream: Stream, headers: bytes, data: bytes | memoryview) -> None:
+        """Send bytes of a stream as far as the windows allow."""
+        if stream.number not in self._streams:
+            return
+        if not stream.headers_sent:
+            stream.headers_sent = True
+            self._frame(HEADERS, END_HEADERS, stream.number, headers)
+        size = len(data)
+        room = min(self._window, stream.window, self._frame_bytes)
+        if size <= room and not stream.pending and not self._is_paused:
+            self._window -= size
+            stream.window -= size
+            self._frame(DATA, 0, stream.number, data)
+        elif size:
+            stream.pending.append(memoryview(data))
+            stream.unsent += size
+            self._waiting[stream.number] = stream
+            self._pump()
+
+    def end(self, stream: Stream, headers: bytes, trailers: bytes) -> None:
+        """End a stream after all that was written."""
+        if stream.number not in self._streams:
+            return
+        if not stream.headers_sent:
+            stream.headers_sent = True
+            self._frame(HEADERS, END_HEADERS, stream.number, headers)
+        stream.trailers = trailers
+        if not stream.pending:
+            self._finish(stream)
+
+    def _finish(self, stream: Stream) -> None:
+        assert stream.trailers is not None
+        self._frame(HEADERS, END_HEADERS | END_STREAM, stream.number, stream.trailers)
+        self._streams.pop(stream.number, None)
+
+    def _pump(self) -> None:
+        """Send pending bytes, stream by stream in turn."""
+        while self._waiting and self._window > 0 and not self._is_paused:
+            progress = False
+            for stream in list(self._waiting.values()):
+                room = min(self._window, stream.window, self._frame_bytes)
+                if room <= 0 or self._is_paused:
+                    continue
+                progress = True
+                first = stream.pending[0]
+                part = first[:room]
+                self._window -= len(part)
+                stream.window -= len(part)
+                stream.unsent -= len(part)
+                if len(part) == len(first):
+                    stream.pending.popleft()
+                else:
+                    stream.pending[0] = first[room:]
+                self._frame(DATA, 0, stream.number, part)
+                if len(part) > _SMALL_FRAME // 2:
+                    self._flush()
+                if not stream.pending:
+                    del self._waiting[stream.number]
+                    if stream.trailers is not None:
+                        self._finish(stream)
+                    elif stream.handler is not None:
+                        stream.handler.has_room()
+            if not progress:
+                return
+
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes | memoryview) -> None:
+        if self._transport is None:
+            return
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        size = len(payload)
+        self._out.append(struct.pack(">HBBBI", size >> 8, size & 0xFF, kind, flags, number))
+        self._out.append(payload)
+
+    def _flush(self) -> None:
+        if self._out and self._transport is not None:
+            out, self._out = self._out, []
+            self._transport.writelines(out)
+
+
+def _without_padding(payload: memoryview, length: int) -> memoryview:
+    if not payload or payload[0] >= len(payload):
+        raise ProtocolViolation(PROTOCOL_ERROR, "there is more padding than there are bytes")
+    return payload[length : len(payload) - payload[0]]
+
+
+def header_block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Encode headers without a table: literals that the receiver does not remember."""
+    block = bytearray()
+    for name, value in headers:
+        block += b"\x00" + _length(len(name)) + name + _length(len(value)) + value
+    return bytes(block)
+
+
+def _length(size: int) -> bytes:
+    """Encode a length in HPACK's form, with a prefix of seven bits."""
+    if size < 0x7F:
+        return bytes([size])
+    encoded = bytearray([0x7F])
+    size -= 0x7F
+    while size >= 0x80:
+        encoded.append(size & 0x7F | 0x80)
+        size >>= 7
+    encoded.append(size)
+    return bytes(encoded)

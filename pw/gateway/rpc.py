@@ -1,0 +1,144 @@
+"""gRPC calls over HTTP/2: messages with a prefix of five bytes, and a status at the end."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+from pw.gateway.http2 import Stream, header_block
+
+OK, CANCELLED, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 1, 3, 5, 8
+FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS = 9, 12, 13, 14, 15
+
+MESSAGE_BYTES = 1 << 30
+"""The largest message; programs with large constants are the largest ones."""
+
+_HEADERS = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
+_ENDED = header_block([(b"grpc-status", b"0")])
+
+
+class Call:
+    """One call of a client; subclasses take its messages.
+
+    Args:
+        stream: the stream that it has.
+        headers: the client's metadata, among others.
+    """
+
+    def __init__(self, stream: Stream, headers: dict[bytes, bytes]) -> None:
+        self._stream = stream
+        self._headers = headers
+        self._buffer = bytearray()
+        self._wanted = 5
+        self.is_over = False
+        stream.handler = self
+
+    def metadata(self, name: str) -> bytes:
+        """Return binary metadata. Raises KeyError."""
+        text = self._headers[name.encode()]
+        return base64.b64decode(text + b"=" * (-len(text) % 4))
+
+    # --- from the stream -----------------------------------------------------------------------------
+
+    def received(self, data: memoryview) -> None:
+        """Take bytes; `message` is called with each complete message."""
+        if self.is_over:
+            return
+        if not self._buffer:
+            at = 0
+            while len(data) - at >= 5:  # whole messages, without a copy into the buffer
+                size = self._size(data[at : at + 5])
+                if size < 0 or len(data) - at - 5 < size:
+                    break
+                self.message(bytes(data[at + 5 : at + 5 + size]))
+                at += 5 + size
+            data = data[at:]
+        self._buffer += data
+        while len(self._buffer) >= 5 and not self.is_over:
+            size = self._size(self._buffer[:5])
+            if size < 0 or len(self._buffer) < 5 + size:
+                return
+            message = bytes(memoryview(self._buffer)[5 : 5 + size])
+            del self._buffer[: 5 + size]
+            self.message(message)
+
+    def _size(self, prefix: Any) -> int:
+        compressed, size = struct.unpack(">BI", prefix)
+        if compressed or size > MESSAGE_BYTES:
+            words = (
+                "compressed messages are not supported"
+                if compressed
+                else f"a message of {size} bytes"
+            )
+            self.end(UNIMPLEMENTED if compressed else RESOURCE_EXHAUSTED, words)
+            return -1
+        return int(size)
+
+    def message(self, data: bytes) -> None:
+        """Take one message of the client."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """The client has sent all its messages."""
+
+    def lost(self) -> None:
+        """The call is over before its end."""
+        self.is_over = True
+
+    def has_room(self) -> None:
+        """All that was sent has left."""
+
+    # --- to the stream -------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> None:
+        """Send a small message."""
+        if not self.is_over:
+            self._stream.write(_HEADERS, struct.pack(">BI", 0, len(data)) + data)
+
+    def send_large(self, head: bytes, rest: memoryview) -> None:
+        """Send a message of two parts, without a copy of the second."""
+        if not self.is_over:
+            prefix = struct.pack(">BI", 0, len(head) + len(rest))
+            self._stream.write(_HEADERS, prefix + head)
+            self._stream.write(_HEADERS, rest)
+
+    def end(self, code: int = OK, words: str = "") -> None:
+        """End the call with a status."""
+        if self.is_over:
+            return
+        self.is_over = True
+        trailers = _ENDED
+        if code:
+            message = quote(words, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").encode()[:4096]
+            status = [(b"grpc-status", str(code).encode()), (b"grpc-message", message)]
+            trailers = header_block(status)
+        self._stream.end(_HEADERS, trailers)
+
+
+class Unary(Call):
+    """A call with one message and one reply.
+
+    Args:
+        reply: called with the call and the message; ends the call.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        headers: dict[bytes, bytes],
+        reply: Callable[[Unary, bytes], None],
+    ) -> None:
+        super().__init__(stream, headers)
+        self._reply = reply
+
+    def message(self, data: bytes) -> None:
+        """Answer."""
+        self._reply(self, data)
+
+    def answer(self, data: bytes) -> None:
+        """Send the reply, and end the call."""
+        self.send(data)
+        self.end()
