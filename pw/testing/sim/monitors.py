@@ -12,7 +12,8 @@
 | kept | a host reports only replicas that its next runtime would find after a crash now |
 | survives | the arrays of an answered checkpoint would survive a crash of all runtimes now |
 | prompt | a host answers questions about ready values soon, whatever it computes |
-| memory | devices never hold much more than their memory (in `devices`) |
+| memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
+| views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
 | liveness | when faults have stopped, all requests are answered and all islands are formed |
@@ -36,6 +37,7 @@ from pw.core.messages import (
     Checkpoint,
     Fetch,
     Holdings,
+    IslandFormed,
     IslandLost,
     Launch,
     Run,
@@ -76,6 +78,7 @@ class Monitors:
         world.watch_sent(Run, self._run_sent)
         world.watch_sent(RunsSettled, self._credits_back)
         world.watch_sent(IslandLost, self._island_lost)
+        world.watch_handled(IslandFormed, self._island_formed)
         self._checkpoints: dict[tuple[str, int], tuple[int, ...]] = {}
         world.watch_sent(Holdings, self._told_of_copies)
         world.watch_sent(Checkpoint, self._checkpoint_asked)
@@ -223,12 +226,63 @@ class Monitors:
             raise Violation("epochs last", f"{message.error.message}, and nothing was injected")
         ledger.touch(*self._cluster.hosts_of(message.island))
 
+    # --- memory --------------------------------------------------------------------------------------
+
+    def _island_formed(
+        self, sender: Address, to: Address, message: IslandFormed
+    ) -> Callable[[], None]:
+        return partial(self._watch_memory, to.actor.partition("/")[2])
+
+    def _watch_memory(self, island: str) -> None:
+        """Look at what views take from now on."""
+        scheduler = self._cluster.schedulers.get(island)
+        memory: Any = None if scheduler is None else scheduler.admission.memory
+        if memory is None:
+            return
+        reserve, end = memory.reserve, memory.end
+
+        def watched(act: Callable[..., Any], *args: Any) -> Any:
+            before = _counted_bytes(memory)
+            result = act(*args)
+            self._world.checked["views' memory"] += 1
+            if _counted_bytes(memory) > before:
+                raise Violation("views", f"{island} counts memory for a view")
+            return result
+
+        def reserved(program: int, args: Any, results: Any) -> Any:
+            needs = memory._programs.get(program)
+            is_view = needs is not None and any(one.shards for one in needs.memory.outputs)
+            # A small host value is no array: hosts make it for the view.
+            if is_view and all(isinstance(arg, int) for arg in args):
+                return watched(reserve, program, args, results)
+            return reserve(program, args, results)
+
+        def ended(claim: Any) -> None:
+            outputs = () if claim.needs is None else claim.needs.memory.outputs
+            if any(output.shards for output in outputs):
+                watched(end, claim)
+            else:
+                end(claim)
+
+        memory.reserve, memory.end = reserved, ended
+
     # --- the end -------------------------------------------------------------------------------------
 
     def check_census(self) -> None:
         """Raise Violation if an actor still holds anything."""
         self._world.checked["census"] += 1
+        for island, scheduler in self._cluster.schedulers.items():
+            memory = scheduler.admission.memory
+            if memory is not None and _counted_bytes(memory):
+                raise Violation(
+                    "memory", f"{island} counts {_counted_bytes(memory)} bytes in the end"
+                )
         held = self._cluster.census()
         if held:
             what = ", ".join(f"{name}: {count}" for name, count in sorted(held.items()))
             raise Violation("census", f"held when all clients have gone: {what}")
+
+
+def _counted_bytes(memory: Any) -> int:
+    """Return what a scheduler counts on all devices of its island together."""
+    return int(memory._settled().sum())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
@@ -39,58 +38,17 @@ from pw.core.messages import (
 from pw.devices.host import backend as ops
 from pw.devices.host.replica_memory import Replica
 from pw.sched.island.scheduler import IslandScheduler
+from pw.testing.sim import mutations_of_views  # noqa: F401  (it registers its own)
+from pw.testing.sim.breaking import MUTATIONS, Mutation, mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One breakage."""
-
-    what: str
-    """The broken promise."""
-    profile: str
-    """The mildest profile in which that matters."""
-    caught_by: frozenset[str]
-    """Monitors that may notice."""
-    install: Callable[[SimCluster], None]
-
-
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def _mutation(name: str, profile: str, *caught_by: str) -> Callable[[Any], Any]:
-    def register(install: Callable[[SimCluster], None]) -> Callable[[SimCluster], None]:
-        what = (install.__doc__ or "").strip()
-        MUTATIONS[name] = Mutation(what, profile, frozenset(caught_by), install)
-        return install
-
-    return register
-
-
-def _tamper(
-    cluster: SimCluster,
-    kind: type,
-    alter: Callable[[Random, Address, Any], list[Any] | None],
-) -> None:
-    """Have messages of one kind altered on their way."""
-    random = cluster.world.streams("mutation")
-
-    def tamper(sender: Address, to: Address, message: Any) -> list[Any] | None:
-        return alter(random, to, message) if isinstance(message, kind) else None
-
-    cluster.world.tamper = tamper
-
-
-def _rehandle(actor: Actor, kind: type, wrap: Callable[[Callable[..., None]], Any]) -> None:
-    """Replace an actor's handler of one kind of message."""
-    actor._handlers[kind] = wrap(actor._handlers[kind])
-
+__all__ = ["MUTATIONS", "Mutation"]
 
 # --- gang scheduling ---------------------------------------------------------------------------------
 
 
-@_mutation("reorder-launches", "calm", "G1", "liveness")
+@mutation("reorder-launches", "calm", "G1", "liveness")
 def _reorder(cluster: SimCluster) -> None:
     """Two launches reach one host of a gang in the opposite order."""
     held: dict[str, Launch] = {}
@@ -107,10 +65,10 @@ def _reorder(cluster: SimCluster) -> None:
             return []
         return None
 
-    _tamper(cluster, Launch, alter)
+    tamper(cluster, Launch, alter)
 
 
-@_mutation("duplicate-launch", "calm", "once")
+@mutation("duplicate-launch", "calm", "once")
 def _duplicate(cluster: SimCluster) -> None:
     """A host gets one launch twice, under two numbers."""
     shift: dict[tuple[str, int], int] = {}
@@ -123,10 +81,10 @@ def _duplicate(cluster: SimCluster) -> None:
             return [moved, replace(moved, sequence=moved.sequence + 1)]
         return [moved]
 
-    _tamper(cluster, Launch | Discard, alter)  # type: ignore[arg-type]
+    tamper(cluster, Launch | Discard, alter)  # type: ignore[arg-type]
 
 
-@_mutation("launch-before-producers", "calm", "G4")
+@mutation("launch-before-producers", "calm", "G4")
 def _unordered(cluster: SimCluster) -> None:
     """A segment is launched before the segments that make its inputs (G4)."""
 
@@ -140,12 +98,12 @@ def _unordered(cluster: SimCluster) -> None:
 
             return submit
 
-        _rehandle(actor, Submit, wrap)
+        rehandle(actor, Submit, wrap)
 
     cluster.on_spawn.append(spawned)
 
 
-@_mutation("forget-to-wait-for-an-upload", "calm", "values are made before they are used", "oracle")
+@mutation("forget-to-wait-for-an-upload", "calm", "values are made before they are used", "oracle")
 def _impatient(cluster: SimCluster) -> None:
     """A run is launched before its arguments have arrived."""
 
@@ -153,12 +111,12 @@ def _impatient(cluster: SimCluster) -> None:
         def wrap(handler: Callable[..., None]) -> Any:
             return lambda sender, message: handler(sender, replace(message, awaits=()))
 
-        _rehandle(actor, Submit, wrap)
+        rehandle(actor, Submit, wrap)
 
     cluster.on_spawn.append(spawned)
 
 
-@_mutation("ignore-an-epoch", "crashes", "epochs")
+@mutation("ignore-an-epoch", "crashes", "epochs")
 def _timeless(cluster: SimCluster) -> None:
     """A host takes a launch that was meant for its island's last epoch."""
     replay_launches(cluster)
@@ -186,10 +144,10 @@ def replay_launches(cluster: SimCluster) -> None:
                 node.post(to.actor, old[1], old[0])
         return None
 
-    _tamper(cluster, Launch, alter)
+    tamper(cluster, Launch, alter)
 
 
-@_mutation("gangs-pass-gangs", "slow", "G1", "liveness")
+@mutation("gangs-pass-gangs", "slow", "G1", "liveness")
 def _unruly(cluster: SimCluster) -> None:
     """A gang of one client passes another's that waits for an input on this host."""
 
@@ -201,7 +159,7 @@ def _unruly(cluster: SimCluster) -> None:
     cluster.alterations.append(careless)
 
 
-@_mutation("work-passes-work", "calm", "values are made before they are used", "oracle")
+@mutation("work-passes-work", "calm", "values are made before they are used", "oracle")
 def _no_lanes(cluster: SimCluster) -> None:
     """Work of a client passes its earlier work, which waits for an input on this host."""
 
@@ -213,28 +171,28 @@ def _no_lanes(cluster: SimCluster) -> None:
     cluster.alterations.append(careless)
 
 
-@_mutation("gang-not-broken", "devices", "liveness", "G1")
+@mutation("gang-not-broken", "devices", "liveness", "G1")
 def _brave(cluster: SimCluster) -> None:
     """A host that has lost an input of its gang is not heard."""
-    _tamper(cluster, GangBroken, lambda random, to, message: [])
+    tamper(cluster, GangBroken, lambda random, to, message: [])
 
 
-@_mutation("lose-leave", "crashes", "liveness")
+@mutation("lose-leave", "crashes", "liveness")
 def _stay(cluster: SimCluster) -> None:
     """A host is not told that its island's epoch is over."""
-    _tamper(cluster, LeaveIsland, lambda random, to, message: [])
+    tamper(cluster, LeaveIsland, lambda random, to, message: [])
 
 
 # --- data --------------------------------------------------------------------------------------------
 
 
-@_mutation("drop-handshake", "calm", "liveness")
+@mutation("drop-handshake", "calm", "liveness")
 def _no_credit(cluster: SimCluster) -> None:
     """A sender is not told where the bytes of an edge go."""
-    _tamper(cluster, EdgeCredit, lambda random, to, message: [] if random.random() < 0.3 else None)
+    tamper(cluster, EdgeCredit, lambda random, to, message: [] if random.random() < 0.3 else None)
 
 
-@_mutation("cross-edges", "calm", "oracle", "replicas are equal")
+@mutation("cross-edges", "calm", "oracle", "replicas are equal")
 def _cross(cluster: SimCluster) -> None:
     """An edge brings what another edge should have brought."""
     last: dict[int, bytes] = {}
@@ -244,16 +202,16 @@ def _cross(cluster: SimCluster) -> None:
         last[len(message.data)] = message.data
         return [replace(message, data=data)] if random.random() < 0.1 else None
 
-    _tamper(cluster, EdgeData, alter)
+    tamper(cluster, EdgeData, alter)
 
 
-@_mutation("lose-poison", "calm", "liveness", "oracle")
+@mutation("lose-poison", "calm", "liveness", "oracle")
 def _no_poison(cluster: SimCluster) -> None:
     """A receiver is not told that its sender has failed."""
-    _tamper(cluster, EdgeFailed, lambda random, to, message: [])
+    tamper(cluster, EdgeFailed, lambda random, to, message: [])
 
 
-@_mutation("wrong-client", "calm", "oracle")
+@mutation("wrong-client", "calm", "oracle")
 def _mixed_up(cluster: SimCluster) -> None:
     """A client gets what another client has asked for."""
     last: dict[int, tuple[str, bytes]] = {}
@@ -263,10 +221,10 @@ def _mixed_up(cluster: SimCluster) -> None:
         last[len(message.data)] = (to.node, message.data)
         return [replace(message, data=data)] if node != to.node else None
 
-    _tamper(cluster, Fetched, alter)
+    tamper(cluster, Fetched, alter)
 
 
-@_mutation("stale-binding", "crashes", "oracle", "liveness")
+@mutation("stale-binding", "crashes", "oracle", "liveness")
 def _stale(cluster: SimCluster) -> None:
     """After an island is formed again, a client looks for its arrays on the wrong hosts."""
     seen: set[int] = set()
@@ -278,16 +236,16 @@ def _stale(cluster: SimCluster) -> None:
         seen.add(message.slice)
         return [replace(message, devices=message.devices[::-1])] if again else None
 
-    _tamper(cluster, SliceBound, alter)
+    tamper(cluster, SliceBound, alter)
 
 
-@_mutation("lose-upload-again", "crashes", "liveness")
+@mutation("lose-upload-again", "crashes", "liveness")
 def _no_second_time(cluster: SimCluster) -> None:
     """A client is not asked for an input that was lost."""
-    _tamper(cluster, UploadAgain, lambda random, to, message: [])
+    tamper(cluster, UploadAgain, lambda random, to, message: [])
 
 
-@_mutation("spoil-replicas", "crashes", "oracle", "replicas are equal")
+@mutation("spoil-replicas", "crashes", "oracle", "replicas are equal")
 def _spoil(cluster: SimCluster) -> None:
     """A host hands over other bytes than its devices had."""
 
@@ -300,7 +258,7 @@ def _spoil(cluster: SimCluster) -> None:
     cluster.alterations.append(careless)
 
 
-@_mutation("answer-before-it-is-kept", "crashes", "kept", "survives")
+@mutation("answer-before-it-is-kept", "crashes", "kept", "survives")
 def _rash(cluster: SimCluster) -> None:
     """A checkpoint is answered before the supervisors have taken the copies."""
 
@@ -316,7 +274,7 @@ def _rash(cluster: SimCluster) -> None:
     cluster.alterations.append(careless)
 
 
-@_mutation("questions-stand-in-line", "slow", "prompt")
+@mutation("questions-stand-in-line", "slow", "prompt")
 def _in_line(cluster: SimCluster) -> None:
     """A host answers questions about values when it has computed all that it was told to before."""
 
@@ -340,23 +298,23 @@ def _in_line(cluster: SimCluster) -> None:
 # --- releases ----------------------------------------------------------------------------------------
 
 
-@_mutation("skip-free", "calm", "census")
+@mutation("skip-free", "calm", "census")
 def _hoard(cluster: SimCluster) -> None:
     """Hosts keep arrays that their clients have deleted."""
 
     def alter(random: Random, to: Address, message: Discard) -> list[Any] | None:
         return [replace(message, arrays=message.arrays[1:])]
 
-    _tamper(cluster, Discard, alter)
+    tamper(cluster, Discard, alter)
 
 
-@_mutation("lose-a-discard", "calm", "epochs last")
+@mutation("lose-a-discard", "calm", "epochs last")
 def _no_discard(cluster: SimCluster) -> None:
     """A host never hears that it may drop something."""
-    _tamper(cluster, Discard, lambda random, to, message: [] if random.random() < 0.2 else None)
+    tamper(cluster, Discard, lambda random, to, message: [] if random.random() < 0.2 else None)
 
 
-@_mutation("lease-never-ends", "clients", "census")
+@mutation("lease-never-ends", "clients", "census")
 def _immortal(cluster: SimCluster) -> None:
     """The controller does not notice that a client has died."""
 
@@ -367,10 +325,10 @@ def _immortal(cluster: SimCluster) -> None:
 
         return lost
 
-    _rehandle(cluster.controller, PeerLost, wrap)
+    rehandle(cluster.controller, PeerLost, wrap)
 
 
-@_mutation("runs-not-retold", "restarts", "oracle", "credits", "liveness")
+@mutation("runs-not-retold", "restarts", "oracle", "credits", "liveness")
 def _untold(cluster: SimCluster) -> None:
     """A client does not tell the next controller which runs were in flight."""
     resuming: set[str] = set()
@@ -384,25 +342,25 @@ def _untold(cluster: SimCluster) -> None:
             return []
         return None
 
-    _tamper(cluster, object, alter)
+    tamper(cluster, object, alter)
 
 
-@_mutation("numbers-given-again", "restarts", "oracle", "sessions last", "G1", "census")
+@mutation("numbers-given-again", "restarts", "oracle", "sessions last", "G1", "census")
 def _same_numbers(cluster: SimCluster) -> None:
     """The next controller gives its clients numbers that the last one has given."""
     cluster.numbers_apart = 0
 
 
-@_mutation("lose-a-credit", "calm", "credits")
+@mutation("lose-a-credit", "calm", "credits")
 def _no_refund(cluster: SimCluster) -> None:
     """A client does not get back the credit of a run."""
-    _tamper(cluster, RunsSettled, lambda random, to, message: [] if random.random() < 0.1 else None)
+    tamper(cluster, RunsSettled, lambda random, to, message: [] if random.random() < 0.1 else None)
 
 
-@_mutation("double-credit", "calm", "credits")
+@mutation("double-credit", "calm", "credits")
 def _refund_twice(cluster: SimCluster) -> None:
     """A client gets back more credits than it had runs."""
-    _tamper(
+    tamper(
         cluster,
         RunsSettled,
         lambda random, to, message: [replace(message, count=message.count + 1)],
@@ -412,7 +370,7 @@ def _refund_twice(cluster: SimCluster) -> None:
 # --- shares and priorities ---------------------------------------------------------------------------
 
 
-@_mutation("keep-no-place", "tenants", "shares")
+@mutation("keep-no-place", "tenants", "shares")
 def _impulsive(cluster: SimCluster) -> None:
     """The scheduler keeps no device for a client that is about to come back."""
 
@@ -422,7 +380,7 @@ def _impulsive(cluster: SimCluster) -> None:
     cluster.on_spawn.append(spawned)
 
 
-@_mutation("never-age", "tenants", "shares")
+@mutation("never-age", "tenants", "shares")
 def _merciless(cluster: SimCluster) -> None:
     """Work of low priority never ages: others go first for ever."""
 
@@ -433,7 +391,7 @@ def _merciless(cluster: SimCluster) -> None:
     cluster.on_spawn.append(spawned)
 
 
-@_mutation("launch-far-ahead", "tenants", "response")
+@mutation("launch-far-ahead", "tenants", "response")
 def _greedy(cluster: SimCluster) -> None:
     """The scheduler launches all queued work at once, however much is in flight."""
 

@@ -6,14 +6,17 @@ come from equal boxes of one source.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
 
-from pw.core.program import Computation
+from pw.core.messages import Artifact
+from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding, box_slices, dtype_of
 from pw.core.views import Shards, view_program
+from pw.testing.sim.digests import RAISES
 from pw.testing.sim.programs import Draft
 
 
@@ -91,6 +94,32 @@ def _stacked(model: ArraySpec, shape: tuple[int, ...], devices: Sequence[int]) -
     count, place = len(devices), Placement(model.placement.slice, tuple(devices))
     sharding = Sharding(("_",), (count,), (("_",),))
     return ArraySpec((count * shape[0], *shape[1:]), model.dtype, sharding, place)
+
+
+def random_spoiling(random: Random, model: ArraySpec, name: str) -> Iterator[Draft]:
+    """Yield programs that take an array apart, fail on one part, put the parts together, and compute on them.
+
+    One host of the last computation has an error in its argument, the others have none.
+    """
+    places = range(len(model.placement.devices))
+    shape = model.sharding.shard_shape(model.shape)
+    parts = [_stacked(model, shape, [model.placement.devices[at]]) for at in places]
+    whole = _stacked(model, shape, model.placement.devices)
+    yield Draft(view_program([model], parts, [[(0, at)] for at in places]), (), {})
+    yield overwriting(random.choice(parts), f"{name}/part", fails=True)
+    yield Draft(view_program(parts, [whole], [[(at, 0) for at in places]]), (), {})
+    yield overwriting(whole, f"{name}/whole")
+
+
+def overwriting(spec: ArraySpec, name: str, *, fails: bool = False) -> Draft:
+    """Return a program that overwrites an array, or fails and takes it all the same."""
+    prefix = RAISES if fails else b"overwrites"
+    blob = prefix + f" {name}".encode()
+    digest = hashlib.sha256(blob).digest()
+    one = Computation(name, digest, spec.placement, (spec,), (spec,), (0,))
+    output = Output(Value(0, 0), spec)
+    body = Program(name, (one,), (Node(0, (Value(-1, 0),)),), (spec,), (output,), (0,))
+    return Draft(body, (Artifact(digest, blob),), {digest: blob})
 
 
 def contents(view: Computation, inputs: Sequence[bytes | None]) -> Iterator[bytes | None]:

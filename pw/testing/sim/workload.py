@@ -27,8 +27,8 @@ from pw.core.sharding import ArraySpec, dtype_of
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
-from pw.testing.sim.programs import Slice, random_kinds, random_program
-from pw.testing.sim.views import random_view
+from pw.testing.sim.programs import Draft, Slice, random_kinds, random_program
+from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
 
 SETTLED_S = 6.0
@@ -107,19 +107,34 @@ class SimClient(Life):
         draft = random_program(
             self.random, slices, self.kinds, f"{self.name}/{number & 0xFFFF}", broken=broken
         )
+        self._add_program(number, draft)
+
+    def _add_program(self, number: int, draft: Draft) -> None:
         self.programs[number] = draft
         self._post(Tell(RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
 
     def _view(self) -> None:
-        """Make views of some arrays; then perhaps delete a source."""
+        """Make views of some arrays; then perhaps delete a source. Or overwrite an array, which may be one."""
+        draw = self.random.random()
+        if self.arrays and draw < 0.25:
+            spec = self.random.choice(list(self.arrays.values()))
+            name = f"{self.name}/{self._id() & 0xFFFF}"
+            broken = self.world.profile.broken_programs and draw < 0.1
+            drafts = [overwriting(spec, name)]
+            if broken:
+                drafts = list(random_spoiling(self.random, spec, name))
+            for draft in drafts:
+                self._add_program(number := self._id(), draft)
+                self._run(number)
+            return
         made = [n for n, draft in self.programs.items() if not draft.blobs]
         if not made or self.random.random() < 0.4:
-            draft = random_view(self.random, self.kinds, list(self.arrays.values()))
-            if draft is None:
+            view = random_view(self.random, self.kinds, list(self.arrays.values()))
+            if view is None:
                 return
+            draft = view
             number = self._id()
-            self.programs[number] = draft
-            self._post(Tell(RegisterProgram(number, Compact.of(draft.body), ())))
+            self._add_program(number, draft)
         else:
             number = self.random.choice(made)
         sources = self._run(number)
