@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -191,4 +192,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    # SIGTERM unwinds the stack like Ctrl-C, so that the process of a test file ends too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sys.exit(main())
