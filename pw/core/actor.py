@@ -11,6 +11,7 @@ messages; the actor dispatches to all of them through one table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pw.core.ids import Address
@@ -22,6 +23,22 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Do not deliver the message."""
+
+
+@dataclass(slots=True, eq=False)
+class Alarm:
+    """A timer whose note goes through the mailbox: it can be cancelled until the note is handled."""
+
+    note: object
+    planned: Timer | None = None
+    """What puts it into the mailbox."""
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """Do not deliver the note."""
+        self.cancelled = True
+        if self.planned is not None:
+            self.planned.cancel()
 
 
 class Env(Protocol):

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from pw.core.actor import Actor, Env, Timer
+from pw.core.actor import Actor, Alarm, Env, Timer
 from pw.core.ids import Address
 from pw.transport.log import log
 from pw.transport.network import Network
@@ -30,57 +30,36 @@ FEW_MESSAGES = 2
 """With so few messages, a turn flushes between them: one frame for all would save little."""
 
 
-class _Alarm:
-    """A timer; it can be cancelled while it lies in the mailbox."""
-
-    __slots__ = ("cancelled", "handle", "note")
-
-    def __init__(self, note: object) -> None:
-        self.note = note
-        self.cancelled = False
-        self.handle: asyncio.TimerHandle | None = None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        if self.handle is not None:
-            self.handle.cancel()
-
-
 class ActorEnv:
     """The environment of one actor (see `pw.core.actor.Env`)."""
 
     def __init__(self, node: Node, actor: str) -> None:
         self._node = node
-        self._address = Address(node.name, actor)
+        self.address = Address(node.name, actor)
         self.now_s = time.monotonic  # uvloop's clock has a resolution of milliseconds
         self.introduce = node.network.introduce
         self.forget = node.network.forget
-
-    @property
-    def address(self) -> Address:
-        """This actor's own address."""
-        return self._address
 
     def send(self, to: Address, message: object) -> None:
         """Send `message`; it is handled, or leaves, later in this loop turn."""
         node = self._node
         if to.node == node.name:
-            node.post(to.actor, message, self._address)
+            node.post(to.actor, message, self.address)
             return
-        node.network.send(to, self._address, message)
+        node.network.send(to, self.address, message)
         node.counters["messages_sent"] += 1
         node.request_turn()
 
     def call_later(self, delay_s: float, note: object) -> Timer:
         """Deliver `note` to this actor after `delay_s` seconds."""
-        alarm = _Alarm(note)
-        actor = self._address.actor
-        alarm.handle = self._node.loop.call_later(delay_s, self._node.post, actor, alarm)
+        alarm = Alarm(note)
+        actor = self.address.actor
+        alarm.planned = self._node.loop.call_later(delay_s, self._node.post, actor, alarm)
         return alarm
 
     def log(self, level: str, event: str, **fields: object) -> None:
         """Write one structured line."""
-        log(level, event, self._address.node, self._address.actor, fields)
+        log(level, event, self.address.node, self.address.actor, fields)
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a counter of the node."""
@@ -201,7 +180,7 @@ class Node:
             budget -= 1
             actor, sender, message = mailbox.popleft()
             target = self._actors.get(actor)
-            if type(message) is _Alarm:
+            if type(message) is Alarm:
                 if message.cancelled or target is None:
                     continue
                 message = message.note

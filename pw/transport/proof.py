@@ -52,13 +52,9 @@ class Proof:
         self._secret = secret
         self._plane = plane
         self._listens = listens
-        self._nonce = os.urandom(_NONCE_BYTES)
+        self.hello = os.urandom(_NONCE_BYTES)
+        """A nonce: the dialler's first message."""
         self._nonces = b""
-
-    @property
-    def hello(self) -> bytes:
-        """The dialler's first message."""
-        return self._nonce
 
     def answer(self, message: bytes) -> bytes:
         """The answer to the peer's next message; empty for none.
@@ -69,13 +65,13 @@ class Proof:
         if len(message) != self.missing_bytes:
             raise ProofError("a message of the wrong size")
         if not self._listens:
-            self._nonces = self._nonce + message[:_NONCE_BYTES]
+            self._nonces = self.hello + message[:_NONCE_BYTES]
             self._check(_LISTENER, message[_NONCE_BYTES:])
             return self._digest(_DIALLER)
         if not self._nonces:
-            self._nonces = message + self._nonce
+            self._nonces = message + self.hello
             self.missing_bytes = _DIGEST_BYTES
-            return self._nonce + self._digest(_LISTENER)
+            return self.hello + self._digest(_LISTENER)
         self._check(_DIALLER, message)
         return b""
 

@@ -65,16 +65,12 @@ class Zmtp:
         self._data = b""
         self._at = 0
         self._pieces: list[bytes] = []
-        self._missing = 0
+        self.missing_bytes = 0
+        """How many bytes, at least, the next message or command still lacks."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._between = False
         """All bytes so far were whole messages, and have been taken."""
-
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes, at least, the next message or command still lacks."""
-        return self._missing
 
     def message(self, body: bytes) -> bytes:
         """A message of one part as it is sent, once the connection is open."""
@@ -98,15 +94,15 @@ class Zmtp:
     def feed(self, data: bytes) -> None:
         """Take bytes from the connection; all messages of earlier ones must have been taken."""
         self._between = False
-        if len(data) < self._missing:
+        if len(data) < self.missing_bytes:
             self._pieces.append(data)
-            self._missing -= len(data)
+            self.missing_bytes -= len(data)
             return
         if self._pieces:
             self._pieces.append(data)
             data = b"".join(self._pieces)
             self._pieces.clear()
-        self._missing = 0
+        self.missing_bytes = 0
         self._data, self._at = data, 0
 
     def next_message(self) -> list[bytes] | None:
@@ -115,7 +111,7 @@ class Zmtp:
         Raises:
             ZmtpError: the bytes are not ZMTP, or over a bound.
         """
-        if self._missing or not (self._greeted or self._greet()):
+        if self.missing_bytes or not (self._greeted or self._greet()):
             return None
         while (frame := self._next_frame()) is not None:
             flags, body = frame
@@ -150,7 +146,7 @@ class Zmtp:
         rest = self._data[self._at :]
         self._data, self._at = b"", 0
         self._pieces = [rest]
-        self._missing = needed - len(rest)
+        self.missing_bytes = needed - len(rest)
         self._between = self.open and not rest and not self._parts
 
     def _check(self, flags: int, size: int) -> None:

@@ -19,7 +19,7 @@ class Programs:
     """Registered programs and their artifacts; every method but `release` needs the session's lock."""
 
     def __init__(self) -> None:
-        self._sent: Counter[bytes] = Counter()
+        self.artifacts: Counter[bytes] = Counter()
         """How many programs need each artifact; the controller keeps an artifact as long."""
         self._needs: dict[int, tuple[bytes, ...]] = {}
         self._names: dict[int, str] = {}
@@ -36,11 +36,11 @@ class Programs:
 
     def unsent(self, artifacts: Mapping[bytes, bytes]) -> tuple[Artifact, ...]:
         """Return the artifacts that the controller does not have."""
-        return tuple(Artifact(d, blob) for d, blob in artifacts.items() if d not in self._sent)
+        return tuple(Artifact(d, blob) for d, blob in artifacts.items() if d not in self.artifacts)
 
     def add(self, number: int, name: str, artifacts: Mapping[bytes, bytes]) -> None:
         """Count a program that was registered."""
-        self._sent.update(artifacts.keys())
+        self.artifacts.update(artifacts.keys())
         self._needs[number] = tuple(artifacts)
         self._names[number] = name
 
@@ -50,15 +50,10 @@ class Programs:
             program = self._released.popleft()
             self._names.pop(program, None)
             for digest in self._needs.pop(program, ()):
-                self._sent[digest] -= 1
-                if not self._sent[digest]:
-                    del self._sent[digest]
+                self.artifacts[digest] -= 1
+                if not self.artifacts[digest]:
+                    del self.artifacts[digest]
             yield program
-
-    @property
-    def artifacts(self) -> Mapping[bytes, int]:
-        """The artifacts that the controller has, and how many programs need each."""
-        return self._sent
 
 
 def check_size(body: Compact[Program], artifacts: Mapping[bytes, bytes]) -> None:

@@ -29,7 +29,8 @@ class Hosts(Part):
         self.slices: dict[int, SliceBound] = {}
         self._identity: Identify | None = None
         self._identified: set[str] = set()
-        self._members: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        """Hosts of formed islands."""
         self.bindings = 0
         """Grows whenever a slice is bound: failed requests may succeed now."""
         self.bounds: Counter[int] = Counter()
@@ -41,11 +42,6 @@ class Hosts(Part):
         """Slices whose hosts send the output of host functions to this client."""
         self.given_back: WeakValueDictionary[int, SliceBound] = WeakValueDictionary()
         """Released slices, as long as inputs that may still be on their way there refer to them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Hosts of formed islands."""
-        return self._members
 
     def attached(self, message: Attached, wants_output: bool) -> None:
         """Take the client's number, and the ticket that proves it to hosts."""
@@ -62,7 +58,7 @@ class Hosts(Part):
                 self._identified.discard(node)
         self._identified.intersection_update(endpoints)
         self._endpoints = endpoints
-        self._members = tuple(peer.node for peer in peers if peer.member)
+        self.names = tuple(peer.node for peer in peers if peer.member)
 
     def lost(self, node: str) -> None:
         """The next process of this name does not know the client."""

@@ -32,7 +32,8 @@ class RunTable:
         know those runs. Kept while one of them is under way."""
         self._lost_at: dict[str, int] = {}
         """The same for the link to a host: the host itself may still wait for an edge."""
-        self._present: frozenset[str] = frozenset()
+        self.hosts: frozenset[str] = frozenset()
+        """The hosts that exist, as the controller says."""
         self._absent: set[str] = set()
 
     def begin(self, run: int) -> int:
@@ -80,14 +81,9 @@ class RunTable:
         """The hosts and links that were lost since a run began that is still under way."""
         return frozenset(self._left_at) | frozenset(self._lost_at)
 
-    @property
-    def hosts(self) -> frozenset[str]:
-        """The hosts that exist, as the controller says."""
-        return self._present
-
     def hosts_are(self, nodes: frozenset[str]) -> list[str]:
         """Take the controller's list of hosts, and return those that have left."""
-        gone, self._present = self._present - nodes, nodes
+        gone, self.hosts = self.hosts - nodes, nodes
         self._absent = (self._absent | gone) - nodes
         if self._began:
             self._left_at |= dict.fromkeys(gone, self._begun)

@@ -33,7 +33,7 @@ from pw.core.errors import ErrorReport
 from pw.core.sharding import box_slices
 from pw.devices.host.backend import Read, Value, Watch
 from pw.devices.jax.layouts import SUB_BYTE, Layouts, local_shards, whole
-from pw.devices.jax.threads import Completions, QueueThread
+from pw.devices.jax.threads import Completions
 from pw.devices.jax.values import Failures, is_made, is_pending
 from pw.devices.jax.watcher import Watchers
 
@@ -58,17 +58,8 @@ class Answers:
         self._layouts = layouts
         self._completions = completions
         self._failures = failures
-        self._watchers = Watchers(completions.fail)
+        self.watchers = Watchers(completions.fail)
         self._lock = threading.Lock()
-
-    @property
-    def waiting(self) -> int:
-        """Questions that watchers have."""
-        return self._watchers.waiting
-
-    def close(self) -> list[QueueThread[Any]]:
-        """Ask no watcher any more, and return their threads, to be stopped."""
-        return self._watchers.close()
 
     # --- questions -----------------------------------------------------------------------------------
 
@@ -88,7 +79,7 @@ class Answers:
         if isinstance(op, Read):
             self._look_at_read(op, is_watcher)
         elif len(op.values) > _FEW_VALUES and not is_watcher:
-            self._watchers.wait(Watch, 0, _READY, partial(self._look, op))
+            self.watchers.wait(Watch, 0, _READY, partial(self._look, op))
         else:
             self._look_at_watch(op)
 
@@ -121,14 +112,14 @@ class Answers:
             self._answer(op)
         else:
             # Not in the place of its array, where another question may wait for a computation.
-            self._watchers.wait(Read, 0, _READY, partial(self._look, op))
+            self.watchers.wait(Read, 0, _READY, partial(self._look, op))
 
     def _come_back(self, pending: Value, op: Watch | Read) -> None:
         """Look at `op` again when the pending value is made, or ready."""
         array = pending.payload
         if array is not None:
             place = frozenset(array.sharding.addressable_devices)
-            self._watchers.wait(place, pending.order, array, partial(self._look, op))
+            self.watchers.wait(place, pending.order, array, partial(self._look, op))
             return
         with self._lock:
             if pending.asked is None:

@@ -38,14 +38,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from pw.core.messages import Detail, ThreadReport
-from pw.core.program import Computation
+from pw.core.messages import ThreadReport
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import (
     Build,
     Call,
-    DoneCompiling,
-    DoneInstalling,
     Execute,
     Move,
     Op,
@@ -109,6 +106,8 @@ class JaxBackend:
         self.compiler = Compiler(
             host, layouts, completions, self._publish, self._executables, self._python, output
         )
+        self.install, self.forget = self.compiler.install, self.compiler.forget
+        self.compile = self.compiler.examine
         self.enqueuer = Enqueuer(layouts, completions, answers, failures, self._python, quick)
         handlers: dict[type, Callable[[Any], None]] = {
             Execute: self.enqueuer.execute,
@@ -119,32 +118,6 @@ class JaxBackend:
             Call: lambda op: op.function(),
         }
         self.execution = Execution(handlers, quick, completions.fail)
-
-    def install(
-        self,
-        key: bytes,
-        computation: Computation,
-        artifact: bytes,
-        devices: tuple[DeviceAddress, ...],
-        done: DoneInstalling,
-    ) -> None:
-        """Compile a computation on the compile thread; equal computations share one executable."""
-        self.compiler.install(key, computation, artifact, devices, done)
-
-    def compile(
-        self,
-        key: bytes,
-        artifact: bytes,
-        devices: tuple[DeviceAddress, ...],
-        detail: Detail,
-        done: DoneCompiling,
-    ) -> None:
-        """Compile a StableHLO module on the compile thread, keep it as `key`, and describe it."""
-        self.compiler.examine(key, artifact, devices, detail, done)
-
-    def forget(self, key: bytes) -> None:
-        """Drop the computation installed or kept as `key`."""
-        self.compiler.forget(key)
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         self.execution.append(partial(self.enqueuer.publish, key, executable))
@@ -204,7 +177,7 @@ class JaxBackend:
             "executables_failed": self._executables.failed,
             "installed": len(self.compiler),
             "donations_copied": self.enqueuer.copied,
-            "waiting": self._answers.waiting,
+            "waiting": self._answers.watchers.waiting,
             "live_bytes": _live_bytes(),
         }
 
@@ -243,7 +216,7 @@ class JaxBackend:
             [
                 self.execution.thread,
                 self.compiler.thread,
-                *self._answers.close(),
+                *self._answers.watchers.close(),
                 self.enqueuer.guard_thread,
                 self._builds.thread,
                 self._python.thread,

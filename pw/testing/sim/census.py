@@ -25,7 +25,6 @@ PERMANENT = frozenset(
             "hosts",
             "_hosts",
             "_directory",
-            "_present",
             "_absent",
         ),
         # one entry for each device, host or island

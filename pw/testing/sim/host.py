@@ -8,6 +8,7 @@ may be slow, or stopped: its child goes on, and after the child's end the next o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from pw.core.errors import ErrorReport
@@ -51,44 +52,37 @@ class Site:
         """Changes to each new incarnation of a host before it sends anything (see `mutations`)."""
 
 
+@dataclass(eq=False)
 class SimHost:
     """One host of an island (see `pw.devices.host.membership.HostProcess`)."""
 
-    def __init__(
-        self,
-        cluster: Site,
-        name: str,
-        island: str,
-        island_hosts: int,
-        devices: int,
-        *,
-        spare: bool = False,
-    ) -> None:
-        self.cluster = cluster
-        self.world = cluster.world
-        self.name = name
-        self.island = island
-        self.island_hosts = island_hosts
-        self.devices = devices
-        self.spare = spare
-        self.incarnation = 0
-        self.node: SimNode | None = None
-        self.replicas: list[Replica] = []
-        """The replicas that the supervisor has taken last; each child begins with them."""
-        self._sent: list[tuple[SimNode, list[Replica], _Kept | None]] = []
-        """Replicas on their way to the supervisor, which takes them even if the child has ended."""
-        self.stopped_until_s = 0.0
-        """When the supervisor goes on, if it is stopped."""
-        self.finished = False
-        """The host has left for good."""
-        self._random = self.world.streams(f"host/{name}")
-        self._keeping = self.world.streams(f"keeping/{name}")
+    cluster: Site
+    name: str
+    island: str
+    island_hosts: int
+    devices: int
+    spare: bool = False
+    incarnation: int = 0
+    node: SimNode | None = None
+    replicas: list[Replica] = field(default_factory=list)
+    """The replicas that the supervisor has taken last; each child begins with them."""
+    _sent: list[tuple[SimNode, list[Replica], _Kept | None]] = field(default_factory=list)
+    """Replicas on their way to the supervisor, which takes them even if the child has ended."""
+    stopped_until_s: float = 0.0
+    """When the supervisor goes on, if it is stopped."""
+    finished: bool = False
+    """The host has left for good."""
+    _leaving: bool = False
+
+    def __post_init__(self) -> None:
+        self.world = self.cluster.world
+        self._random = self.world.streams(f"host/{self.name}")
+        self._keeping = self.world.streams(f"keeping/{self.name}")
         slow = self._random.random() < self.world.profile.slow_hosts
         self.slowness = self._random.uniform(3.0, 30.0) if slow else 1.0
         if slow:
             self.world.ledger.injected["slow host"] += 1
         self._fixed_port = self._random.random() < 0.3
-        self._leaving = False
 
     # --- the supervisor ------------------------------------------------------------------------------
 

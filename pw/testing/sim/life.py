@@ -7,6 +7,7 @@ are allocated here as well, because a session without one can do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pw.client.session.session import ClientSession
@@ -31,14 +32,12 @@ EVERYTHING = 1 << 30
 """A budget for inputs that no user here exhausts."""
 
 
+@dataclass(slots=True, eq=False)
 class Promise:
     """A future for the session (see `pw.client.session.thread_messages.Settle`)."""
 
-    __slots__ = ("_settled", "_then")
-
-    def __init__(self, then: Callable[[Any, BaseException | None], None]) -> None:
-        self._then = then
-        self._settled = False
+    _then: Callable[[Any, BaseException | None], None]
+    _settled: bool = False
 
     def set_result(self, result: Any) -> None:
         """Settle with a result."""

@@ -13,31 +13,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pw.core.actor import Actor, Env, Timer
+from pw.core.actor import Actor, Alarm, Env, Timer
 from pw.core.ids import Address
 from pw.testing.sim.network import SimNetwork
-from pw.testing.sim.world import Event, Violation, World
+from pw.testing.sim.world import Violation, World
 
 A = TypeVar("A", bound=Actor)
 
 MESSAGE_S = 8e-6
 """The time that a process takes for one message."""
-
-
-class _Alarm:
-    """A timer; it can be cancelled as long as it is in the mailbox."""
-
-    __slots__ = ("cancelled", "event", "note")
-
-    def __init__(self, note: object) -> None:
-        self.note = note
-        self.cancelled = False
-        self.event: Event | None = None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        if self.event is not None:
-            self.event.cancel()
 
 
 class SimEnv:
@@ -46,14 +30,9 @@ class SimEnv:
     def __init__(self, node: SimNode, actor: str) -> None:
         self._node = node
         self._world = node.world
-        self._address = Address(node.name, actor)
+        self.address = Address(node.name, actor)
         self.introduce = node.network.introduce
         self.forget = node.network.forget
-
-    @property
-    def address(self) -> Address:
-        """This actor's own address."""
-        return self._address
 
     def send(self, to: Address, message: object) -> None:
         """Send `message`; it is handled, or leaves, later in this turn."""
@@ -62,16 +41,16 @@ class SimEnv:
             return
         messages: list[Any] | None = None
         if world.tamper is not None:
-            messages = world.tamper(self._address, to, message)
+            messages = world.tamper(self.address, to, message)
         for each in (message,) if messages is None else messages:
             watchers = world.sent_watchers.get(type(each))
             if watchers is not None:
                 for watch in watchers:
-                    watch(self._address, to, each)
+                    watch(self.address, to, each)
             if to.node == node.name:
-                node.post(to.actor, each, self._address)
+                node.post(to.actor, each, self.address)
             else:
-                node.network.send(to, self._address, each)
+                node.network.send(to, self.address, each)
                 node.request_turn()
 
     def now_s(self) -> float:
@@ -81,16 +60,16 @@ class SimEnv:
 
     def call_later(self, delay_s: float, note: object) -> Timer:
         """Deliver `note` to this actor after `delay_s` seconds of its clock."""
-        alarm = _Alarm(note)
+        alarm = Alarm(note)
         node = self._node
         delay_s = max(0.0, delay_s) / node.clock_rate
-        alarm.event = self._world.after(delay_s, node.post, self._address.actor, alarm)
+        alarm.planned = self._world.after(delay_s, node.post, self.address.actor, alarm)
         return alarm
 
     def log(self, level: str, event: str, **fields: object) -> None:
         """Note one line in the trace."""
         text = " ".join(f"{key}={value}" for key, value in fields.items())
-        where = f"{self._address.node}/{self._address.actor}"
+        where = f"{self.address.node}/{self.address.actor}"
         self._world.trace.add((self._world.now_s, where, "", f"log {level}: {event} {text}"))
 
     def count(self, counter: str, amount: int = 1) -> None:
@@ -134,7 +113,6 @@ class SimNode:
         self._mailbox: deque[tuple[str, Address | None, Any]] = deque()
         self._turn_requested = False
         self._busy_until_s = 0.0
-        self._busy_with = 0
         self.network: SimNetwork = SimNetwork(self, endpoint, silence_s)
         world.nodes[name] = self
 
@@ -211,7 +189,7 @@ class SimNode:
                     message()
                     continue
                 target = self.actors.get(actor)
-                if type(message) is _Alarm:
+                if type(message) is Alarm:
                     if message.cancelled:
                         continue
                     message = message.note

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pw.core.actor import Actor
@@ -62,14 +63,12 @@ class Violation(Exception):
         return f"{self.monitor}: {self.what}"
 
 
+@dataclass(slots=True, eq=False)
 class Event:
     """A planned event, which can be cancelled."""
 
-    __slots__ = ("action", "args")
-
-    def __init__(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        self.action: Callable[..., None] | None = action
-        self.args = args
+    action: Callable[..., None] | None
+    args: tuple[Any, ...]
 
     def cancel(self) -> None:
         """Do not let it happen."""

@@ -108,7 +108,7 @@ class Checkpoints(ControlPart):
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
-        self.replicas.keep_offering()
+        self.replicas.offers.start()
         self._under_way.append(copying)
         self._check(copying)
 
@@ -126,7 +126,7 @@ class Checkpoints(ControlPart):
                         offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
                         self._env.send(store_of(keeper), offer)
         if self._under_way:
-            self.replicas.keep_offering()
+            self.replicas.offers.start()
 
     @handles_host(Holdings)
     def _holds(self, host: str, message: Holdings) -> None:

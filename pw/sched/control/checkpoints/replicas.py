@@ -98,7 +98,7 @@ class Replicas(ControlPart):
         """When hosts that refused are asked again."""
         self._unclaimed: dict[int, list[tuple[str, Holding]]] = {}
         """By client."""
-        self._offers = Ticker(self._env, OFFER_S, OfferAgain())
+        self.offers = Ticker(self._env, OFFER_S, OfferAgain())
         self._drains = Ticker(self._env, EMPTIED_S, LookAtDrained())
         self._disclaimer = Ticker(self._env, RESUME_S, Disclaim())
 
@@ -241,17 +241,13 @@ class Replicas(ControlPart):
         turned.sort(key=lambda other: (other in holders, self._refusals[array, other]))
         return tuple(turned[: REPLICAS - 1])
 
-    def keep_offering(self) -> None:
-        """Have the timer `OfferAgain` run."""
-        self._offers.start()
-
     def _refused(self, array: int, host: str) -> None:
         """A host could not take a replica: ask it again after a pause, and other hosts first."""
         if (array, host) not in self._paused:
             pause_s = OFFER_S * 2 ** min(self._refusals[array, host], PAUSE_DOUBLINGS)
             self._refusals[array, host] += 1
             self._paused[array, host] = self._env.now_s() + pause_s
-            self.keep_offering()
+            self.offers.start()
 
     @handles(OfferAgain)
     def _offer_again(self, sender: Address, timer: OfferAgain) -> None:
@@ -265,7 +261,7 @@ class Replicas(ControlPart):
             client = self.sessions.get(number)
             if client is not None and not client.recovering:
                 self.top_up(client)
-        self._offers.ticked(more=bool(self._paused))
+        self.offers.ticked(more=bool(self._paused))
 
     # --- drained hosts ----------------------------------------------------------------------------
 
