@@ -29,12 +29,12 @@ pytestmark = pytest.mark.processes
 
 # Reads one request a line and answers each with one line; joins in a thread when asked to.
 WORKER = """
-import concurrent.futures, json, os, sys, weakref
+import concurrent.futures, gc, json, os, sys, weakref
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # Gloo prints to stdout
 from pw.devices.jax import group
 group.prepare("cpu", int(sys.argv[1]))
-import jax, numpy as np
+import jax, jax.extend.backend, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 def join(thread=False, **how):
@@ -56,8 +56,19 @@ def psum():
     return [float(shard.data[0]) for shard in total.addressable_shards]
 
 def leave():
+    # As the end of a process does; this one can join the next epoch.
     backend = weakref.ref(jax.devices()[0].client)
-    group.leave()
+    state = group.distributed.global_state
+    client, state.client = state.client, None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    if client is not None:
+        client.shutdown()
+    while group._lifeline:
+        group._lifeline.pop().close()
+    jax.extend.backend.clear_backends()
+    jax.extend.backend.register_backend_factory(
+        "cpu", group.xla_bridge.make_cpu_client, priority=0, fail_quietly=False)
+    gc.collect()
     return "freed" if backend() is None else "kept"
 
 for line in sys.stdin:

@@ -1,8 +1,8 @@
-"""Enters and leaves the group of an island's hosts (`jax.distributed`, as a client only).
+"""Enters the group of an island's hosts (`jax.distributed`, as a client only).
 
 The hosts of an island are one group of XLA's runtime, formed again under each epoch. The
 coordination service runs in another process (`pw.devices.jax.coordination`), so any host may die.
-Device arrays do not survive `leave`; copy them to host memory first.
+A process enters one group, and leaves it when it ends.
 
 Properties of the runtime that shape this file:
 
@@ -11,14 +11,13 @@ Properties of the runtime that shape this file:
 - The public `jax.distributed.initialize` runs the service in rank 0 and cannot be undone. So the client is
   put into JAX's own state by hand; only this file uses these private names.
 - The end of the service aborts its clients. So the connection of the roll-call stays open as a lifeline
-  while this host is in the group, and the service stays while there is a lifeline.
+  until this process ends, and the service stays while there is a lifeline.
 - Joining holds JAX's backend lock: any other use of JAX in the process waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import socket
@@ -42,7 +41,7 @@ MINIMUM_POOL = 64
 CONNECT_S = 15
 
 _lifeline: list[socket.socket] = []
-"""The connection of the roll-call, while this process is in a group."""
+"""The connection of the roll-call, if this process is in a group."""
 
 
 class GroupError(Error):
@@ -100,17 +99,15 @@ def join(
         The devices of the whole island, those of rank 0 first.
 
     Raises:
-        GroupError: the group was not formed. After `leave()` this process may try again.
+        GroupError: the group was not formed.
         RuntimeError: with one host, JAX cannot open its devices.
     """
     if not 0 <= rank < size:
         raise GroupError(f"rank {rank} is not in an island of {size} hosts")
-    if distributed.global_state.client is not None:
-        raise GroupError("this host is in a group already; leave it before joining the next one")
     where = f"epoch {epoch} at {address} as rank {rank} of {size}"
     if size > 1:
         if xla_bridge.backends_are_initialized():
-            raise GroupError(f"JAX is in use without a group; call leave() before joining {where}")
+            raise GroupError(f"JAX is in use already, so this process cannot join {where}")
         deadline_s = time.monotonic() + timeout_s
         line = _answer_roll_call(address, rank, size, epoch, deadline_s, where)
         _lifeline.append(line)
@@ -134,28 +131,6 @@ def join(
             f"{sorted({device.process_index for device in devices})}: this platform formed no group"
         )
     return sorted(devices, key=lambda device: (device.process_index, device.id))
-
-
-def leave() -> None:
-    """Leave the group, if there is one, and forget all devices; this process can join another epoch.
-
-    All its device arrays are lost. Do not call it during a computation.
-    """
-    state = distributed.global_state
-    client, state.client = state.client, None
-    state.process_id = 0
-    state.num_processes = 1
-    state.coordinator_address = None
-    try:
-        if client is not None:
-            client.shutdown()
-    finally:
-        while _lifeline:
-            _lifeline.pop().close()
-        jax.extend.backend.clear_backends()
-        # The old backend is in reference cycles. If Python collects them late, an island that forms often
-        # runs out of threads and sockets.
-        gc.collect()
 
 
 def _connect(address: str, rank: int, size: int, where: str) -> None:
@@ -185,8 +160,6 @@ def _make_cpu_client(host: str) -> Any:
     network.
     """
     client = distributed.global_state.client
-    if client is None:  # alone in its island, after an epoch in a larger one
-        return xla_bridge.make_cpu_client()
     gloo = private_runtime().make_gloo_tcp_collectives(distributed_client=client, hostname=host)
     return xla_bridge.make_cpu_client(gloo)
 
