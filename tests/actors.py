@@ -31,7 +31,7 @@ from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.clients import Client
-from pw.sched.control.controller import Controller, ControllerVersions
+from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
 from tests.fake_devices import FakeBackend, FakeBulk
@@ -265,7 +265,7 @@ class World:
             make = lambda env: IslandScheduler(env, island, POLICIES[policy]())  # noqa: E731
             self.schedulers[island] = self.add(address, make)
 
-        versions = ControllerVersions("0", "0")
+        versions = ("0", "0")
         self.control: Controller = self.add(
             CONTROL,
             lambda env: Controller(

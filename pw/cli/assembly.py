@@ -32,7 +32,7 @@ from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 from pw.devices.jax.coordination_service import CoordinationServices
 from pw.sched.cluster.manager import ResourceManager
-from pw.sched.control.controller import RECOVERY_S, Controller, ControllerVersions
+from pw.sched.control.controller import RECOVERY_S, Controller
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
 from pw.transport.link import Versions
@@ -122,7 +122,7 @@ def add_controller(
         lambda env: Controller(
             env,
             secret,
-            ControllerVersions(versions.pw, versions.jax),
+            (versions.pw, versions.jax),
             policy,
             spawn_scheduler,
             island_status,

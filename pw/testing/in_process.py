@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import traceback
-import types
 from typing import Self
 
 import jax
@@ -143,10 +142,5 @@ class InProcessCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pw.core.errors import ConnectionFailed
 
@@ -148,6 +149,7 @@ def read_announcement(child: Child, announcement: int, timeout_s: float) -> str:
     return text.decode().strip()
 
 
+@dataclass(eq=False)
 class KeptWorker:
     """The worker of an embedded cluster, started again whenever it is killed; on the thread of `loop`.
 
@@ -159,22 +161,18 @@ class KeptWorker:
         arguments: its command line.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        module: str,
-        arguments: Sequence[str],
-    ) -> None:
-        self.module = module
-        self.given_up: Callable[[int], None] = lambda code: None
-        """Called on the loop, with the exit code, when the daemon is not started again."""
-        self._loop = loop
-        self._arguments = arguments
-        self._restarts = 0
-        self._ended: int | None = None
-        self._is_closing = False
-        self._child = Child(module, arguments)
-        loop.call_later(LOOK_S, self._look)
+    _loop: asyncio.AbstractEventLoop
+    module: str
+    _arguments: Sequence[str]
+    given_up: Callable[[int], None] = lambda code: None
+    """Called on the loop, with the exit code, when the daemon is not started again."""
+    _restarts: int = 0
+    _ended: int | None = None
+    _is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        self._child = Child(self.module, self._arguments)
+        self._loop.call_later(LOOK_S, self._look)
 
     @property
     def pid(self) -> int:

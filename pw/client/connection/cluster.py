@@ -147,12 +147,9 @@ class LocalCluster:
         try:
             self.address = self._start_controller(
                 [
-                    "--bind",
-                    self._folder.controller,
-                    "--policy",
-                    policy,
-                    "--lease",
-                    str(lease_s),
+                    *("--bind", self._folder.controller),
+                    *("--policy", policy),
+                    *("--lease", str(lease_s)),
                     *common,
                 ]
             )
@@ -270,12 +267,7 @@ class LocalCluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

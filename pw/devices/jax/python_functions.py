@@ -37,27 +37,20 @@ class PythonFunction:
     devices: tuple[DeviceAddress, ...]
 
 
+@dataclass(eq=False)
 class PythonFunctions:
     """Loads and calls Python functions."""
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        answers: Answers,
-        failures: Failures,
-        output: Output,
-        allowed: bool,
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._layouts = layouts
-        self._answers = answers
-        self._failures = failures
-        self._output = output
-        self._allowed = allowed
-        self._calling = ""
-        self.thread: QueueThread[tuple[PythonFunction, Execute]] = QueueThread(
-            "pw-python", self._call, failed
-        )
+    _layouts: Layouts
+    _answers: Answers
+    _failures: Failures
+    _output: Output
+    _allowed: bool
+    _failed: Callable[[BaseException], None]
+    _calling: str = ""
+
+    def __post_init__(self) -> None:
+        self.thread = QueueThread("pw-python", self._call, self._failed)
 
     def load(
         self, computation: Computation, artifact: bytes, devices: tuple[DeviceAddress, ...]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
@@ -63,14 +62,6 @@ RECOVERY_S = 60.0
 """How long what needs a lost island waits for it, before it fails."""
 
 
-@dataclass(slots=True)
-class ControllerVersions:
-    """The versions that this process runs, for status reports."""
-
-    pw: str
-    jax: str
-
-
 class Controller(Actor):
     """Admits clients and turns their runs into gangs on islands."""
 
@@ -78,7 +69,7 @@ class Controller(Actor):
         self,
         env: Env,
         secret: bytes,
-        versions: ControllerVersions,
+        versions: tuple[str, str],
         policy: str,
         spawn_scheduler: Callable[[str], None],
         island_status: Callable[[], tuple[IslandInfo, ...]],
@@ -220,8 +211,7 @@ class Controller(Actor):
             sender,
             Status(
                 message.request,
-                self._versions.pw,
-                self._versions.jax,
+                *self._versions,
                 self._policy,
                 self._island_status(),
                 self._waiting_hosts(),

@@ -14,7 +14,7 @@ from pw.core.messages import (
     StopCoordination,
 )
 from pw.sched.cluster.manager import ResourceManager
-from pw.sched.control.controller import Controller, ControllerVersions
+from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.census import held
@@ -131,7 +131,7 @@ class SimCluster(Site):
             lambda env: Controller(
                 env,
                 secret,
-                ControllerVersions("sim", "sim"),
+                ("sim", "sim"),
                 self.policy,
                 spawn,
                 status,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 from pw.core.actor import Actor, Alarm, Env, Timer
@@ -77,44 +78,35 @@ class SimEnv:
         self._node.counters[counter] += amount
 
 
+@dataclass(eq=False)
 class SimNode:
-    """One incarnation of a process.
+    """One incarnation of a process."""
 
-    Args:
-        world: the world of the process.
-        name: name of the node.
-        incarnation: grows with every start of a node of this name.
-        endpoint: where other nodes can connect; empty for none.
-        slowness: the factor by which it is slower than others.
-        silence_s: returns how long the peer of this name may be silent.
-    """
+    world: World
+    name: str
+    incarnation: int
+    """Grows with every start of a node of this name."""
+    endpoint: InitVar[str]
+    """Where other nodes can connect; empty for none."""
+    slowness: float
+    """The factor by which it is slower than others."""
+    silence_s: InitVar[Callable[[str], float]]
+    """Returns how long the peer of this name may be silent."""
+    alive: bool = True
+    paused_until_s: float = 0.0
+    counters: Counter[str] = field(default_factory=Counter)
+    actors: dict[str, Actor] = field(default_factory=dict)
+    _mailbox: deque[tuple[str, Address | None, Any]] = field(default_factory=deque)
+    _turn_requested: bool = False
+    _busy_until_s: float = 0.0
 
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        incarnation: int,
-        endpoint: str,
-        slowness: float,
-        silence_s: Callable[[str], float],
-    ) -> None:
-        self.world = world
-        self.name = name
-        self.incarnation = incarnation
-        self.slowness = slowness
-        self.alive = True
-        self.paused_until_s = 0.0
-        self.counters: Counter[str] = Counter()
-        random = world.streams(f"clock/{name}/{incarnation}")
-        skew = world.profile.clock_skew
+    def __post_init__(self, endpoint: str, silence_s: Callable[[str], float]) -> None:
+        random = self.world.streams(f"clock/{self.name}/{self.incarnation}")
+        skew = self.world.profile.clock_skew
         self.clock_rate = 1.0 + random.uniform(-skew, skew)
         self.clock_offset_s = random.uniform(0.0, 1e6) if skew else 0.0
-        self.actors: dict[str, Actor] = {}
-        self._mailbox: deque[tuple[str, Address | None, Any]] = deque()
-        self._turn_requested = False
-        self._busy_until_s = 0.0
         self.network: SimNetwork = SimNetwork(self, endpoint, silence_s)
-        world.nodes[name] = self
+        self.world.nodes[self.name] = self
 
     def add(self, actor: str, factory: Callable[[Env], A]) -> A:
         """Make an actor with an environment of its own and start to deliver to it."""
