@@ -101,7 +101,7 @@ def serve(
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
     )
-    log("info", "listening", CONTROLLER, "", {"endpoint": network.endpoint, "policy": policy})
+    log("info", "listening", CONTROLLER, endpoint=network.endpoint, policy=policy)
     if announce_fd >= 0:
         os.write(announce_fd, f"{network.endpoint}\n".encode())
         os.close(announce_fd)

@@ -70,7 +70,7 @@ def pack_what_fits(replicas: Iterable[Replica], beat: Callable[[], None]) -> Par
     """
 
     def leave_out(error: OSError) -> None:
-        log("error", "hand-over is not complete", "", "", {"reason": error})
+        log("error", "hand-over is not complete", "", reason=error)
 
     with _beating(beat) as went_on:
         return _packed(replicas, went_on, leave_out)

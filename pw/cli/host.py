@@ -129,7 +129,7 @@ class HostRuntime:
                 if alone:  # no other host is the reason, so another attempt would fail as well
                     self._loop.call_soon_threadsafe(self.stop, "could not join", report)
                     return
-                log("error", "could not join", self._name, "", {"error": report.message})
+                log("error", "could not join", self._name, error=report.message)
                 answer = IslandJoinFailed(form.island, form.epoch, report)
             self._loop.call_soon_threadsafe(joined, answer)
 
@@ -149,12 +149,12 @@ class HostRuntime:
 
     def finish(self, reason: str) -> None:
         """End for good."""
-        log("info", "leaving for good", self._name, "", {"reason": reason})
+        log("info", "leaving for good", self._name, reason=reason)
         self._daemon.stop(EXIT_OK)
 
     def stop(self, reason: str, error: ErrorReport | None) -> None:
         """End this incarnation."""
-        log("info", "leaving", self._name, "", {"reason": reason})
+        log("info", "leaving", self._name, reason=reason)
         if error is None:
             self._daemon.stop(EXIT_AGAIN)
             return
@@ -296,13 +296,8 @@ def _inherited(
         return []
     replicas = handover.unpack(parcel, supervisor.dropped)
     if replicas:
-        log(
-            "info",
-            "begins with the replicas of the last incarnation",
-            name,
-            "",
-            {"replicas": len(replicas)},
-        )
+        event = "begins with the replicas of the last incarnation"
+        log("info", event, name, replicas=len(replicas))
     return replicas
 
 

@@ -76,14 +76,13 @@ class Keeper:
             parcel = handover.pack_what_fits(replicas, self._supervisor.beat)
             self._supervisor.hand_over(parcel)
         except OSError as error:
-            log("error", "no replicas are handed over", self._name, "", {"reason": error})
+            log("error", "no replicas are handed over", self._name, reason=error)
             return
         finally:
             if parcel is not None:
                 parcel.close()
         took_s = round(time.monotonic() - begun_s, 3)
-        fields = {"bytes": parcel.index_offset, "took_s": took_s}
-        log("debug", "handed over", self._name, "", fields)
+        log("debug", "handed over", self._name, bytes=parcel.index_offset, took_s=took_s)
 
     def _send(self, packed: Parcel | OSError) -> None:
         if isinstance(packed, OSError):

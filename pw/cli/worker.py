@@ -181,8 +181,7 @@ class Supervisor:
                     return EXIT_ERROR
             pause_s = pause_before(code, short_lives)
             level = "info" if code == EXIT_AGAIN else "warning"
-            fields = {"exit_code": code, "next_in_s": pause_s}
-            log(level, "runtime ended", self._name, "", fields)
+            log(level, "runtime ended", self._name, exit_code=code, next_in_s=pause_s)
             if self._pause(pause_s):
                 return EXIT_OK
 
@@ -210,7 +209,7 @@ class Supervisor:
                 self._standby = self._new_child()
             if child.link.watch.is_silent(now_s):
                 fields = {"process": child.process.pid, "silence_s": self._silence_s}
-                log("error", "runtime is stuck and is killed", self._name, "", fields)
+                log("error", "runtime is stuck and is killed", self._name, **fields)
                 child.process.kill()
                 child.process.wait()
         self._parcel = child.link.listen(self._parcel)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pw.client import checkpoint_files
-from pw.client.arrays.array import Array, wait_for
+from pw.client.arrays.array import Array
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
 from pw.client.connection.waiting import Waiting
@@ -139,7 +139,7 @@ def _log_failure(future: Future[None]) -> None:
     """Log the error, in case the script does not read the result."""
     error = future.exception()
     if error is not None:
-        log("warning", "checkpoint failed", "client", "", {"error": f"{error}"})
+        log("warning", "checkpoint failed", "client", error=error)
 
 
 def drain(host: str, *, timeout_s: float | None = None) -> None:
@@ -156,8 +156,4 @@ def drain(host: str, *, timeout_s: float | None = None) -> None:
         TimeoutError: it took longer.
         Error: there is no such host, or nothing that could take its place.
     """
-    future = current.runtime().ask.drain(host)
-    if timeout_s is None:
-        wait_for(future)
-    else:
-        future.result(timeout_s)
+    current.runtime().ask.drain(host).result(timeout_s)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from pw.client.arrays.array import Array, wait_for
+from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
@@ -162,5 +162,5 @@ def block_until_ready(tree: Any) -> Any:
         elif isinstance(leaf, jax.Array):
             leaf.block_until_ready()
     for session, arrays in waiting.values():
-        wait_for(session.wait(arrays))
+        session.wait(arrays).result()
     return tree

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 logger = logging.getLogger("pw")
 logger.addHandler(logging.NullHandler())  # a library says nothing unless its user wants to hear it
 
 _REMEMBERED = 1000
 
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
 
-
-def log(
-    level: str, event: str, node: str, actor: str = "", fields: Mapping[str, object] | None = None
-) -> None:
+def log(level: str, event: str, node: str, actor: str = "", /, **fields: object) -> None:
     """Write one line, if `level` (debug, info, warning, error) is enabled."""
-    number = LEVELS[level]
+    number: int = getattr(logging, level.upper())
     if not logger.isEnabledFor(number):
         return
-    pairs: dict[str, object] = {
-        "node": node,
-        **({"actor": actor} if actor else {}),
-        **(fields or {}),
-    }
+    pairs: dict[str, object] = {"node": node, **({"actor": actor} if actor else {}), **fields}
     text = " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
     logger.log(number, "%s %s", event, text)
 
@@ -48,7 +34,7 @@ class Warnings:
         if len(self._keys) >= _REMEMBERED:
             self._keys.clear()
         self._keys.add(key)
-        log("warning", event, self._node, "", {"peer": peer, **fields})
+        log("warning", event, self._node, peer=peer, **fields)
         return True
 
 

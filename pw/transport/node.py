@@ -59,7 +59,7 @@ class ActorEnv:
 
     def log(self, level: str, event: str, **fields: object) -> None:
         """Write one structured line."""
-        log(level, event, self.address.node, self.address.actor, fields)
+        log(level, event, self.address.node, self.address.actor, **fields)
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a counter of the node."""
@@ -207,9 +207,9 @@ class Node:
         if actor not in self._unknown and len(self._unknown) < 1000:
             self._unknown.add(actor)
             kind = type(message).__name__
-            log("warning", "message to an unknown actor", self.name, actor, {"message": kind})
+            log("warning", "message to an unknown actor", self.name, actor, message=kind)
 
     def _log_crash(self, actor: str, error: BaseException) -> None:
         self.counters["actor_crashes"] += 1
         text = "".join(traceback.format_exception(error))
-        log("error", "actor crashed", self.name, actor, {"traceback": text})
+        log("error", "actor crashed", self.name, actor, traceback=text)

@@ -393,8 +393,7 @@ class StreamNetwork:
         silence_s = hello.silence_s if named else self._silence_s
         link.open(source, hello.incarnation, silence_s, self._loop.time())
         self.connections[source] = link
-        said = {"peer": link.node, "incarnation": link.incarnation}
-        log("debug", "link open", self.name, "", said)
+        log("debug", "link open", self.name, peer=link.node, incarnation=link.incarnation)
 
     # --- ends of links -------------------------------------------------------------------------
 
@@ -416,14 +415,14 @@ class StreamNetwork:
             return
         self._drop(link, last_word)
         self._node.counters["peers_lost"] += 1
-        log("info", "peer lost", self.name, "", {"peer": link.node, "reason": reason})
+        log("info", "peer lost", self.name, peer=link.node, reason=reason)
         self._node.post_to_all(PeerLost(link.node, reason))
 
     def _refuse(self, node: str, error: ErrorReport, link: Link | None) -> None:
         if link is not None:
             self._drop(link)
         self._node.counters["peers_refused"] += 1
-        log("warning", "peer refused", self.name, "", {"peer": node, "error": error.message})
+        log("warning", "peer refused", self.name, peer=node, error=error.message)
         self._node.post_to_all(PeerRefused(node, error))
 
     # --- time ----------------------------------------------------------------------------------

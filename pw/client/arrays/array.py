@@ -150,7 +150,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     def block_until_ready(self) -> Array:
         """Wait for the value to exist on its devices; raises the error it failed with."""
-        wait_for(self.start_wait())
+        self.start_wait().result()
         return self
 
     def __await__(self) -> Generator[Any, None, Array]:
@@ -215,7 +215,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     def local(self) -> Any:
         """The value on this machine: numpy, read-only, or for typed keys a jax.Array."""
-        value = wait_for(self.start_fetch())
+        value = self.start_fetch().result()
         if self._type.key_impl is not None:
             return jax.random.wrap_key_data(value, impl=self._type.key_impl)
         return value
@@ -226,7 +226,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
                 f"a pw.Array of dtype {self.dtype} cannot be converted to a NumPy array. Use "
                 "jax.random.key_data inside a pw.jit function to get at the integers it consists of"
             )
-        value: np.ndarray[Any, Any] = wait_for(self.start_fetch())
+        value: np.ndarray[Any, Any] = self.start_fetch().result()
         if value.flags.writeable:
             value = value.view()
             value.flags.writeable = False
@@ -273,7 +273,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
     def _described(self) -> str:
         if self._type.key_impl is not None:
-            return f"array({self.shape}, dtype={self.dtype}) overlaying:\n{wait_for(self.start_fetch())}"
+            return f"array({self.shape}, dtype={self.dtype}) overlaying:\n{self.start_fetch().result()}"
         if self.size == 0:
             return f"array([], shape={self.shape}, dtype={self.dtype})"
         weak = ", weak_type=True" if self.weak_type else ""
@@ -373,14 +373,6 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
 
 
 _identity = jax.jit(lambda x: x)
-
-
-def wait_for(future: Future[Any]) -> Any:
-    """The future's result, for as long as it takes.
-
-    Ctrl-C ends the wait, not the request: the next wait is for the same future.
-    """
-    return future.result()
 
 
 def _in_vain(future: Future[Any]) -> bool:

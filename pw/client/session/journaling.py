@@ -31,6 +31,7 @@ class JournalingEnv:
 
     def __init__(self, env: Env) -> None:
         self._env = env
+        self.address = env.address
         self.now_s = env.now_s
         self.call_later = env.call_later
         self.introduce = env.introduce
@@ -41,11 +42,6 @@ class JournalingEnv:
         """Keep a journal: the session will look for another controller."""
         self.journal = Journal()
         self._held: list[object] | None = None
-
-    @property
-    def address(self) -> Address:
-        """The session's address."""
-        return self._env.address
 
     @property
     def is_open(self) -> bool:

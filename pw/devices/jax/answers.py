@@ -41,16 +41,6 @@ _FEW_VALUES = 64
 """A thread in a hurry looks at no more values in one go."""
 
 
-class _Ready:
-    """Takes the place of an array in work for a watcher that waits for none."""
-
-    def block_until_ready(self) -> None:
-        """Return."""
-
-
-_READY = _Ready()
-
-
 class Answers:
     """Answers the questions about the values of one host."""
 
@@ -79,7 +69,7 @@ class Answers:
         if isinstance(op, Read):
             self._look_at_read(op, is_watcher)
         elif len(op.values) > _FEW_VALUES and not is_watcher:
-            self.watchers.wait(Watch, 0, _READY, partial(self._look, op))
+            self.watchers.wait(Watch, 0, None, partial(self._look, op))
         else:
             self._look_at_watch(op)
 
@@ -112,7 +102,7 @@ class Answers:
             self._answer(op)
         else:
             # Not in the place of its array, where another question may wait for a computation.
-            self.watchers.wait(Read, 0, _READY, partial(self._look, op))
+            self.watchers.wait(Read, 0, None, partial(self._look, op))
 
     def _come_back(self, pending: Value, op: Watch | Read) -> None:
         """Look at `op` again when the pending value is made, or ready."""

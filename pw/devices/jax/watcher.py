@@ -56,7 +56,7 @@ class Watchers:
     def wait(self, place: Hashable, order: int, array: Any, ready: Callable[[], None]) -> None:
         """Call `ready` on one of the threads when `array` is ready or has failed; from any thread.
 
-        `place` says where it lies, and `order` when it was enqueued there.
+        `place` says where it lies, and `order` when it was enqueued there. None is ready at once.
         """
         question = _Question(order, next(self._numbers), array, ready)
         with self._lock:
@@ -92,8 +92,9 @@ class Watchers:
         """On the thread of `line`, until it has no question left."""
         question: _Question | None = first
         while question is not None and not self._closed:
-            with suppress(Exception):  # it has failed, or was donated: the callback finds out
-                question.array.block_until_ready()
+            if question.array is not None:
+                with suppress(Exception):  # it has failed, or was donated: the callback finds out
+                    question.array.block_until_ready()
             try:
                 question.ready()
             except Exception as error:  # noqa: BLE001 - other questions remain

@@ -39,17 +39,12 @@ def command(outcome: Outcome) -> str:
     )
 
 
-def failure(outcome: Outcome, last: int = LAST_EVENTS) -> list[str]:
-    """Return one violation, and the events before it.
-
-    Args:
-        outcome: of the seed that failed.
-        last: how many events to show.
-    """
+def failure(outcome: Outcome) -> list[str]:
+    """Return the violation of a seed that failed, and the events before it."""
     violation = outcome.violation
     assert violation is not None
     lines = [f"seed {outcome.seed} violates {violation.monitor!r}: {violation.what}"]
-    events = outcome.trace[-last:]
+    events = outcome.trace[-LAST_EVENTS:]
     if events:
         lines += [f"the last {len(events)} events:", *(f"  {line}" for line in events)]
     return [*lines, f"replay it with: {command(outcome)}"]

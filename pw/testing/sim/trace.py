@@ -26,10 +26,9 @@ class Trace:
         self._notes: deque[tuple[float, str, str, Any]] = deque(maxlen=None if full else KEPT)
         self.add = self._notes.append
 
-    def lines(self, last: int | None = None) -> list[str]:
+    def lines(self) -> list[str]:
         """The notes as text, one line each."""
-        notes = list(self._notes)
-        return [_line(*note) for note in (notes if last is None else notes[-last:])]
+        return [_line(*note) for note in self._notes]
 
 
 class Digest(Trace):
