@@ -29,6 +29,7 @@ def initialize() -> None:
     asked: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     if PLATFORM in asked.split(","):
         _register()
+        _add_cpu(asked)
 
 
 def connect(
@@ -70,8 +71,17 @@ def connect(
     import jax
 
     _register()
-    jax.config.update("jax_platforms", PLATFORM)
+    _add_cpu(PLATFORM)
     jax.devices()
+
+
+def _add_cpu(platforms: str) -> None:
+    """Keep this machine's CPU as a second platform, as beside any accelerator: `jax.devices("cpu")`."""
+    import jax
+
+    if "cpu" not in platforms.split(","):
+        platforms += ",cpu"
+    jax.config.update("jax_platforms", platforms)
 
 
 def _register() -> None:
