@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -86,6 +88,7 @@ def serve(
     share: Annotated[float, typer.Option()] = 1.0,
     priority: Annotated[int, typer.Option()] = 0,
     allow_remote: Annotated[bool, typer.Option("--allow-remote")] = False,
+    files: Annotated[str, typer.Option(hidden=True)] = "",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -111,7 +114,8 @@ def serve(
             runtime, found, end = await thread.loop.run_in_executor(waiting, sessions.begin)
             return runtime, found, lambda: waiting.submit(end)
 
-        server = Server(connect)
+        server = Server(connect, Path(files) if files else None)
+        cluster.callback(shutil.rmtree, files, ignore_errors=True)
         listening = asyncio.run_coroutine_threadsafe(server.start(where), thread.loop)
         try:
             port = listening.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from pw.transport.private import PrivateFolder
 SOCKET = "gateway"
 START_S = 120.0
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
+_FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
+_LARGE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"
+LARGE_BYTES = 1 << 20
+"""Larger host buffers reach the gateway as files in memory: the stream would copy them twice."""
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ERRORS, _FATAL = 2, 3
 
@@ -36,6 +41,7 @@ def client(arguments: Sequence[str]) -> Any:
     from jax.extend.backend import ifrt_proxy
 
     folder = PrivateFolder.make()
+    files = _memory_folder()
     read, write = os.pipe()
     try:
         child = Child(
@@ -43,6 +49,7 @@ def client(arguments: Sequence[str]) -> Any:
             [
                 *("--bind", f"ipc://{folder.path / SOCKET}"),
                 *("--announce-fd", str(write)),
+                *("--files", files),
                 *arguments,
             ],
             [write],
@@ -52,9 +59,20 @@ def client(arguments: Sequence[str]) -> Any:
     _running[child] = folder
     address = read_announcement(child, read, START_S)
     os.environ[_INSECURE] = "true"
+    if files:
+        os.environ[_FILES] = files
+        os.environ.setdefault(_LARGE, str(LARGE_BYTES))
     if os.environ.get(_LOG_LEVEL, "1") == "1":  # JAX's default
         _log_from(_ERRORS)
     return ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
+
+
+def _memory_folder() -> str:
+    """Make a folder in memory, in which JAX leaves large host buffers; empty if there is no such place."""
+    try:
+        return tempfile.mkdtemp(prefix="pw-jax-", dir="/dev/shm")
+    except OSError:
+        return ""
 
 
 def _log_from(level: int) -> None:

@@ -42,6 +42,7 @@ WINDOW = (1 << 31) - 1
 _REOPEN = 1 << 29
 _DEFAULT_WINDOW = 65535
 _SMALL_FRAME = 16384
+_BATCH_BYTES = 1 << 18
 
 
 class Handler(Protocol):
@@ -384,6 +385,7 @@ class Connection(asyncio.Protocol):
 
     def _pump(self) -> None:
         """Send pending bytes, stream by stream in turn."""
+        gathered = 0
         while self._waiting and self._window > 0 and not self._is_paused:
             progress = False
             for stream in list(self._waiting.values()):
@@ -401,8 +403,10 @@ class Connection(asyncio.Protocol):
                 else:
                     stream.pending[0] = first[room:]
                 self._frame(DATA, 0, stream.number, part)
-                if len(part) > _SMALL_FRAME // 2:
+                gathered += len(part)
+                if gathered >= _BATCH_BYTES:  # one system call, after which the socket may be full
                     self._flush()
+                    gathered = 0
                 if not stream.pending:
                     del self._waiting[stream.number]
                     if stream.trailers is not None:

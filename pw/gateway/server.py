@@ -7,7 +7,6 @@ Each `IfrtSession` stream is one client with names of its own. It gets a session
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -43,7 +42,7 @@ class Server:
 
     Args:
         connect: gives each client a session.
-        files: the folder in which clients of this machine leave large host buffers; None for none.
+        files: the folder in which the client, on this machine, leaves large host buffers; None for none.
     """
 
     def __init__(self, connect: Connect, files: Path | None = None) -> None:
@@ -173,14 +172,13 @@ class Server:
         if self._files is None or client is None:
             call.end(rpc.UNIMPLEMENTED, "this gateway shares no folder with clients")
             return
-        path = self._files / f"{metadata.session_id}_{metadata.handle}"
+        path = self._files / f"lt_{metadata.handle}"
         try:
-            data = np.fromfile(path, np.uint8)
-            with contextlib.suppress(OSError):
-                path.unlink()
-        except OSError as error:
+            data = np.memmap(path, np.uint8, "r", shape=(metadata.buffer_size,))
+            path.unlink()  # the memory stays until nothing refers to it
+        except (OSError, ValueError) as error:
             client.buffers.fail(metadata.handle, error)
-            call.end(rpc.NOT_FOUND, str(error))
+            call.end(rpc.NOT_FOUND, f"the host buffer {path.name} cannot be read: {error}")
             return
         client.buffers.put(metadata.handle, data)
         call.answer(b"")
