@@ -297,3 +297,13 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
     y = split(mesh, numbers(8))
     (remade,) = arrays.view([whole], [y._type.spec], [[(0, at) for at in range(DEVICES)]])
     np.testing.assert_array_equal(total(arrays.handle(remade, y)), 28)
+    y.delete()
+    summed.delete()
+    arrays.delete(*(arrays.specs.keys() - {whole, apart[0]}))
+
+    def live_bytes() -> int:
+        return sum(one.get("live_bytes", 0) for one in arrays.runtime.stats().values())
+
+    until(lambda: sum(live().values()) <= 4, "two arrays on two hosts are left")
+    print(arrays.runtime.stats(), apart, whole)
+    assert live_bytes() == numbers(8).nbytes, "both share one memory again"

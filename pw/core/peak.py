@@ -246,7 +246,6 @@ class _Walk:
 
     def _sources(self, output: int) -> tuple[int, ...]:
         """Return the input that has each shard of an output of a view; nothing for other outputs."""
-        first = self._program.computations[0] if self._program.computations else None
-        if first is None or not first.is_view:
+        if not self._program.makes_views:
             return ()
-        return tuple([source for source, _ in first.shards[output]])
+        return tuple([source for source, _ in self._program.computations[0].shards[output]])

@@ -107,6 +107,11 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
             return self.inputs[value.index]
         return self.computations[self.nodes[value.node].computation].outputs[value.index]
 
+    @property
+    def makes_views(self) -> bool:
+        """Whether its results are views; it does nothing else then."""
+        return any(computation.is_view for computation in self.computations)
+
     def artifacts(self) -> tuple[bytes, ...]:
         """Return the artifact of each computation that has code; a view has none."""
         return tuple([one.artifact for one in self.computations if not one.is_view])

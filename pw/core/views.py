@@ -112,7 +112,7 @@ def _check_output(
 
 def check_program(program: Program) -> None:
     """Raise ArgumentError if a program makes views and does something else as well."""
-    if not any(computation.is_view for computation in program.computations):
+    if not program.makes_views:
         return
     view = program.computations[0]
     nodes = (Node(0, tuple([Value(-1, number) for number in range(len(program.inputs))])),)

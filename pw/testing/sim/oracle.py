@@ -107,8 +107,9 @@ class Oracle:
         durable = not body.donated and all(truth.durable for truth in known)
         made_of = frozenset[int]().union(*(truth.made_of for truth in known))
         # If the controller knows of a failed source, it fails all results of a view, and what is made of them.
-        is_view = any(computation.is_view for computation in body.computations)
-        may_fail = is_view or any(truth.kinds and truth.data is not None for truth in known)
+        may_fail = body.makes_views or any(
+            truth.kinds and truth.data is not None for truth in known
+        )
         for array, output in zip(results, body.outputs, strict=True):
             data = values[output.value.node, output.value.index]
             asked = kinds if data is None or may_fail else frozenset[str]()

@@ -50,6 +50,21 @@ def plan_recovery(
         now_s: the time.
     """
     plan = RecoveryPlan()
+
+    def can_share(origin: Origin) -> bool:
+        """Whether an array is a view whose sources exist or have replicas: it shares their memory again."""
+        maker = origin.maker
+        if maker is None or not maker.program.body.makes_views or maker.in_vain(now_s):
+            return False
+        for arg in arrays_in(maker.args):
+            given, source = arrays.get(arg), lineage.origins.get(arg)
+            is_there = given is not None and given.is_good
+            if not is_there and (
+                source is None or sources_of(source.spec, replicas.get(arg, {})) is None
+            ):
+                return False
+        return True
+
     records: dict[int, Record] = {}
     stack = list(arrays.lost)
     seen: set[int] = set()
@@ -64,7 +79,7 @@ def plan_recovery(
         sources = sources_of(origin.spec, replicas.get(array, {})) if origin else None
         if origin is not None and not bound(origin.spec.placement.slice):
             plan.lost[array] = _lost(origin, cause, _NOWHERE)
-        elif sources is not None:
+        elif sources is not None and not (origin is not None and can_share(origin)):
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
             plan.lost[array] = _error(held, origin) or _lost(origin, cause, _NO_ORIGIN)
