@@ -11,7 +11,7 @@ import pytest
 
 from tests.jax_suite.__main__ import main
 from tests.jax_suite.child import chosen
-from tests.jax_suite.compare import compare
+from tests.jax_suite.compare import compare, kind_of
 from tests.jax_suite.processes import FileRun, Outcome
 from tests.jax_suite.report import BEGIN, END
 
@@ -151,6 +151,19 @@ def test_a_test_without_an_outcome_has_failed() -> None:
     comparison = compare("x_test.py", ["a", "b", "c"], gateway)
     assert (comparison.base, comparison.passed, comparison.failed) == (3, 1, 2)
     assert "did not collect" in comparison.failures[1].reason
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("shape (2, 3) at 0x7f", "shape (4,) at 0x80", True),
+        ("tolerance 1e-05, 3 of 8", "tolerance 0.1, 7 of 9", True),
+        ("a tracer leaked", "an array was deleted", False),
+        ("E: not implemented [pxla.py:1254]", "E: not implemented [prng.py:250]", False),
+    ],
+)
+def test_reasons_that_differ_in_numbers_are_one(one: str, other: str, same: bool) -> None:
+    assert (kind_of(one) == kind_of(other)) is same
 
 
 @pytest.mark.parametrize(

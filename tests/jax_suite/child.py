@@ -114,7 +114,14 @@ def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):  # a skip
         return first_words(str(report.longrepr[2])).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    return first_words(crash.message if crash is not None else str(report.longrepr))
+    if crash is None:
+        return first_words(str(report.longrepr))
+    raised_in = Path(crash.path)
+    # The same words from two places of JAX are two reasons; places in tests say nothing.
+    inside_jax = "jax" in raised_in.parts and raised_in.name != "test_util.py"
+    return first_words(crash.message) + (
+        f" [{raised_in.name}:{crash.lineno}]" if inside_jax else ""
+    )
 
 
 def run(order: Order) -> int:

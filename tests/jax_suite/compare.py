@@ -80,7 +80,8 @@ def grouped(reasons: dict[str, str]) -> tuple[Group, ...]:
 
 
 def kind_of(reason: str) -> str:
-    """A reason without what differs from test to test: addresses, numbers, shapes."""
-    reason = re.sub(r"0x[0-9a-f]+", "#", reason)
-    reason = re.sub(r"\[[\d,]*\]|\([\d, ]*\)", "#", reason)
-    return re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", reason)[:KIND_CHARACTERS]
+    """A reason without what differs from test to test: addresses, shapes, numbers, the end."""
+    place = re.search(r" \[\w+\.py:\d+\]$", reason)
+    words = re.sub(r"0x[0-9a-f]+|\[[\d,]*\]|\([\d, ]*\)", "#", reason)
+    words = re.sub(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", "#", words)
+    return words[:KIND_CHARACTERS] + (place[0] if place else "")
