@@ -153,6 +153,18 @@ def test_a_test_without_an_outcome_has_failed() -> None:
     assert "did not collect" in comparison.failures[1].reason
 
 
+def test_known_causes_are_said_in_words() -> None:
+    words = (
+        "jaxlib.JaxRuntimeError: This operation is implemented for a PjRt-compatible backend only."
+    )
+    outcomes = {"a": Outcome("failed", f"{words} [pxla.py:1254]"), "b": Outcome("failed", words)}
+    comparison = compare("x_test.py", ["a", "b"], FileRun(outcomes))
+    assert sorted(group.reason for group in comparison.failures) == [
+        "jaxlib's client of the remote protocol cannot analyse costs before compiling",
+        "the array's memory is in another process: it has no address here",
+    ]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [

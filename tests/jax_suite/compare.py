@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from tests.jax_suite.known import cause
 from tests.jax_suite.processes import FileRun
 
 KIND_CHARACTERS = 110
@@ -55,7 +56,7 @@ def compare(file: str, wanted: list[str], gateway: FileRun) -> Comparison:
         if outcome is None:
             failed[test] = missing
         elif outcome.outcome == "failed":
-            failed[test] = outcome.reason
+            failed[test] = cause(outcome.reason)
         elif outcome.outcome == "skipped":
             skipped[test] = outcome.reason
     return Comparison(
