@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -71,26 +69,25 @@ def renderable(head: str, tables: Iterable[Table]) -> Group:
 
 def show(head: str, tables: Iterable[Table]) -> None:
     """Print to standard output."""
-    console = _console()
-    if not console.is_terminal:
-        console.width = WIDTH_WITHOUT_TERMINAL
-    console.print(renderable(head, tables))
+    _console().print(renderable(head, tables))
 
 
 def plain(head: str, tables: Iterable[Table]) -> str:
     """Return a line and tables as text without colours, as wide as the terminal if there is one."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else WIDTH_WITHOUT_TERMINAL
-    out = io.StringIO()
-    _console(file=out, width=width, color_system=None).print(renderable(head, tables))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    console = _console(color_system=None)
+    with console.capture() as printed:
+        console.print(renderable(head, tables))
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
 def _console(**how: Any) -> Console:
     from rich.console import Console
 
     # In a notebook, rich would display the text instead of writing it.
-    return Console(highlight=False, force_jupyter=False, **how)
+    console = Console(highlight=False, force_jupyter=False, **how)
+    if not console.is_terminal:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    return console
 
 
 # --- notebooks ---------------------------------------------------------------------------------------
