@@ -264,8 +264,8 @@ def test_parking_again_and_again_leaves_one_timer() -> None:
         edge.expect(client_id(1, serial))
         edge.world.settle()
     assert edge.arrived == 20
-    names = sorted(type(alarm.note).__name__ for alarm in edge.world.alarms)
-    assert names == ["_Expire", "_Probe"]
+    names = sorted(repr(alarm.note) for alarm in edge.world.alarms)
+    assert names == ["EarlyMessages._expire", "EdgesIn._probe"]
     edge.world.wait(early_edges.EARLY_S)
     assert edge.world.alarms == [], "nothing is kept, so there is no timer"
 

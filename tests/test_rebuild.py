@@ -974,7 +974,7 @@ def test_however_many_hosts_are_drained_one_timer_looks_after_them() -> None:
     for _ in range(3):
         world.post(RESOURCES, CONTROL, Draining(("a0",)))
     world.drain(CONTROLLER)
-    looks = [a for a in world.alarms if type(a.note).__name__ == "LookAtDrained"]
+    looks = [a for a in world.alarms if repr(a.note).endswith("_look_at_drained")]
     assert len(looks) == 1
 
 

@@ -15,7 +15,7 @@ from pw.core.errors import ComputationFailed, HostLost, NotOwner, TransferFailed
 from pw.core.ids import Address
 from pw.core.messages import HoldsNoMore, PeerLost, Ready
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.devices.host.replica_memory import Keep
+from pw.core.watchdog import Look
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.cluster import SimCluster
@@ -200,7 +200,7 @@ def test_a_supervisor_keeps_what_was_handed_over_until_more_is(machine: bool) ->
 
 def test_a_trace_names_messages_that_say_nothing_more() -> None:
     assert describe(HoldsNoMore()) == "HoldsNoMore()"
-    assert describe(Keep()) == "Keep()"
+    assert describe(Look()) == "Look()"
 
 
 # --- values ------------------------------------------------------------------------------------------

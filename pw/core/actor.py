@@ -55,7 +55,7 @@ class Env(Protocol):
         """Seconds on a clock that never goes back."""
 
     def call_later(self, delay_s: float, note: object) -> Timer:
-        """Deliver `note` to this actor after `delay_s` seconds."""
+        """Deliver `note` to this actor after `delay_s` seconds; a function is called."""
 
     def introduce(self, node: str, endpoint: str) -> None:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
@@ -135,6 +135,9 @@ class Actor(Part):
         handler = self._handlers.get(type(message))
         if handler is None:
             if isinstance(message, _NEWS):
+                return
+            if callable(message):
+                message()
                 return
             self.env.count("messages_unexpected")
             self.env.log(

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pw.core.ticker import Ticker
-
 if TYPE_CHECKING:  # the command line needs the constant, and nothing heavy
     from pw.core.actor import Env
 
@@ -35,7 +33,7 @@ class Watchdog:
     def __init__(self, env: Env, stall_s: float) -> None:
         self._env = env
         self._stall_s = stall_s
-        self._looks = Ticker(env, stall_s, Look())
+        self._is_set = False
         self.progress_s = env.now_s()
         """When there was progress last."""
         self._told_s = -1.0
@@ -51,17 +49,22 @@ class Watchdog:
 
     def watch(self) -> None:
         """Work is in flight: set the timer unless it is set."""
-        self._looks.start()
+        self._set(self._stall_s)
+
+    def _set(self, delay_s: float) -> None:
+        if not self._is_set:
+            self._is_set = True
+            self._env.call_later(delay_s, Look())
 
     def stalled(self, in_flight: bool) -> bool:
         """Return whether there is a stall that was not reported; call it at every `Look`."""
-        self._looks.ticked(more=False)
+        self._is_set = False
         if not in_flight:
             return False
         left_s = self._stall_s - self.quiet_s
         if left_s > 0:
-            self._looks.start(left_s)
+            self._set(left_s)
             return False
-        self._looks.start()
+        self._set(self._stall_s)
         is_new, self._told_s = self._told_s != self.progress_s, self.progress_s
         return is_new

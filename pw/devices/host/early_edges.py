@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actor import Env, Part
 from pw.core.errors import ErrorReport, TransferFailed
-from pw.core.ids import Address, client_of
+from pw.core.ids import client_of
 from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed
 from pw.core.ticker import Ticker
 from pw.devices.host.edge_states import EdgeKey
@@ -33,11 +33,6 @@ _Slot = tuple[EdgeKey, bool]
 """An edge may go both ways between two hosts, so credits are kept apart from what they answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Expire:
-    """Timer: drop the messages that are too old."""
-
-
 @dataclass(slots=True)
 class _Kept:
     message: Early
@@ -51,7 +46,7 @@ class EarlyMessages(Part):
         self._env = env
         self._runs = runs
         self._early: dict[_Slot, _Kept] = {}
-        self._expiry = Ticker(env, EARLY_S, _Expire())
+        self._expiry = Ticker(env, EARLY_S, self._expire)
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -119,8 +114,8 @@ class EarlyMessages(Part):
             self.size_bytes -= len(kept.message.data)
         return kept.message
 
-    @handles(_Expire)
-    def _expire(self, sender: Address, timer: _Expire) -> None:
+    def _expire(self) -> bool:
+        """Drop the messages that are too old."""
         now_s = self._env.now_s()
         for slot in [s for s, kept in self._early.items() if now_s - kept.since_s >= EARLY_S]:
             key, is_credit = slot
@@ -129,7 +124,7 @@ class EarlyMessages(Part):
                 continue
             self._remove(slot)
             self._env.count("edges_expired")
-        self._expiry.ticked(more=False)
         if self._early:
             due_s = min(kept.since_s for kept in self._early.values()) + EARLY_S
             self._expiry.start(max(due_s - now_s, EXPIRY_S))
+        return False

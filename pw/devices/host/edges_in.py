@@ -41,11 +41,6 @@ PROBE_S = 2.0
 """How long an edge may take before its senders are asked for the first time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """Timer: some edges may have been lost with a link."""
-
-
 @dataclass(eq=False, repr=False)
 class EdgesIn(Part):
     """Receives the edges of the runs on this host."""
@@ -59,7 +54,7 @@ class EdgesIn(Part):
 
     def __post_init__(self) -> None:
         self._host = self.env.address.node
-        self._probes = Ticker(self.env, PROBE_S, _Probe())
+        self._probes = Ticker(self.env, PROBE_S, self._probe)
 
     def __len__(self) -> int:
         return len(self._incoming)
@@ -231,8 +226,7 @@ class EdgesIn(Part):
         error = HostLost(f"host {node} was lost while it was sending: {reason}")
         return ErrorReport.of(error, self._host)
 
-    @handles(_Probe)
-    def _probe(self, sender: Address, timer: _Probe) -> None:
+    def _probe(self) -> bool:
         """Ask the senders of edges that take long: a link may have been lost, with the bytes."""
         now_s = self.env.now_s()
         for (run, edge), incoming in self._incoming.items():
@@ -241,7 +235,7 @@ class EdgesIn(Part):
             incoming.probe_s = now_s + 2 * (now_s - incoming.since_s)
             for source in sorted(incoming.missing - {self._host}):
                 self.env.send(coordinator_of(source), EdgeProbe(run, edge))
-        self._probes.ticked(more=bool(self._incoming))
+        return bool(self._incoming)
 
     @handles(EdgeGone)
     def _gone(self, sender: Address, message: EdgeGone) -> None:

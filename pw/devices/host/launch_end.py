@@ -37,9 +37,7 @@ PROGRESS_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class _SendProgress:
-    """Timer, or the end of this turn: send the reports."""
-
-    late: bool = False
+    """The end of this turn: send the reports."""
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +58,7 @@ class LaunchEnds(Part):
     _is_sending: bool = False
 
     def __post_init__(self) -> None:
-        self._late = Ticker(self.env, PROGRESS_S, _SendProgress(late=True))
+        self._late = Ticker(self.env, PROGRESS_S, self._send)
 
     def watch_results(self, launch: HostLaunch) -> None:
         """Watch the last result of a computation, as soon as it may be used, or all results of a view."""
@@ -138,11 +136,12 @@ class LaunchEnds(Part):
             self.env.send(self.env.address, _SendProgress())
 
     @handles(_SendProgress)
-    def _send_progress(self, sender: Address, note: _SendProgress) -> None:
-        if note.late:
-            self._late.ticked(more=False)
-        else:
-            self._is_sending = False
+    def _send_together(self, sender: Address, note: _SendProgress) -> None:
+        self._is_sending = False
+        self._send()
+
+    def _send(self) -> bool:
         finished, self._finished = tuple(self._finished), []
         if self.order.scheduler is not None and finished:
             self.env.send(self.order.scheduler, Progress(self.order.epoch, finished))
+        return False

@@ -37,11 +37,6 @@ class Written:
     """Note from the threads that write: there are lines."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SendWritten:
-    """Timer: send the lines."""
-
-
 class Printing(Part):
     """Knows which clients want to see what their programs write.
 
@@ -55,7 +50,7 @@ class Printing(Part):
         self._env = env
         self._output = output
         self._gone_clients = gone_clients
-        self._sends = Ticker(env, TOGETHER_S, _SendWritten())
+        self._sends = Ticker(env, TOGETHER_S, self._send_written)
         self._listeners: dict[int, Address | None] = {}
         """Where the clients are that have met this host; None if they want no output."""
         self._early: dict[int, deque[Line]] = {}
@@ -86,10 +81,9 @@ class Printing(Part):
     def _written(self, sender: Address, note: Written) -> None:
         self._sends.start()
 
-    @handles(_SendWritten)
-    def _send_written(self, sender: Address, timer: _SendWritten) -> None:
+    def _send_written(self) -> bool:
         self.flush()
-        self._sends.ticked(more=self._output is not None and self._output.is_pending)
+        return self._output is not None and self._output.is_pending
 
     def flush(self) -> None:
         """Send all lines, before a message that follows from them."""

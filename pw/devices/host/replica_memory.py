@@ -9,14 +9,13 @@ data. A replica that is not kept in time is dropped, and the controller hears th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actor import Env, Part
 from pw.core.errors import CheckpointFailed, ErrorReport
-from pw.core.ids import CONTROL, Address
+from pw.core.ids import CONTROL
 from pw.core.landing import Bytes
 from pw.core.messages import Holding, Holdings, HoldsNoMore
 from pw.core.sharding import Box
@@ -47,16 +46,6 @@ TOLD_AT_ONCE = 1000
 """Arrays in one message to the controller."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Timer: replicas have arrived that are not safe yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Overdue:
-    """Timer: replicas may have waited too long to be kept."""
-
-
 class ReplicaMemory(Part):
     """The replicas in this host's memory; only this part tells the controller of them.
 
@@ -72,8 +61,8 @@ class ReplicaMemory(Part):
         self.has_others = False
         """Other hosts are known, which may have replicas as well."""
         self._boxes: dict[int, dict[Box, Bytes]] = {}
-        self._keeps = Ticker(env, KEEP_S, Keep())
-        self._looks = Ticker(env, LOOK_S, _Overdue())
+        self._keeps = Ticker(env, KEEP_S, self._keep_all)
+        self._looks = Ticker(env, LOOK_S, self._drop_overdue)
         self._unkept: dict[tuple[int, Box], float] = {}
         """Replicas that are not safe, and since when; the controller does not know them."""
         self._keeping: frozenset[tuple[int, Box]] | None = None
@@ -159,18 +148,17 @@ class ReplicaMemory(Part):
             self._is_kept = False
             self._keeps.start()
 
-    @handles(Keep)
-    def _keep_all(self, sender: Address, timer: Keep) -> None:
+    def _keep_all(self) -> bool:
         """Have all replicas kept, unless that is under way: its end looks again."""
-        self._keeps.ticked(more=False)
         if self._keep is None or self._left or self._keeping is not None:
-            return
+            return False
         self._keeping, self._is_kept = frozenset(self._unkept), True
         self._patience_s = KEPT_WITHIN_S + self.size_bytes / LEAST_BYTES_PER_S
         if self.size_bytes > KEPT_BYTES and self.has_others:
             self._kept(None)
         else:
             self._keep(self.all(), self._kept)
+        return False
 
     def _kept(self, error: ErrorReport | None) -> None:
         keeping, self._keeping = self._keeping or frozenset(), None
@@ -186,8 +174,7 @@ class ReplicaMemory(Part):
         if not self._is_kept:
             self._keeps.start()
 
-    @handles(_Overdue)
-    def _drop_overdue(self, sender: Address, timer: _Overdue) -> None:
+    def _drop_overdue(self) -> bool:
         """Drop the replicas that have waited too long."""
         before_s = self._env.now_s() - self._patience_s
         late = {key for key, since_s in self._unkept.items() if since_s <= before_s}
@@ -198,7 +185,7 @@ class ReplicaMemory(Part):
                 "The arrays are as they were: call pw.checkpoint again when it goes on"
             )
             self._drop(late, ErrorReport.of(CheckpointFailed(words), self._env.address.node))
-        self._looks.ticked(more=bool(self._unkept) and not self._left)
+        return bool(self._unkept) and not self._left
 
     def _drop(self, keys: Collection[tuple[int, Box]], error: ErrorReport) -> None:
         unkept = [key for key in self._unkept if key in keys]

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pw.core.actor import handles
 from pw.core.errors import Error, ErrorReport
-from pw.core.ids import Address, client_of, run_name, scheduler_of
+from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
@@ -31,11 +30,6 @@ RUNS_SHOWN = 16
 """Runs of each client in a status report."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveBack:
-    """Timer: credits have waited for others long enough."""
-
-
 @dataclass(eq=False)
 class Runs(ControlPart):
     """The runs in flight of all clients; see the module."""
@@ -50,7 +44,7 @@ class Runs(ControlPart):
         """Credits that clients get back."""
         self._due: set[int] = set()
         """Clients that get theirs when this turn ends."""
-        self._timer = Ticker(self._env, CREDITS_S, GiveBack())
+        self._timer = Ticker(self._env, CREDITS_S, self._give_back)
 
     def used_credits(self) -> Counter[int]:
         """Return how many credits each client uses, by its number."""
@@ -194,10 +188,10 @@ class Runs(ControlPart):
         else:
             self._timer.start()
 
-    @handles(GiveBack)
-    def _give_back(self, sender: Address, timer: GiveBack) -> None:
-        self._timer.ticked(more=False)
+    def _give_back(self) -> bool:
+        """Credits have waited for others long enough."""
         self._due.update(self._refunds)
+        return False
 
     def send_credits(self) -> None:
         """Send clients the credits that are due."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pw.core.messages import Base
+from pw.core.ticker import Ticker
 
 KEPT = 400
 
@@ -90,6 +91,8 @@ def describe(value: Any, depth: int = 0) -> str:
         fields = value.__struct_fields__ if is_struct else value.__dataclass_fields__
         inner = (f"{field}={describe(getattr(value, field), depth + 1)}" for field in fields)
         return f"{name}({', '.join(inner)})"
+    if isinstance(value, Ticker):
+        return repr(value)
     if isinstance(value, bytes):
         return f"<{len(value)} bytes {zlib.crc32(value):08x}>" if len(value) > 4 else repr(value)
     if isinstance(value, (tuple, list)):

@@ -24,7 +24,8 @@ from pw.core.messages import (
     OfferReplica,
 )
 from pw.core.sharding import Box
-from pw.sched.control.checkpoints.replicas import OfferAgain, Replicas
+from pw.core.ticker import Ticker
+from pw.sched.control.checkpoints.replicas import OFFER_S, Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.sessions import ControlPart, handles_host
 
@@ -68,6 +69,7 @@ class Checkpoints(ControlPart):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._under_way: list[_Copying] = []
+        self._offers = Ticker(self._env, OFFER_S, self._offer_again)
         self._hosts: tuple[str, ...] = ()
 
     def count(self, client: Client) -> int:
@@ -108,12 +110,11 @@ class Checkpoints(ControlPart):
                     missing |= {(keeper, box) for keeper in (host, *targets)}
         for island, copies in by_island.items():
             self._env.send(scheduler_of(island), CopyArrays(client.number, tuple(copies)))
-        self.replicas.offers.start()
+        self._offers.start()
         self._under_way.append(copying)
         self._check(copying)
 
-    @handles(OfferAgain)
-    def _offer_again(self, sender: Address, timer: OfferAgain) -> None:
+    def _offer_again(self) -> bool:
         """Tell hosts again what they are to keep, because the first offer may have been lost."""
         for copying in self._under_way:
             for array, missing in copying.missing.items():
@@ -125,8 +126,7 @@ class Checkpoints(ControlPart):
                     if keeper != giver and self.replicas.has(giver, array, box):
                         offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
                         self._env.send(store_of(keeper), offer)
-        if self._under_way:
-            self.replicas.offers.start()
+        return bool(self._under_way)
 
     @handles_host(Holdings)
     def _holds(self, host: str, message: Holdings) -> None:

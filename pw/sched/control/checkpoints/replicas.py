@@ -49,21 +49,6 @@ ReplicaMap = Mapping[int, Mapping[str, frozenset[Box]]]
 """Boxes of arrays in host memory, by array and host."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfferAgain:
-    """Timer: offers may have been lost with a link, or hosts may have room by now."""
-
-
-@dataclass(frozen=True, slots=True)
-class LookAtDrained:
-    """Timer: drained hosts may be empty by now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Disclaim:
-    """Timer: clients of an earlier controller have come back by now."""
-
-
 def sources_of(
     spec: ArraySpec, replicas: Mapping[str, frozenset[Box]]
 ) -> tuple[Source, ...] | None:
@@ -98,9 +83,9 @@ class Replicas(ControlPart):
         """When hosts that refused are asked again."""
         self._unclaimed: dict[int, list[tuple[str, Holding]]] = {}
         """By client."""
-        self.offers = Ticker(self._env, OFFER_S, OfferAgain())
-        self._drains = Ticker(self._env, EMPTIED_S, LookAtDrained())
-        self._disclaimer = Ticker(self._env, RESUME_S, Disclaim())
+        self._offers = Ticker(self._env, OFFER_S, self._offer_again)
+        self._drains = Ticker(self._env, EMPTIED_S, self._look_at_drained)
+        self._disclaimer = Ticker(self._env, RESUME_S, self._come_back_no_more)
 
     def of(self, client: Client) -> ReplicaMap:
         """Return the replicas of a client's arrays on hosts that can be asked for them."""
@@ -247,10 +232,9 @@ class Replicas(ControlPart):
             pause_s = OFFER_S * 2 ** min(self._refusals[array, host], PAUSE_DOUBLINGS)
             self._refusals[array, host] += 1
             self._paused[array, host] = self._env.now_s() + pause_s
-            self.offers.start()
+            self._offers.start()
 
-    @handles(OfferAgain)
-    def _offer_again(self, sender: Address, timer: OfferAgain) -> None:
+    def _offer_again(self) -> bool:
         """Ask the hosts whose pause is over, where replicas are still missing."""
         now_s = self._env.now_s()
         due = [key for key, again_s in self._paused.items() if again_s <= now_s]
@@ -261,7 +245,7 @@ class Replicas(ControlPart):
             client = self.sessions.get(number)
             if client is not None and not client.recovering:
                 self.top_up(client)
-        self.offers.ticked(more=bool(self._paused))
+        return bool(self._paused)
 
     # --- drained hosts ----------------------------------------------------------------------------
 
@@ -271,12 +255,12 @@ class Replicas(ControlPart):
         if message.nodes:
             self._drains.start()
 
-    @handles(LookAtDrained)
-    def _look_at_drained(self, sender: Address, timer: LookAtDrained) -> None:
-        self._drains.ticked(more=bool(self._draining))
+    def _look_at_drained(self) -> bool:
+        """Report the drained hosts that are empty."""
         for node in sorted(self._draining):
             if self._is_empty(node):
                 self._env.send(RESOURCES, HostEmptied(node))
+        return bool(self._draining)
 
     def _is_empty(self, host: str) -> bool:
         """Return whether no replica is on this host alone; offer such replicas elsewhere."""
@@ -335,12 +319,12 @@ class Replicas(ControlPart):
         for host, holding in self._unclaimed.pop(client.number, ()):
             self._count(host, (holding,))
 
-    @handles(Disclaim)
-    def _come_back_no_more(self, sender: Address, timer: Disclaim) -> None:
-        self._disclaimer.ticked(more=False)
+    def _come_back_no_more(self) -> bool:
+        """Drop the replicas of clients that have not come back to this controller."""
         for number in self.unclaimed:
             if self.sessions.get(number) is None:
                 self._disclaim(number)
+        return False
 
     def _disclaim(self, number: int) -> None:
         for host, holding in self._unclaimed.pop(number, ()):

@@ -40,11 +40,6 @@ LOOK_S = 0.5
 """How often to look for hosts that have what clients miss."""
 
 
-@dataclass(frozen=True, slots=True)
-class LookForReplicas:
-    """Timer: hosts may have come that have what clients miss."""
-
-
 @dataclass(eq=False)
 class Rebuilder(ControlPart):
     """Brings back what is lost; see the module."""
@@ -57,7 +52,7 @@ class Rebuilder(ControlPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._looks = Ticker(self._env, LOOK_S, LookForReplicas())
+        self._looks = Ticker(self._env, LOOK_S, self._look)
 
     # --- when it can go on ------------------------------------------------------------------------
 
@@ -84,12 +79,12 @@ class Rebuilder(ControlPart):
         if client is not None:
             self.proceed(client)
 
-    @handles(LookForReplicas)
-    def _look(self, sender: Address, timer: LookForReplicas) -> None:
-        self._looks.ticked(more=False)
+    def _look(self) -> bool:
+        """Hosts may have come that have what clients miss."""
         for client in list(self.sessions.clients):
             if client.arrays.lost:
                 self.proceed(client)
+        return False
 
     def proceed(self, client: Client) -> None:
         """Rebuild what a client has lost, once its slices are bound and its programs compiled."""
