@@ -137,6 +137,9 @@ class FakeBackend:
         self.queue.append(ops.Call(lambda: self.kept.discard(key)))
         self.queue.append(ops.Call(lambda: self.installed.pop(key, None) and None))
 
+    def take_calls(self, taker: Callable[[ops.ClientCall], None]) -> None:
+        """Take nothing: no computation calls its client."""
+
     def submit(self, batch: Sequence[ops.Op]) -> None:
         self.queue += batch
 

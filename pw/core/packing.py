@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,19 @@ import numpy as np
 
 from pw.core.landing import Bytes
 from pw.core.sharding import ArraySpec, box_bytes, box_shape, dtype_of, packed_offsets
+
+ArrayType = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of an array."""
+
+
+def packed_bytes(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
+    """Return the size of the buffer that `pack` returns."""
+    return packed_offsets([array.nbytes for array in arrays])[1]
+
+
+def sizes_of(types: Sequence[ArrayType]) -> list[int]:
+    """Return the sizes of arrays in bytes."""
+    return [math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in types]
 
 
 def pack(arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
@@ -18,6 +32,17 @@ def pack(arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
     for offset, array in zip(offsets, arrays, strict=True):
         packed[offset : offset + array.nbytes] = array.tobytes()
     return bytes(packed)
+
+
+def unpack_arrays(buffer: bytes | Bytes, types: Sequence[ArrayType]) -> list[np.ndarray[Any, Any]]:
+    """Return views of the arrays of a packed buffer. Raises ValueError if they do not fit into it."""
+    sizes = sizes_of(types)
+    offsets, _ = packed_offsets(sizes)
+    arrays = []
+    for offset, size, (dtype, shape) in zip(offsets, sizes, types, strict=True):
+        flat = np.frombuffer(buffer, np.uint8, size, offset) if size else np.empty(0, np.uint8)
+        arrays.append(flat.view(dtype_of(dtype)).reshape(shape))
+    return arrays
 
 
 def unpack(buffer: bytes | Bytes, offset: int, spec: ArraySpec, box: Any) -> np.ndarray[Any, Any]:

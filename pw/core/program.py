@@ -46,6 +46,8 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     checks: tuple[str, ...] = ()
     """The user's names of results that must have no NaNs. If there are any, the last output is a replicated
     vector with a boolean for each of them."""
+    calls_back: bool = False
+    """It calls functions in its client's process (`Stablehlo.callbacks`), and waits for their results."""
     shards: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Of a view: for each output, the (input, mesh position there) of its shard at each mesh position."""
 

@@ -33,8 +33,9 @@ class ShardFacts(msgspec.Struct, frozen=True, array_like=True):
     """What the compiler says of an argument or result."""
 
     dtype: str
+    """Of a token "token": it lies in an array of booleans."""
     shape: tuple[int, ...]
-    """Of one shard."""
+    """Of one shard; (0,) of a token."""
     sharding: bytes
     """A serialized `xla.OpSharding` over the devices in their order; empty if the compiler does not say."""
     minor_to_major: tuple[int, ...]

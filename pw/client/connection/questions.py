@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pw.client.connection.waiting import Waiting
-from pw.client.session.thread_messages import Ask, AskCompiler, Look
+from pw.client.session.thread_messages import Ask, AskCompiler, Listen, Look
 from pw.client.show.live import About, patiently
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.core.messages import (
@@ -161,6 +161,8 @@ class Questions:
             )
         answer = self.waiting("the compilation of a function")
         anywhere = ArraySpec((), "bool", Sharding((), ()), placement)
+        if code.callbacks:
+            self._post(Listen((placement.slice,)))
         self._post(AskCompiler(artifact, anywhere, detail, answer))
         return answer
 

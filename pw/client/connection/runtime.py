@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from pw.client.connection.calls import Calls
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
@@ -99,6 +100,7 @@ class Runtime:
         self._ended: ErrorReport | None = None
         self._is_closed = False
         self._process = _process
+        self.calls = Calls(self._post)
         self._thread = start(self)
         self.ask = Questions(self._post, self._thread.address)
         attached: Future[Attached] = Waiting(

@@ -120,7 +120,9 @@ class SessionOnNode:
         self._on_crash, node.on_crash = node.on_crash, self._crashed
         self._session = node.add(
             "session",
-            lambda env: ClientSession(env, self._bulk, runtime.grant, runtime.session_ended),
+            lambda env: ClientSession(
+                env, self._bulk, runtime.grant, runtime.session_ended, runtime.calls.arrived
+            ),
         )
         self._tick()
 

@@ -1,7 +1,8 @@
 """`ClientSession`: a client's actor; it attaches to the controller, allocates slices, and starts runs.
 
 The API's threads reach the session with notes. Its parts fetch values from hosts (`requests.py`),
-upload inputs (`uploads.py`) and keep a journal for another controller (`journal.py`). Clients name
+upload inputs (`uploads.py`), pass on calls of computations (`callbacks.py`), and keep a journal for
+another controller (`journal.py`). Clients name
 what they create, so the session sends each call at once and never waits.
 
 The loss of a host is no event for the user: requests stay open until the controller has restored the arrays,
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pw.client.session.callbacks import Callbacks
 from pw.client.session.hosts import Hosts
 from pw.client.session.journaling import JournalingEnv
 from pw.client.session.requests import Requests
 from pw.client.session.thread_messages import (
     Allocate,
     AwaitHosts,
+    Called,
     Close,
     Forget,
     Open,
@@ -82,6 +85,7 @@ class ClientSession(Actor):
         bulk: Bulk,
         on_credits: Callable[[int], None],
         on_end: Callable[[Error], None] = lambda error: None,
+        on_call: Callable[[Called], None] = lambda call: None,
     ) -> None:
         link = self.link = JournalingEnv(env)
         super().__init__(link)
@@ -103,7 +107,8 @@ class ClientSession(Actor):
         self.hosts = Hosts(link)
         self.uploads = Uploads(link, bulk, self.hosts)
         self.requests = Requests(link, bulk, self.hosts)
-        self.compose(link.journal, self.hosts, self.uploads, self.requests)
+        self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
+        self.compose(link.journal, self.hosts, self.uploads, self.requests, self.callbacks)
 
     @property
     def hosts_ready(self) -> int:
@@ -214,6 +219,7 @@ class ClientSession(Actor):
         self.hosts.lost(node)
         self.uploads.host_lost(node)
         self.requests.host_lost(node, error)
+        self.callbacks.host_lost(node)
 
     @handles(Close)
     def _on_close(self, sender: Address, note: Close) -> None:
@@ -236,6 +242,7 @@ class ClientSession(Actor):
         self._awaiting_hosts.clear()
         self.uploads.close()
         self.requests.close(error)
+        self.callbacks.close()
         self._on_credits(1 << 30)
         self.env.forget(CONTROLLER)  # it may not know yet
 

@@ -70,7 +70,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Host functions will run on these slices: ask their hosts for the output."""
+    """Make this client known to the hosts of these slices, which send it output of host functions, or calls."""
 
     slices: tuple[int, ...]
 
@@ -169,3 +169,24 @@ class Close:
 
     error: Error
     closed: Settle
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A computation calls a function in this process; `AnswerCall` with the same key answers it."""
+
+    key: tuple[str, int]
+    artifact: bytes
+    """The SHA-256 of the computation's code."""
+    index: int
+    """Of the function among the callbacks of the artifact."""
+    operands: list[np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCall:
+    """A function that a computation has called has returned, or raised."""
+
+    key: tuple[str, int]
+    results: tuple[np.ndarray[Any, Any], ...] = ()
+    error: str = ""

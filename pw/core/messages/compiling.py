@@ -1,4 +1,5 @@
-"""Compiling before a program is registered: between clients and the hosts of their devices."""
+"""Between clients and the hosts of their devices: compiling before a program is registered, and calls of
+functions in the client's process."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from enum import StrEnum
 
 import msgspec
 
+from pw.core.landing import Landing
 from pw.core.messages.base import Base
+from pw.core.packing import ArrayType
 from pw.core.sharding import DeviceAddress
 from pw.core.stablehlo import Facts
 
@@ -43,3 +46,37 @@ class Compiled(Base, frozen=True, tag=151):
     facts: Facts | None = None
     text: str = ""
     costs: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class CallClient(Base, frozen=True, tag=152):
+    """ObjectStore to ClientSession: a computation calls a function in the client's process.
+
+    The host's part of the computation waits until a `CallReturned` comes, or the client is lost.
+    """
+
+    call: int
+    artifact: bytes
+    """The SHA-256 of the code of the computation."""
+    index: int
+    """Of the function among the callbacks of the artifact."""
+    operands: tuple[ArrayType, ...]
+    data: bytes | None
+    """The packed operands; None if they come over the bulk plane, to the landing of a `CallLanding`."""
+
+
+class CallReturned(Base, frozen=True, tag=153):
+    """ClientSession to ObjectStore: the function has returned, or raised."""
+
+    call: int
+    results: tuple[ArrayType, ...] = ()
+    data: bytes | None = b""
+    """The packed results; None if they come over the bulk plane, to the landing of a `CallLanding`."""
+    error: str = ""
+    """What it raised, with its traceback."""
+
+
+class CallLanding(Base, frozen=True, tag=154):
+    """ObjectStore and ClientSession to each other: push what belongs to this call to this landing."""
+
+    call: int
+    landing: Landing

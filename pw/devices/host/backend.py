@@ -24,6 +24,7 @@ import numpy as np
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Detail, ThreadReport
+from pw.core.packing import ArrayType
 from pw.core.plan import Piece
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, Box, DeviceAddress
@@ -200,6 +201,24 @@ class Read:
     done: Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
 
 
+@dataclass(slots=True, eq=False)
+class ClientCall:
+    """A computation calls a function in its client's process, and waits.
+
+    The first of `returned` and `raised` ends the wait; later ones do nothing.
+    """
+
+    client: int
+    artifact: bytes
+    """The SHA-256 of the computation's code."""
+    index: int
+    operands: Sequence[np.ndarray[Any, Any]]
+    results: tuple[ArrayType, ...]
+    """What the function must return."""
+    returned: Callable[[Sequence[np.ndarray[Any, Any]]], None]
+    raised: Callable[[str], None]
+
+
 @dataclass(slots=True)
 class Call:
     """Call a function on the execute thread, in its turn."""
@@ -242,6 +261,9 @@ class Backend(Protocol):
 
     def forget(self, key: bytes) -> None:
         """Drop an installed or kept computation, after all ops submitted so far."""
+
+    def take_calls(self, taker: Callable[[ClientCall], None]) -> None:
+        """Have `taker` called for each call of a client's function, on the loop thread."""
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run `ops` after all ops submitted before; one wake-up for all."""

@@ -291,11 +291,13 @@ class Interpreter(Part):
         if computation.checks:
             devices = run.program.devices(computation.outputs[-1])
             op = self._outcomes.of_check(computation, devices, results, known)
-        else:
+        elif len(gang) > 1:
             call = (run.run, slots[0])
             op = self._outcomes.of_call(
                 self._order.epoch, self._order.scheduler, call, gang, results, known
             )
+        else:
+            op = ops.Watch(results, known)
         self.queue.ops.append(op)
 
     @handles(CallEnded)

@@ -4,7 +4,9 @@ Three kinds of computations need that. Results that are checked for NaNs (`Compu
 with a replicated vector of flags, which every host of the gang reads for itself. A Python function
 that runs on several hosts may raise on one of them, and an uneven view may have an error on one of them
 (`pw.devices.host.views`), so each host tells the others through the scheduler, and the error of the first
-host in the gang's order counts for all.
+host in the gang's order counts for all. The same holds for a
+computation that calls its client (`Computation.calls_back`); if it runs on one host, that host waits
+too, so that the client's later work, and no other, waits for the client.
 
 Until the outcome is known, the results count as values that have not arrived. So work that reads
 them is enqueued on all hosts of a gang or on none. The price is that the lane waits.

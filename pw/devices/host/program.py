@@ -221,7 +221,8 @@ class HostProgram:
                 continue
             if any(device.host != plan.host for device in program.at(computation.placement)):
                 program.gangs.add(index)
-            if computation.checks or (computation.is_python and index in program.gangs):
+            may_differ = computation.is_python and index in program.gangs
+            if computation.checks or computation.calls_back or may_differ:
                 program.unsettled.add(index)
         program.segments = {
             part.segment: Segment.of(part.instructions, body, program.gangs, program._own)

@@ -16,6 +16,7 @@ from pw.core.landing import Bulk
 from pw.core.messages import DropUploads, GetStats, RequestFailed, Stats
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend, Value
+from pw.devices.host.callbacks import Callbacks
 from pw.devices.host.checkpoint_files import Aside, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
@@ -61,12 +62,14 @@ class ObjectStore(Actor):
             self.files,
         )
         self.compilations = Compilations(env, backend, self.clients)
+        self.callbacks = Callbacks(env, backend, bulk, self.clients)
         # Uploads come before requests: the latter forget the client of a lost node.
         self.compose(
             self.clients,
             self.uploads,
             self.requests,
             self.compilations,
+            self.callbacks,
             self.replicas,
             self.replicas.memory,
             self.files,
@@ -98,6 +101,7 @@ class ObjectStore(Actor):
         for node in self.clients.nodes_of(client):
             self.requests.forget_node(node)
             self.compilations.forget_node(node)
+            self.callbacks.forget_node(node)
         for array in dict.fromkeys((*self.arrays, *self.requests.parked())):
             if client_of(array) == client:
                 self.drop(array)
@@ -133,6 +137,7 @@ class ObjectStore(Actor):
             "requests_waiting": len(self.requests),
             "uploads_arriving": len(self.uploads),
             "compilations_kept": len(self.compilations),
+            "calls_waiting": len(self.callbacks),
         } | self.replicas.census()
 
     @handles(GetStats)

@@ -43,6 +43,7 @@ from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import (
     Build,
     Call,
+    ClientCall,
     Execute,
     Move,
     Op,
@@ -54,6 +55,7 @@ from pw.devices.host.backend import (
 from pw.devices.host.output import Output
 from pw.devices.jax.answers import Answers, in_host_memory
 from pw.devices.jax.arrays_from_bytes import Builds
+from pw.devices.jax.callbacks import Calls
 from pw.devices.jax.compile import Compiler, Executable
 from pw.devices.jax.enqueue import Enqueuer
 from pw.devices.jax.executables import Executables
@@ -103,8 +105,16 @@ class JaxBackend:
             layouts, answers, failures, output, allow_python, completions.fail
         )
         self._executables = Executables(compile_cache)
+        self._calls = Calls(completions)
         self.compiler = Compiler(
-            host, layouts, completions, self._publish, self._executables, self._python, output
+            host,
+            layouts,
+            completions,
+            self._publish,
+            self._executables,
+            self._python,
+            output,
+            self._calls,
         )
         self.install, self.forget = self.compiler.install, self.compiler.forget
         self.compile = self.compiler.examine
@@ -121,6 +131,10 @@ class JaxBackend:
 
     def _publish(self, key: bytes, executable: Executable | None) -> None:
         self.execution.append(partial(self.enqueuer.publish, key, executable))
+
+    def take_calls(self, taker: Callable[[ClientCall], None]) -> None:
+        """Have `taker` called for each call of a client's function, on the loop."""
+        self._calls.taken_by(taker)
 
     def submit(self, ops: Sequence[Op]) -> None:
         """Run computations in order; build arrays and answer questions at once."""
@@ -211,6 +225,7 @@ class JaxBackend:
     def close(self) -> None:
         """Stop all threads; one that a collective blocks is left behind after a few seconds."""
         self.execution.close()
+        self._calls.close()
         self._completions.close()
         join_all(
             [

@@ -22,6 +22,7 @@ from pw.core.stablehlo import Facts
 from pw.devices.host.backend import DoneCompiling, DoneInstalling
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
+from pw.devices.jax.callbacks import Calls
 from pw.devices.jax.executables import Executables, key_of
 from pw.devices.jax.layouts import SUB_BYTE, Layouts
 from pw.devices.jax.modules import Module, Modules
@@ -95,6 +96,17 @@ def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
     return (computation.artifact, devices, inputs, outputs, computation.donated)
 
 
+def _check_digest(computation: Computation, artifact: bytes) -> None:
+    """Raise CompileError if code was stored under the hash of other code.
+
+    Clients share executables, so none may do that.
+    """
+    if hashlib.sha256(artifact).digest() != computation.artifact:
+        raise CompileError(
+            "the code of the function was damaged on its way; make the pw.jit function anew"
+        )
+
+
 class Compiler:
     """Installs the computations of a host, in the order of `install`, on the compile thread."""
 
@@ -107,6 +119,7 @@ class Compiler:
         executables: Executables,
         python: PythonFunctions,
         output: Output,
+        calls: Calls,
     ) -> None:
         self._host = host
         self._layouts = layouts
@@ -115,7 +128,7 @@ class Compiler:
         self._executables = executables
         self._python = python
         self._output = output
-        self._modules = Modules(layouts, executables)
+        self._modules = Modules(layouts, executables, calls)
         self._held: dict[bytes, Module] = {}
         """Modules that are kept for a program which may come."""
         self._wish_of: dict[bytes, Any] = {}
@@ -188,7 +201,7 @@ class Compiler:
         told: Facts | str | dict[str, float] | ErrorReport
         try:
             with self._output.on_behalf_of(owner_of(key)):
-                module = self._modules.load(artifact, devices)
+                module = self._modules.load(artifact, devices, owner_of(key))
                 told = module.told(detail)
             self._held[key] = module
         except Exception as error:  # noqa: BLE001 - the error is the answer
@@ -218,6 +231,11 @@ class Compiler:
             wish: Any = key
             function = self._python.load(computation, artifact, devices)
             self._made[wish] = _Made(Executable(function, (), computation.name), None, set())
+        elif computation.kind is Kind.STABLEHLO:
+            client = owner_of(key)
+            wish = (_wish(computation, devices), client if computation.calls_back else 0)
+            if wish not in self._made:
+                self._made[wish] = self._of_module(computation, artifact, devices, client)
         else:
             wish = _wish(computation, devices)
             if wish not in self._made:
@@ -229,13 +247,7 @@ class Compiler:
 
     def _compiled(self, wish: Any, computation: Computation, artifact: bytes) -> _Made:
         _, devices, inputs, outputs, _ = wish
-        # Clients share executables: none may store its code under the hash of another client's.
-        if hashlib.sha256(artifact).digest() != computation.artifact:
-            raise CompileError(
-                "the code of the function was damaged on its way; make the pw.jit function anew"
-            )
-        if computation.kind is Kind.STABLEHLO:
-            return self._of_module(computation, artifact, devices)
+        _check_digest(computation, artifact)
         exported = jax.export.deserialize(bytearray(artifact))
         is_straight = vet(exported, computation)
         for spec in (*computation.inputs, *computation.outputs):
@@ -267,9 +279,14 @@ class Compiler:
         return _Made(executable, temporary_bytes, set())
 
     def _of_module(
-        self, computation: Computation, artifact: bytes, devices: tuple[DeviceAddress, ...]
+        self,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
+        client: int,
     ) -> _Made:
-        module = self._modules.load(artifact, devices)
+        _check_digest(computation, artifact)
+        module = self._modules.load(artifact, devices, client)
         device = devices[0].ordinal if len(devices) == 1 else None
         executable = Executable(
             self._modules.call_of(module, computation, devices),

@@ -15,6 +15,7 @@ one: the peers could meet it in the wrong collective.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from pw.devices.host.backend import Execute, Move, Value, View
 from pw.devices.jax.answers import Answers
 from pw.devices.jax.compile import Executable
 from pw.devices.jax.layouts import Layouts, local_shards
+from pw.devices.jax.modules import Aside
 from pw.devices.jax.moves import moved, viewed
 from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
@@ -109,6 +111,8 @@ class Enqueuer:
                 return fail(op.results, self._gang_error)
             if donated:
                 donated = self._donate(op, arrays, donated)
+            if type(call) is Aside:
+                return self._call_aside(op, call.call, arrays, donated, name)
             if op.key in self._quick.trials:
                 outputs = self._try(op.key, call, arrays)
             else:
@@ -131,6 +135,44 @@ class Enqueuer:
             value.error, value.payload = self._failures.deleted, None
         self.enqueued += 1
         return None
+
+    def _call_aside(
+        self, op: Execute, call: Any, arrays: list[jax.Array], donated: tuple[int, ...], name: str
+    ) -> None:
+        """Enqueue a computation that calls its client, on a thread of its own.
+
+        XLA runs it in the thread that enqueues it. No gang meets another order: a host does the
+        later work of a gang when the results of this one are known (`pw.devices.host.outcomes`).
+        """
+        done = threading.Event()
+        for value in op.results:
+            value.maker, value.joint, value.order = name, op.failed is not None, self.enqueued
+            value.building = done
+        for position in donated:
+            value = op.args[position]
+            value.error, value.payload = self._failures.deleted, None
+        self.enqueued += 1
+
+        def run() -> None:
+            try:
+                with jax.enable_x64(True):
+                    outputs = call(*arrays)
+                for value, array in zip(op.results, outputs, strict=True):
+                    value.payload = array
+                if op.failed is not None and op.results:
+                    self.guard_thread.put((op.results[-1], op.failed))
+            except Exception as error:  # noqa: BLE001 - it belongs to the results
+                report = self._failure(op, error)
+                fail(op.results, report)
+                if op.failed is not None:
+                    self._break_gang(op.failed, report)
+            finally:
+                arrays.clear()
+                done.set()
+                for value in op.results:
+                    self._answers.tell(value)
+
+        threading.Thread(target=run, name="pw-callbacks", daemon=True).start()
 
     def _try(self, key: bytes, call: Any, arrays: list[jax.Array]) -> Sequence[jax.Array]:
         """Call an executable that is on trial."""

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import jax
@@ -29,6 +29,7 @@ from pw.core.messages import Detail
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
 from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, decode
+from pw.devices.jax.callbacks import TARGETS, Calls, calls_in
 from pw.devices.jax.executables import Executables, key_of
 from pw.devices.jax.layouts import Layouts, aval_of
 from pw.devices.jax.vetting import vet_code
@@ -71,15 +72,22 @@ _DONOR = re.compile(r"\((\d+), \{")
 
 Call = Callable[..., Sequence[jax.Array]]
 
+_TOKEN = "token"
+"""The dtype of a token, in the facts; it lies in an array of no booleans."""
+
 
 class Module:
     """A compiled module on its devices."""
 
-    def __init__(self, executable: Any, facts: Facts, is_straight: bool) -> None:
+    def __init__(
+        self, executable: Any, facts: Facts, is_straight: bool, calls_back: bool = False
+    ) -> None:
         self.executable = executable
         self.facts = facts
         self.is_straight = is_straight
         """It has no loops, branches or native calls."""
+        self.calls_back = calls_back
+        """It may call functions of its client."""
 
     def told(self, detail: Detail) -> Facts | str | dict[str, float]:
         """What a client wants to know."""
@@ -91,33 +99,46 @@ class Module:
         return self.facts
 
 
+class Aside(NamedTuple):
+    """A call that may take long, and must not run on the execute thread: it calls the client."""
+
+    call: Call
+
+
 class Modules:
     """The modules that are compiled on this host, each as long as something refers to it."""
 
-    def __init__(self, layouts: Layouts, executables: Executables) -> None:
+    def __init__(self, layouts: Layouts, executables: Executables, calls: Calls) -> None:
         self._layouts = layouts
         self._executables = executables
-        self._loaded: WeakValueDictionary[tuple[bytes, tuple[DeviceAddress, ...]], Module]
-        self._loaded = WeakValueDictionary()
+        self._calls = calls
+        self._loaded: WeakValueDictionary[tuple[Any, ...], Module] = WeakValueDictionary()
         self.compiled = 0
         """How many were compiled, not loaded from the folder."""
 
-    def load(self, artifact: bytes, devices: tuple[DeviceAddress, ...]) -> Module:
-        """The compiled module of an artifact on these devices. Raises CompileError with XLA's words."""
-        digest = hashlib.sha256(artifact).digest()
-        module = self._loaded.get((digest, devices))
+    def load(self, artifact: bytes, devices: tuple[DeviceAddress, ...], client: int) -> Module:
+        """The compiled module of an artifact of a client on these devices.
+
+        Raises CompileError with XLA's words.
+        """
+        digest, code = hashlib.sha256(artifact).digest(), decode(artifact)
+        # One that calls its client is not shared with other clients.
+        key = (digest, devices, client if code.callbacks else 0)
+        module = self._loaded.get(key)
         if module is None:
-            module = self._compiled(digest, decode(artifact), devices)
-            self._loaded[digest, devices] = module
+            module = self._compiled(digest, code, devices, client)
+            self._loaded[key] = module
         return module
 
     def call_of(
         self, module: Module, computation: Computation, devices: tuple[DeviceAddress, ...]
-    ) -> Call:
+    ) -> Call | Aside:
         """A function that takes a `jax.Array` for each argument, and returns one for each result.
 
         Raises CompileError unless the module is what `computation` says.
         """
+        if module.calls_back != computation.calls_back:
+            raise CompileError("the function calls its client, or does not, unlike its call says")
         _check(module.facts, computation)
         handlers = []
         for spec in computation.outputs:
@@ -130,16 +151,16 @@ class Modules:
             results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
             return results
 
-        return call
+        return Aside(call) if module.calls_back else call
 
     def _compiled(
-        self, digest: bytes, code: Stablehlo, devices: tuple[DeviceAddress, ...]
+        self, digest: bytes, code: Stablehlo, devices: tuple[DeviceAddress, ...], client: int
     ) -> Module:
         if len(set(devices)) < len(devices) or not devices:
             raise CompileError("a function is compiled for one or more different devices")
         mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
         physical: list[jax.Device] = [*mesh.devices.flat]
-        client: Any = physical[0].client
+        client_of_devices: Any = physical[0].client
         if physical[0].platform == "cpu":
             _prepare_linear_algebra()
         options = _options(code.options, physical)
@@ -149,8 +170,11 @@ class Modules:
             except Exception as error:
                 raise CompileError(f"the code of the function cannot be read: {error}") from error
             text = module.operation.get_asm(large_elements_limit=_LARGE_CONSTANT)
-            is_straight = vet_code(text)
-            kept_as = key_of(physical, "stablehlo", digest)
+            is_straight = vet_code(text, TARGETS)
+            called = calls_in(module, len(code.callbacks))
+            functions = self._calls.functions(client, digest, len(code.callbacks), called)
+            # An executable with functions of this process cannot be kept.
+            kept_as = None if functions else key_of(physical, "stablehlo", digest)
             made: Module | None = None
             if kept_as is not None:
                 made = self._executables.load_with(
@@ -158,13 +182,13 @@ class Modules:
                 )
             if made is None:
                 try:
-                    loaded = client.compile_and_load(
-                        module, _jax.DeviceList(tuple(physical)), options
+                    loaded = client_of_devices.compile_and_load(
+                        module, _jax.DeviceList(tuple(physical)), options, functions
                     )
                 except Exception as error:
                     raise CompileError(str(error)) from error
                 self.compiled += 1
-                made = Module(loaded, _facts(loaded, physical), is_straight)
+                made = Module(loaded, _facts(loaded, physical), is_straight, bool(functions))
                 if kept_as is not None:
                     self._executables.save_with(kept_as, functools.partial(_serialized, made))
         return made
@@ -231,15 +255,8 @@ def _facts(executable: Any, devices: Sequence[jax.Device]) -> Facts:
     parameters = program.parameter_shapes()
     kinds = executable.get_output_memory_kinds()[0]
     own = devices[0].default_memory().kind
-    inputs = _shards(
-        parameters,
-        executable.get_parameter_shardings(),
-        executable.get_parameter_layouts(),
-        [own] * len(parameters),
-    )
-    outputs = _shards(
-        results, executable.get_output_shardings(), executable.get_output_layouts(), kinds
-    )
+    inputs = _shards(parameters, executable.get_parameter_shardings(), [own] * len(parameters))
+    outputs = _shards(results, executable.get_output_shardings(), kinds)
     sizes = executable.get_compiled_memory_stats()
     return Facts(
         module.name,
@@ -255,19 +272,20 @@ def _facts(executable: Any, devices: Sequence[jax.Device]) -> Facts:
 
 
 def _shards(
-    shapes: Sequence[Any],
-    shardings: Sequence[Any] | None,
-    layouts: Sequence[Any],
-    kinds: Sequence[str],
+    shapes: Sequence[Any], shardings: Sequence[Any] | None, kinds: Sequence[str]
 ) -> tuple[ShardFacts, ...]:
     found = []
     for index, shape in enumerate(shapes):
-        layout = layouts[index]._xla_layout()
+        sharding = shardings[index].SerializeToString() if shardings is not None else b""
+        if shape.is_token():
+            found.append(ShardFacts(_TOKEN, (0,), sharding, (0,), 0, kinds[index]))
+            continue
+        layout = shape.layout()
         found.append(
             ShardFacts(
                 shape.numpy_dtype().name,
                 tuple(shape.dimensions()),
-                shardings[index].SerializeToString() if shardings is not None else b"",
+                sharding,
                 tuple(layout.minor_to_major()),
                 layout.element_size_in_bits(),
                 kinds[index],
@@ -293,7 +311,7 @@ def _check(facts: Facts, computation: Computation) -> None:
     ):
         if any(spec.placement != computation.placement for spec in specs):
             raise CompileError(f"the {what} of the function lie on other devices than the function")
-        shards = [(shard.shape, shard.dtype) for shard in found]
+        shards = [(one.shape, "bool" if one.dtype == _TOKEN else one.dtype) for one in found]
         wanted = [(_shard_shape(spec), spec.dtype) for spec in specs]
         if shards != wanted:
             raise CompileError(

@@ -136,6 +136,9 @@ class SimBackend:
         self._installed.pop(key, None)
         self._kept.discard(key)
 
+    def take_calls(self, taker: Callable[[ops.ClientCall], None]) -> None:
+        """Take nothing: no computation calls its client."""
+
     def submit(self, batch: Sequence[ops.Op]) -> None:
         """Run what computes after all that was submitted before; the rest at once."""
         asked: list[ops.Watch | ops.Read] = []

@@ -1,0 +1,141 @@
+"""Passes calls of functions in clients' processes on to the clients, and the results back.
+
+Small operands and results travel inside the messages, large ones over the bulk plane:
+
+    called -CallClient-> waiting -CallReturned with the results-> returned
+                          |  ^ |                                    ^
+              CallLanding |  | +- CallReturned without them -> landing
+                          +--+ push the operands
+
+A client that is lost, or has gone, ends its calls with an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pw.core.actor import Env, Part, handles
+from pw.core.errors import Error
+from pw.core.ids import Address, session_of
+from pw.core.landing import Bulk, Bytes
+from pw.core.messages import INLINE_BYTES, CallClient, CallLanding, CallReturned, PeerLost
+from pw.core.packing import pack, packed_bytes, sizes_of, unpack_arrays
+from pw.core.sharding import packed_offsets
+from pw.devices.host.backend import Backend, ClientCall
+from pw.devices.host.clients import Clients
+
+_GONE = "the client of this computation, in whose process the function is, was lost"
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    node: str
+    call: ClientCall
+    landing: int | None = None
+
+
+@dataclass(eq=False, repr=False)
+class Callbacks(Part):
+    """The calls that clients have not answered."""
+
+    env: Env
+    backend: Backend
+    bulk: Bulk
+    clients: Clients
+    _serial: int = 0
+    _open: dict[int, _Open] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.backend.take_calls(self._called)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def _called(self, call: ClientCall) -> None:
+        nodes = self.clients.nodes_of(call.client)
+        if not nodes:
+            call.raised(_GONE)
+            return
+        self._serial += 1
+        self._open[self._serial] = _Open(nodes[-1], call)
+        data = pack(call.operands) if packed_bytes(call.operands) <= INLINE_BYTES else None
+        types = tuple((array.dtype.name, array.shape) for array in call.operands)
+        message = CallClient(self._serial, call.artifact, call.index, types, data)
+        self.env.send(session_of(nodes[-1]), message)
+
+    def _of(self, sender: Address, number: int) -> _Open | None:
+        opened = self._open.get(number)
+        if opened is None or opened.node != sender.node:
+            self.env.count("calls_unknown")
+            return None
+        return opened
+
+    @handles(CallLanding)
+    def _on_landing(self, sender: Address, message: CallLanding) -> None:
+        """Push the operands to the client."""
+        opened = self._of(sender, message.call)
+        if opened is None:
+            return
+        operands = opened.call.operands
+        offsets, total = packed_offsets([array.nbytes for array in operands])
+        if total > message.landing.size_bytes:
+            self._fail(message.call, f"the client made no room for {total} bytes of its operands")
+            return
+
+        def pushed(error: Exception | None) -> None:
+            if error is not None:
+                self._fail(message.call, f"the operands did not reach the client: {error}")
+
+        self.bulk.push(message.landing, list(zip(offsets, operands, strict=True)), pushed)
+
+    @handles(CallReturned)
+    def _on_returned(self, sender: Address, message: CallReturned) -> None:
+        opened = self._of(sender, message.call)
+        if opened is None:
+            return
+        call = opened.call
+        if message.error:
+            self._fail(message.call, message.error)
+        elif message.results != call.results:
+            self._fail(
+                message.call,
+                f"the function returned {message.results}, but the computation takes {call.results}",
+            )
+        elif message.data is not None:
+            self._take(message.call, message.data)
+        elif opened.landing is None:
+            _, total = packed_offsets(sizes_of(call.results))
+            try:
+                landing = self.bulk.land(total, lambda buffer: self._take(message.call, buffer))
+            except Error as refused:
+                self._fail(message.call, str(refused))
+                return
+            opened.landing = landing.transfer
+            self.env.send(sender, CallLanding(message.call, landing))
+
+    def _take(self, number: int, buffer: bytes | Bytes) -> None:
+        opened = self._open.pop(number, None)
+        if opened is None:
+            return
+        try:
+            results = unpack_arrays(buffer, opened.call.results)
+        except ValueError as error:
+            opened.call.raised(f"the results of the function are damaged: {error}")
+        else:
+            opened.call.returned(results)
+
+    def _fail(self, number: int, words: str) -> None:
+        opened = self._open.pop(number, None)
+        if opened is not None:
+            if opened.landing is not None:
+                self.bulk.cancel(opened.landing)
+            opened.call.raised(words)
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        self.forget_node(message.node)
+
+    def forget_node(self, node: str) -> None:
+        """End all calls of a lost client."""
+        for number in [number for number, opened in self._open.items() if opened.node == node]:
+            self._fail(number, _GONE)

@@ -1,0 +1,199 @@
+"""Functions that computations call in their client's process.
+
+XLA calls a Python function of this process, by its index, in whatever thread the computation runs.
+The function asks the loop to send the operands to the client, and waits for the results.
+
+jaxlib copies results into XLA's buffers without a look at their sizes, so they are checked here.
+Nothing of the client is unpickled: its process finds the function by the artifact and the index.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jaxlib.mlir import ir
+
+from pw.core.errors import CompileError
+from pw.core.packing import ArrayType
+from pw.core.sharding import dtype_of
+from pw.devices.host.backend import ClientCall
+from pw.devices.jax.layouts import SUB_BYTE
+from pw.devices.jax.threads import Completions
+
+TARGETS = frozenset(
+    f"xla_ffi{which}_python_{device}_callback"
+    for which in ("", "_partitioned")
+    for device in ("cpu", "gpu")
+)
+"""Native functions that call a Python function by its index."""
+
+Results = tuple[ArrayType | None, ...]
+"""The results of a call; None is a token, which keeps calls in order."""
+
+_INTEGERS = {f"{sign}i{bits}": bits for sign in ("", "s", "u") for bits in (8, 16, 32, 64)}
+_DTYPES = {
+    "i1": "bool",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "bf16": "bfloat16",
+    "complex<f32>": "complex64",
+    "complex<f64>": "complex128",
+}
+_DTYPES |= {
+    name: f"{'u' if name.startswith('u') else ''}int{bits}" for name, bits in _INTEGERS.items()
+}
+_FLOAT8 = {
+    name.replace("float8_", "f8").replace("_", "").lower(): name
+    for name in dir(ml_dtypes)
+    if name.startswith("float8_")
+}
+_DTYPES |= {f"f8{mlir[2:].upper()}": name for mlir, name in _FLOAT8.items()}
+
+
+def calls_in(module: Any, declared: int) -> dict[int, Results]:
+    """The results of each function that an MLIR module calls, by its index.
+
+    Raises CompileError for an index that is not below `declared`, and for results that cannot be
+    checked.
+    """
+    found: dict[int, Results] = {}
+    refused: list[str] = []
+
+    def look(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if target in TARGETS:
+                try:
+                    index, results = _call(operation, target, declared)
+                    if found.setdefault(index, results) != results:
+                        refused.append(f"the callback {index} has results of several types")
+                except (KeyError, ValueError, CompileError) as error:
+                    refused.append(str(error))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    if refused:
+        raise CompileError(refused[0])
+    return found
+
+
+def _call(operation: Any, target: str, declared: int) -> tuple[int, Results]:
+    config = ir.DictAttr(operation.attributes["mhlo.backend_config"])
+    index = ir.IntegerAttr(config["index"]).value
+    if not 0 <= index < declared:
+        raise CompileError(
+            f"the function calls back function {index} of its client through {target!r}, and declares "
+            f"{declared}; functions that call back need the process that has made them"
+        )
+    results = tuple(_type(result.type) for result in operation.results)
+    if "partitioned" in target and any(results):
+        raise CompileError(
+            f"the callback {index} is called for each shard, and must return nothing"
+        )
+    return index, results
+
+
+def _type(mlir_type: Any) -> ArrayType | None:
+    if str(mlir_type) == "!stablehlo.token":
+        return None
+    tensor = ir.RankedTensorType(mlir_type)
+    dtype = _DTYPES.get(str(tensor.element_type))
+    if dtype is None or dtype in SUB_BYTE or not tensor.has_static_shape:
+        raise CompileError(
+            f"a callback returns {mlir_type}, which cannot come from another process"
+        )
+    return dtype, tuple(tensor.shape)
+
+
+class Calls:
+    """Calls the clients of this host's computations."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+        self._taker: Callable[[ClientCall], None] | None = None
+        self._waiting: set[_Wait] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def taken_by(self, taker: Callable[[ClientCall], None]) -> None:
+        """Have calls go to `taker`, on the loop."""
+        self._taker = taker
+
+    def functions(
+        self, client: int, artifact: bytes, declared: int, called: Mapping[int, Results]
+    ) -> list[Callable[..., Any]]:
+        """The functions for XLA, by index."""
+        return [
+            self._function(client, artifact, index, called.get(index, ()))
+            for index in range(declared)
+        ]
+
+    def _function(
+        self, client: int, artifact: bytes, index: int, results: Results
+    ) -> Callable[..., Any]:
+        types = tuple(one for one in results if one is not None)
+
+        def function(*operands: Any) -> tuple[Any, ...]:
+            # Copies: if the client is lost, this call returns while its bytes may still be sent.
+            arrays = [np.array(operand) for operand in operands if operand is not None]
+            wait = _Wait()
+            call = ClientCall(client, artifact, index, arrays, types, wait.returned, wait.raised)
+            self._begin(wait, call)
+            wait.over.wait()
+            with self._lock:
+                self._waiting.discard(wait)
+            if wait.error:
+                raise RuntimeError(wait.error)
+            given = iter(_checked(wait.results, types))
+            return tuple(None if one is None else next(given) for one in results)
+
+        return function
+
+    def _begin(self, wait: _Wait, call: ClientCall) -> None:
+        with self._lock:
+            self._waiting.add(wait)
+            if self._closed or self._taker is None:
+                wait.raised("the host ends")
+        if self._taker is not None:
+            self._completions.post(self._taker, call)
+
+    def close(self) -> None:
+        """End all calls."""
+        with self._lock:
+            self._closed = True
+            for wait in self._waiting:
+                wait.raised("the host ends")
+
+
+class _Wait:
+    """A thread of XLA's waits for a client."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.results: Sequence[np.ndarray[Any, Any]] = ()
+        self.error = ""
+
+    def returned(self, results: Sequence[np.ndarray[Any, Any]]) -> None:
+        if not self.over.is_set():
+            self.results = results
+            self.over.set()
+
+    def raised(self, words: str) -> None:
+        if not self.over.is_set():
+            self.error = words
+            self.over.set()
+
+
+def _checked(
+    results: Sequence[np.ndarray[Any, Any]], types: Sequence[ArrayType]
+) -> list[np.ndarray[Any, Any]]:
+    """The results, if they are of these types. Raises RuntimeError."""
+    found = [(array.dtype, array.shape) for array in results]
+    if found != [(dtype_of(dtype), shape) for dtype, shape in types]:
+        raise RuntimeError(f"a callback returned {found}, but the computation takes {list(types)}")
+    return list(results)
