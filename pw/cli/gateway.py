@@ -89,6 +89,7 @@ def serve(
     priority: Annotated[int, typer.Option()] = 0,
     allow_remote: Annotated[bool, typer.Option("--allow-remote")] = False,
     files: Annotated[str, typer.Option(hidden=True)] = "",
+    functions: Annotated[str, typer.Option(hidden=True)] = "",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -114,7 +115,7 @@ def serve(
             runtime, found, end = await thread.loop.run_in_executor(waiting, sessions.begin)
             return runtime, found, lambda: waiting.submit(end)
 
-        server = Server(connect, Path(files) if files else None)
+        server = Server(connect, Path(files) if files else None, functions)
         cluster.callback(shutil.rmtree, files, ignore_errors=True)
         listening = asyncio.run_coroutine_threadsafe(server.start(where), thread.loop)
         try:

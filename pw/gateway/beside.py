@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pw.client.connection.children import Child, read_announcement
+from pw.gateway.functions import Functions
 from pw.transport.private import PrivateFolder
 
-SOCKET = "gateway"
+SOCKET, FUNCTIONS = "gateway", "functions"
 START_S = 120.0
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
@@ -42,6 +43,7 @@ def client(arguments: Sequence[str]) -> Any:
 
     folder = PrivateFolder.make()
     files = _memory_folder()
+    functions = Functions(str(folder.path / FUNCTIONS))
     read, write = os.pipe()
     try:
         child = Child(
@@ -50,6 +52,7 @@ def client(arguments: Sequence[str]) -> Any:
                 *("--bind", f"ipc://{folder.path / SOCKET}"),
                 *("--announce-fd", str(write)),
                 *("--files", files),
+                *("--functions", str(folder.path / FUNCTIONS)),
                 *arguments,
             ],
             [write],
@@ -64,7 +67,9 @@ def client(arguments: Sequence[str]) -> Any:
         os.environ.setdefault(_LARGE, str(LARGE_BYTES))
     if os.environ.get(_LOG_LEVEL, "1") == "1":  # JAX's default
         _log_from(_ERRORS)
-    return ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
+    made = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
+    functions.install(lambda backend: backend is made)
+    return made
 
 
 def _memory_folder() -> str:

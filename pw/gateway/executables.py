@@ -17,10 +17,11 @@ from pw.core.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement
 from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.arrays import ProxyArray, ProxyArrays
+from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import kind_of
+from pw.gateway.functions import Caller
 from pw.gateway.runs import Runs
 
 _PROGRAMS = ("xla::ifrt::XlaProgram", "xla::ifrt::HloProgram")
@@ -54,13 +55,16 @@ class Executable:
     """It has no results; the runtime's computation has one more, which is ready when it has ended."""
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The registered programs, by the positions of the arguments that they donate."""
+    last: tuple[Stored, ...] = ()
+    """The results of the latest run, if runs call functions of the script."""
 
 
 class Executables:
     """The executables of one client by their handles."""
 
-    def __init__(self, arrays: ProxyArrays, devices: Devices, runs: Runs) -> None:
+    def __init__(self, arrays: ProxyArrays, devices: Devices, runs: Runs, caller: Caller) -> None:
         self._arrays = arrays
+        self._caller = caller
         self._devices = devices
         self._runs = runs
         self._known: dict[int, Executable] = {}
@@ -106,6 +110,8 @@ class Executables:
             code = Stablehlo(with_completion(code.module), code.options, code.callbacks)
             facts = await self._facts(code, placement)
         made = self._described(devices, placement, code, facts, has_completion=has_completion)
+        if code.callbacks:
+            self._caller.know(hashlib.sha256(made.artifact).digest(), _functions(code))
         self._program(made, facts.donated)
         handle = self._next
         self._next += 1
@@ -117,6 +123,8 @@ class Executables:
         said.device_ids.extend(devices)
         said.addressable_device_ids.extend(devices)
         said.fingerprint_value = hashlib.sha256(made.artifact).digest()
+        first = len(code.callbacks) and self._next
+        said.loaded_host_callback_handles.extend(range(first, first + len(code.callbacks)))
         said.ready_future_handle = handle  # it is ready: `check_future` knows no other ones
 
     async def _facts(self, code: Stablehlo, placement: Placement) -> Facts:
@@ -179,6 +187,7 @@ class Executables:
                 outputs,
                 made.facts.donated,
                 Kind.STABLEHLO,
+                calls_back=bool(made.code.callbacks),
             )
             body = Program(
                 made.name,
@@ -248,6 +257,8 @@ class Executables:
         program = self._program(made, donated)
         specs = [result.spec for result in made.results]
         stored = self._runs.run(program, arguments, specs)
+        if made.code.callbacks:
+            made.last = tuple(stored)
         for at in given:
             args[at].delete()
         said = response.loaded_executable_execute_response
@@ -356,6 +367,22 @@ class Executables:
         if (made := self._known.pop(handle, None)) is not None:
             for program in made.programs.values():
                 self._runs.runtime.release_program(program)
+            if made.code.callbacks:
+                self._forget_functions(made)
+
+    def _forget_functions(self, made: Executable) -> None:
+        """Forget the functions that an executable calls, when its last run has ended."""
+        last, digest = made.last, hashlib.sha256(made.artifact).digest()
+
+        def ended(_: object = None) -> None:
+            made.last = ()
+            self._caller.forget(digest)
+
+        if last:
+            waiting = self._runs.runtime.wait([(one.number, one.spec) for one in last])
+            self._runs.then(waiting, ended)
+        else:
+            ended()
 
     def close(self) -> None:
         """Release all executables."""
@@ -370,6 +397,16 @@ def _assigned(assignment: Any) -> tuple[int, ...]:
         computation.replica_device_ids[replica]
         for replica in range(assignment.replica_count)
         for computation in assignment.computation_devices
+    )
+
+
+def _functions(code: Stablehlo) -> tuple[int, ...]:
+    """Return the numbers that the script has given to the functions that a module calls."""
+    proto = protos.message("xla.ifrt.XlaHostCallbackProto")
+    return tuple(
+        operand.channel_id
+        for callback in code.callbacks
+        for operand in proto.FromString(callback).operands[:1]
     )
 
 

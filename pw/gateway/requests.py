@@ -20,6 +20,7 @@ from pw.gateway.arrays import ProxyArrays
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
+from pw.gateway.functions import Caller
 from pw.gateway.runs import Runs
 from pw.gateway.transfers import Transfers
 
@@ -59,9 +60,12 @@ class Client:
         runtime: the session that it uses.
         devices: the devices that it sees.
         number: the session's number in the protocol.
+        functions: where the script listens for calls of its functions; empty if it does not.
     """
 
-    def __init__(self, runtime: Runtime, devices: Devices, number: int) -> None:
+    def __init__(
+        self, runtime: Runtime, devices: Devices, number: int, functions: str = ""
+    ) -> None:
         self.number = number
         self._loop = asyncio.get_running_loop()
         self.buffers = HostBuffers(self._loop)
@@ -69,7 +73,8 @@ class Client:
         self._devices = devices
         self._runs = Runs(runtime, self._loop)
         self._runs.placement = devices.placement
-        self.executables = Executables(self.arrays, devices, self._runs)
+        self._caller = Caller(functions, runtime.calls)
+        self.executables = Executables(self.arrays, devices, self._runs, self._caller)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
         self.reply: Callable[[Any], None] = lambda reply: None
         """Takes each reply."""
@@ -113,6 +118,7 @@ class Client:
             "loaded_executable_delete_request": self._delete_executable,
             "loaded_executable_is_deleted_request": self._is_executable_deleted,
             "loaded_executable_destruct_request": self._destruct_executable,
+            "loaded_host_callback_poll_request": later(self._poll),
             "get_default_device_assignment_request": self._default_assignment,
             "get_default_layout_request": self._default_layout,
         }
@@ -221,6 +227,7 @@ class Client:
             task.cancel()
         self.buffers.close(Disconnected("the client has left"))
         self.executables.close()
+        self._caller.close()
         self._runs.close()
         self.arrays.clear()
         self._waiting.clear()
@@ -311,6 +318,10 @@ class Client:
     def _is_executable_deleted(self, body: Any, reply: Any) -> None:
         known = self.executables.has(body.loaded_executable_handle)
         reply.loaded_executable_is_deleted_response.is_deleted = not known
+
+    async def _poll(self, body: Any, reply: Any) -> None:
+        """Never answer: JAX's client could not run the call (see `pw.gateway.functions`)."""
+        await self._loop.create_future()
 
     def _default_assignment(self, body: Any, reply: Any) -> None:
         replicas, partitions = body.num_replicas, body.num_partitions

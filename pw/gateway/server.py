@@ -43,11 +43,13 @@ class Server:
     Args:
         connect: gives each client a session.
         files: the folder in which the client, on this machine, leaves large host buffers; None for none.
+        functions: the unix socket where the client's process runs host callbacks; empty for none.
     """
 
-    def __init__(self, connect: Connect, files: Path | None = None) -> None:
+    def __init__(self, connect: Connect, files: Path | None = None, functions: str = "") -> None:
         self._connect = connect
         self._files = files
+        self._functions = functions
         self.clients: dict[int, Client] = {}
         self._next = 1
         self._connections: set[Connection] = set()
@@ -117,7 +119,7 @@ class Server:
         runtime, devices, end = await self._connect()
         number = self._next
         self._next += 1
-        client = self.clients[number] = Client(runtime, devices, number)
+        client = self.clients[number] = Client(runtime, devices, number, self._functions)
         return client, end
 
     def _version(self, call: rpc.Unary, request: Any) -> None:
