@@ -27,6 +27,8 @@ OTHERS = (
 )
 """Files that use the backend in other ways; `--others` adds them."""
 
+RESULTS = Path(__file__).resolve().parent / "results" / "results.json"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the files; returns 0 if no test failed that passes with plain JAX."""
