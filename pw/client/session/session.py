@@ -13,7 +13,7 @@ session ends only when its controller has given this client up, or does not come
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -59,21 +59,6 @@ from pw.core.messages import (
 
 REDIAL_S = 0.5
 """How often to look for another controller."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Redial:
-    """Timer: look for another controller."""
-
-    outage: int
-
-
-@dataclass(frozen=True, slots=True)
-class _GiveUp:
-    """Timer: end the session unless another controller has been found."""
-
-    outage: int
-    reason: str
 
 
 class ClientSession(Actor):
@@ -189,26 +174,26 @@ class ClientSession(Actor):
             self._outages += 1
             self.link.lost(self.requests.is_open)
             self.env.log("warning", "controller lost", reason=message.reason)
-            self.env.call_later(self._reconnect_s, _GiveUp(self._outages, words))
+            self.env.call_later(self._reconnect_s, partial(self._give_up, self._outages, words))
             self._call()
         else:
             self._is_calling = False
-            self.env.call_later(REDIAL_S, _Redial(self._outages))
+            self.env.call_later(REDIAL_S, partial(self._redial, self._outages))
 
     def _call(self) -> None:
         self._is_calling = True
         self.link.call(self._attach)
 
-    @handles(_Redial)
-    def _on_redial(self, sender: Address, note: _Redial) -> None:
-        is_over = self.link.is_open or note.outage != self._outages or self.closed is not None
+    def _redial(self, outage: int) -> None:
+        """Look for another controller."""
+        is_over = self.link.is_open or outage != self._outages or self.closed is not None
         if not is_over and not self._is_calling:
             self._call()
 
-    @handles(_GiveUp)
-    def _on_give_up(self, sender: Address, note: _GiveUp) -> None:
-        if not self.link.is_open and note.outage == self._outages:
-            words = f"{note.reason}, and has not come back within {self._reconnect_s:g} s"
+    def _give_up(self, outage: int, reason: str) -> None:
+        """End the session unless another controller has been found."""
+        if not self.link.is_open and outage == self._outages:
+            words = f"{reason}, and has not come back within {self._reconnect_s:g} s"
             self._die(ConnectionFailed(words))
 
     def _host_lost(self, node: str, error: ErrorReport) -> None:

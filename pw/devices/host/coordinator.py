@@ -6,7 +6,7 @@ edge stand in `pw.devices.host.edge_states`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import Address, client_of
@@ -14,7 +14,6 @@ from pw.core.landing import Bulk
 from pw.core.messages import EdgeReport, PeerLost
 from pw.devices.host.backend import Backend
 from pw.devices.host.early_edges import EarlyMessages
-from pw.devices.host.edge_states import EdgeKey
 from pw.devices.host.edges_in import EdgesIn
 from pw.devices.host.edges_out import EdgesOut
 from pw.devices.host.run_table import RunTable
@@ -24,18 +23,6 @@ ORPHAN_S = 30.0
 
 EDGES_TOLD = 64
 """Open edges in one report."""
-
-
-@dataclass(frozen=True, slots=True)
-class _DropOrphans:
-    """Timer: drop the edges of this client, or run, that found no other end."""
-
-    client: int
-    run: int = 0
-
-    def concerns(self, key: EdgeKey) -> bool:
-        """Whether it means a route."""
-        return key[0] == self.run or client_of(key[0]) == self.client
 
 
 class ShardCoordinator(Actor):
@@ -56,15 +43,15 @@ class ShardCoordinator(Actor):
         `ORPHAN_S` has no receiver: its launch was queued when the client left.
         """
         self.runs.client_left(client)
-        self.env.call_later(ORPHAN_S, _DropOrphans(client))
+        self.env.call_later(ORPHAN_S, partial(self._drop_orphans, client, 0))
 
     def drop_run(self, run: int) -> None:
         """Drop the edges from launched segments of a run to those that are not launched any more."""
-        self.env.call_later(ORPHAN_S, _DropOrphans(0, run))
+        self.env.call_later(ORPHAN_S, partial(self._drop_orphans, 0, run))
 
-    @handles(_DropOrphans)
-    def _drop_orphans(self, sender: Address, timer: _DropOrphans) -> None:
-        self.sending.drop_orphans(timer.concerns, timer.client)
+    def _drop_orphans(self, client: int, run: int) -> None:
+        """Drop the edges of this client, or run, that found no other end."""
+        self.sending.drop_orphans(lambda key: key[0] == run or client_of(key[0]) == client, client)
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:

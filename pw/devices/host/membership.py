@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -47,26 +48,6 @@ ENDING_S = 2.0
 """How long launches may take to end when another controller has come."""
 LOOK_S = 0.02
 """Time between two looks whether all launches are enqueued."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Redial:
-    """Timer: look for a controller again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _GiveUp:
-    """Timer: stop if the controller that was lost at `lost_s` has not been replaced."""
-
-    lost_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _LookWhetherEnded:
-    """Timer: leave if all launches have ended, or it is `until_s`."""
-
-    reason: str
-    until_s: float
 
 
 class HostProcess(Protocol):
@@ -184,18 +165,17 @@ class Membership(Part):
             self._begin_again(reason)
         else:
             self._heard()
-            look = _LookWhetherEnded(reason, self.env.now_s() + ENDING_S)
-            self._look_whether_ended(self.env.address, look)
+            self._look_whether_ended(reason, self.env.now_s() + ENDING_S)
 
-    @handles(_LookWhetherEnded)
-    def _look_whether_ended(self, sender: Address, look: _LookWhetherEnded) -> None:
-        if self.env.now_s() >= look.until_s:
-            self._begin_again(look.reason)
-        elif self.interpreter.when_ended(lambda: self._begin_again(look.reason)):
-            last = _LookWhetherEnded(look.reason, 0.0)
-            self.env.call_later(look.until_s - self.env.now_s(), last)
+    def _look_whether_ended(self, reason: str, until_s: float) -> None:
+        """Leave if all launches have ended, or it is `until_s`."""
+        left_s, leave = until_s - self.env.now_s(), partial(self._begin_again, reason)
+        if left_s <= 0:
+            leave()
+        elif self.interpreter.when_ended(leave):
+            self.env.call_later(left_s, leave)
         else:
-            self.env.call_later(LOOK_S, look)
+            self.env.call_later(LOOK_S, partial(self._look_whether_ended, reason, until_s))
 
     def _begin_again(self, reason: str) -> None:
         """End this incarnation, and leave to the next one all that can be saved."""
@@ -221,22 +201,22 @@ class Membership(Part):
         if self._lost_s is None:
             self._lost_s = self.env.now_s()
             self.env.log("warning", "controller lost", reason=message.reason)
-            self.env.call_later(self.reconnect_s, _GiveUp(self._lost_s))
+            self.env.call_later(self.reconnect_s, partial(self._give_up, self._lost_s))
         self._is_calling = False
-        self.env.call_later(REDIAL_S, _Redial())
+        self.env.call_later(REDIAL_S, self._redial)
 
     def _heard(self) -> None:
         self._is_known, self._lost_s = True, None
 
-    @handles(_Redial)
-    def _redial(self, sender: Address, timer: _Redial) -> None:
+    def _redial(self) -> None:
+        """Look for a controller again."""
         if self._lost_s is not None and not self._leaving and not self._is_calling:
             self._is_calling = True
             self.register()
 
-    @handles(_GiveUp)
-    def _give_up(self, sender: Address, timer: _GiveUp) -> None:
-        if self._lost_s == timer.lost_s and not self._leaving:
+    def _give_up(self, lost_s: float) -> None:
+        """Stop if the controller that was lost at `lost_s` has not been replaced."""
+        if self._lost_s == lost_s and not self._leaving:
             self._give_up_controller("the controller did not come back; giving up")
 
     def _give_up_controller(self, words: str) -> None:

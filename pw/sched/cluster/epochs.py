@@ -16,6 +16,7 @@ Clients tell it of their slices, which wait for their islands.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from pw.core.actor import Env, Part, handles
 from pw.core.errors import ErrorReport, HostLost
@@ -50,23 +51,6 @@ RESTART_S = 2.0
 @dataclass(frozen=True, slots=True)
 class Overdue:
     """Timer: hosts of this epoch should have come back."""
-
-    island: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class _NotRestarted:
-    """Timer: a host that died should have been started again."""
-
-    island: str
-    epoch: int
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Timer: an island that left this epoch should have been formed again."""
 
     island: str
     epoch: int
@@ -146,7 +130,7 @@ class Epochs(Part):
             island.awaited = set(island.ranks) - island.hosts.keys()
             island.epoch = message.epoch
             self.env.call_later(REJOIN_S, Overdue(name, island.epoch))
-            self.env.call_later(MOVE_S, _Move(name, island.epoch))
+            self.env.call_later(MOVE_S, partial(self._move, name, island.epoch))
             self.env.log("info", "island found", island=name, epoch=message.epoch, host=node)
         else:
             island = known
@@ -368,7 +352,7 @@ class Epochs(Part):
             self.env.send(CONTROL, IslandLost(island.name, island.epoch, report, lost))
         self.announce()
         self.env.call_later(REJOIN_S, Overdue(island.name, island.epoch))
-        self.env.call_later(MOVE_S, _Move(island.name, island.epoch))
+        self.env.call_later(MOVE_S, partial(self._move, island.name, island.epoch))
         self._fill(island)
 
     def _stay(self, island: Island, lost: str) -> None:
@@ -392,15 +376,17 @@ class Epochs(Part):
         """
         if may_return:
             island.awaited.add(node)
-            self.env.call_later(RESTART_S, _NotRestarted(island.name, island.epoch, node))
+            self.env.call_later(
+                RESTART_S, partial(self._not_restarted, island.name, island.epoch, node)
+            )
         else:
             island.awaited.discard(node)
             self._fill(island)
 
-    @handles(_NotRestarted)
-    def _not_restarted(self, sender: Address, timer: _NotRestarted) -> None:
-        if (island := self.inventory.away(timer.island, timer.epoch)) is not None:
-            island.awaited.discard(timer.node)
+    def _not_restarted(self, name: str, epoch: int, node: str) -> None:
+        """Do not wait any more for a host that died and should have been started again."""
+        if (island := self.inventory.away(name, epoch)) is not None:
+            island.awaited.discard(node)
             self._fill(island)
 
     @handles(Overdue)
@@ -412,10 +398,9 @@ class Epochs(Part):
             self._fill(island)
             self._form_complete()
 
-    @handles(_Move)
-    def _move(self, sender: Address, timer: _Move) -> None:
+    def _move(self, name: str, epoch: int) -> None:
         """Move the slices of an island that does not come back."""
-        if (island := self.inventory.away(timer.island, timer.epoch)) is not None:
+        if (island := self.inventory.away(name, epoch)) is not None:
             self.announce()  # hosts that have come back may have replicas to give
             island.is_late = True
             self.slices.move(island)

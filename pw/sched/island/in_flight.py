@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
@@ -28,17 +29,6 @@ HEAD_S = 1.0
 
 Key = tuple[str, int]
 """A host and the number of a launch there."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Overdue:
-    """Timer: this run should have ended."""
-
-    run: int
-    epoch: int
-    reason: str
-    had_turn: bool
-    """Its devices worked at it when the timer was set."""
 
 
 @dataclass(eq=False, repr=False)
@@ -150,19 +140,20 @@ class InFlight(Part):
         if has_turn and not message.grace_s:
             self.members.end_epoch(message.reason)
         elif has_turn is not None:
-            overdue = _Overdue(message.run, self.members.epoch, message.reason, has_turn)
-            self.env.call_later(message.grace_s or HEAD_S, overdue)
+            again = partial(
+                self._overdue, message.run, self.members.epoch, message.reason, has_turn
+            )
+            self.env.call_later(message.grace_s or HEAD_S, again)
 
-    @handles(_Overdue)
-    def _overdue(self, sender: Address, timer: _Overdue) -> None:
-        if timer.epoch != self.members.epoch:
+    def _overdue(self, run: int, epoch: int, reason: str, had_turn: bool) -> None:
+        """A run should have ended; `had_turn` if its devices worked at it when this was planned."""
+        if epoch != self.members.epoch:
             return
-        has_turn = self._has_turn(timer.run)
-        if has_turn and timer.had_turn:
-            self.members.end_epoch(timer.reason)
+        has_turn = self._has_turn(run)
+        if has_turn and had_turn:
+            self.members.end_epoch(reason)
         elif has_turn is not None:
-            overdue = _Overdue(timer.run, timer.epoch, timer.reason, has_turn)
-            self.env.call_later(HEAD_S, overdue)
+            self.env.call_later(HEAD_S, partial(self._overdue, run, epoch, reason, has_turn))
 
     @handles(IslandLost)
     def _epoch_ended(self, sender: Address, message: IslandLost) -> None:

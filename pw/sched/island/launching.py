@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pw.core.actor import Env, Part, handles
+from pw.core.actor import Env, Part
 from pw.core.copying import orders
-from pw.core.ids import CONTROL, Address, executor_of, scheduler_of
+from pw.core.ids import CONTROL, executor_of, scheduler_of
 from pw.core.messages import Copy, CopyFile, RunStarted, SegmentLaunched
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
@@ -38,11 +38,6 @@ TIMER_S = 0.5e-3
 """Timers may fire this much early."""
 AROUND_S = 1.0
 """A client that submitted something so recently counts as one that wants the island."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LookAgain:
-    """Timer: devices have been kept long enough for a client."""
 
 
 @dataclass(eq=False, repr=False)
@@ -138,7 +133,7 @@ class Launcher(Part):
             admission.refuse_if_stuck()
         elif kept_until_s < self._look_again_s:
             self._look_again_s = kept_until_s
-            self.env.call_later(kept_until_s - now_s + TIMER_S, _LookAgain())
+            self.env.call_later(kept_until_s - now_s + TIMER_S, self._kept_long_enough)
         return None
 
     def _expected(self, absent: Sequence[ClientQueue], now_s: float) -> list[ClientQueue]:
@@ -151,9 +146,8 @@ class Launcher(Part):
                 queue.habit.stayed_away()
         return expected
 
-    @handles(_LookAgain)
-    def _kept_long_enough(self, sender: Address, timer: _LookAgain) -> None:
-        """The end of this turn launches other clients' work instead."""
+    def _kept_long_enough(self) -> None:
+        """The end of this turn launches other work where devices were kept for a client."""
         self._look_again_s = math.inf
 
     # --- sending -------------------------------------------------------------------------------------

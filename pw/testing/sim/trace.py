@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import deque
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -93,6 +94,11 @@ def describe(value: Any, depth: int = 0) -> str:
         return f"{name}({', '.join(inner)})"
     if isinstance(value, Ticker):
         return repr(value)
+    if isinstance(value, partial):
+        given = ", ".join(describe(one, depth + 1) for one in value.args)
+        return f"{value.func.__qualname__}({given})"
+    if callable(value):
+        return str(value.__qualname__)
     if isinstance(value, bytes):
         return f"<{len(value)} bytes {zlib.crc32(value):08x}>" if len(value) > 4 else repr(value)
     if isinstance(value, (tuple, list)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -40,13 +41,6 @@ from pw.sched.island.reports import WORK_TOLD
 ANSWER_S = 0.8
 """How long hosts have to answer."""
 HOSTS_ASKED = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """Timer: hosts that have not answered a question by now do not."""
-
-    question: int
 
 
 @dataclass(slots=True)
@@ -118,7 +112,7 @@ class Explainer(ControlPart):
         if not question.islands:
             self._finish(self._asked)
         else:
-            self._env.call_later(ANSWER_S, Overdue(self._asked))
+            self._env.call_later(ANSWER_S, partial(self._overdue, self._asked))
 
     @handles(IslandReport)
     def _island_reported(self, sender: Address, message: IslandReport) -> None:
@@ -160,10 +154,10 @@ class Explainer(ControlPart):
         if len(question.hosts) == len(question.asked):
             self._finish(message.request)
 
-    @handles(Overdue)
-    def _overdue(self, sender: Address, timer: Overdue) -> None:
-        if timer.question in self._questions:
-            self._finish(timer.question)
+    def _overdue(self, question: int) -> None:
+        """Hosts that have not answered a question by now do not."""
+        if question in self._questions:
+            self._finish(question)
 
     def _finish(self, number: int) -> None:
         question = self._questions.pop(number)
