@@ -1,7 +1,7 @@
 """One client of the gateway: handles its requests in order, and writes the replies.
 
 The client goes on without waiting, and names results itself. So a request that fails stores its error
-under the handles of its results, and whoever uses them gets it. Requests are handled strictly in
+under the handles of its results, and each use of them raises it. Requests are handled strictly in
 order; what waits for a host (a value to be ready, a fetch) is answered later, out of order. Two
 kinds overtake: the answers of host callbacks, for which runs may be waiting, and polls for them.
 """
