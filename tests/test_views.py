@@ -264,7 +264,7 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
     pieces = arrays.disassemble(arrays.of(x))
     log = pw.jit(jnp.log, mesh=first, check_nans=True)
     total = pw.jit(lambda x: x.sum(), mesh=mesh)
-    epoch = status().islands[0].formed
+    formed = status().islands[0].formed
     for at, start in enumerate((1, -9)):
         logs = log(pw.put(numbers(2, start), sharding=pw.NamedSharding(first, P("x"))))
         spec = x._type.spec
@@ -281,7 +281,7 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
                 summed.block_until_ready()
             with pytest.raises(pw.NaNFound, match="'log'"):
                 arrays.runtime.wait([(mixed, spec)]).result(30)
-    assert status().islands[0].formed == epoch, "an error of one host holds up no gang"
+    assert status().islands[0].formed == formed, "an error of one host holds up no gang"
 
     # A lost host: a view comes back, and so does one whose source is deleted.
     apart = arrays.disassemble(arrays.of(x))
@@ -290,8 +290,8 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
     arrays.value(whole)
     arrays.delete(*apart[1:])
     for host in status().islands[0].hosts[:1]:
-        send(host.process, signal.SIGKILL)
-    until(lambda: status().islands[0].formed != epoch, "the island is formed again", 60.0)
+        send(host.pid, signal.SIGKILL)
+    until(lambda: status().islands[0].formed != formed, "the island is formed again", 60.0)
     np.testing.assert_array_equal(arrays.value(whole), numbers(8))
     np.testing.assert_array_equal(arrays.value(apart[0]), numbers(8)[:2])
     y = split(mesh, numbers(8))
@@ -304,6 +304,4 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
     def live_bytes() -> int:
         return sum(one.get("live_bytes", 0) for one in arrays.runtime.stats().values())
 
-    until(lambda: sum(live().values()) <= 4, "two arrays on two hosts are left")
-    print(arrays.runtime.stats(), apart, whole)
-    assert live_bytes() == numbers(8).nbytes, "both share one memory again"
+    until(lambda: live_bytes() == numbers(8).nbytes, "both share one memory again")

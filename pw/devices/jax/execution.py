@@ -3,7 +3,7 @@
 Ops run one after the other in the order of `submit`, so hosts that submit alike enqueue alike, and
 their collectives pair up. While the execute thread has nothing to do, the loop may run quick
 computations itself (`pw.devices.jax.quick`): it holds the lock meanwhile, so the execute thread
-gets nothing, and the order stays.
+gets nothing, and the order stays. Views of values that are made take no time either.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from pw.devices.host.backend import Call, Execute, Op, Watch
+from pw.devices.host.backend import Call, Execute, Op, View, Watch
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import QueueThread
+from pw.devices.jax.values import is_made
 
 _FEW_OPS = 8
 """The loop runs at most so many ops in one go."""
@@ -81,7 +82,11 @@ class Execution:
         return isinstance(ops[0], Watch) or self._quick.comes_alone(time.monotonic())
 
     def _takes_no_time(self, op: Op) -> bool:
-        return self._quick.may_run(op) if isinstance(op, Execute) else isinstance(op, Watch)
+        if isinstance(op, Execute):
+            return self._quick.may_run(op)
+        if isinstance(op, View):
+            return all(is_made(source.value) for source in op.sources)
+        return isinstance(op, Watch)
 
     def _run_here(self, ops: deque[Op]) -> None:
         """Run and remove the first ops that take no time; none of them submits anything."""

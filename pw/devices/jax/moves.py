@@ -11,7 +11,7 @@ import numpy as np
 from pw.core.errors import InternalError
 from pw.core.sharding import box_shape
 from pw.devices.host.backend import Move, View
-from pw.devices.jax.layouts import Layouts, assemble, local_shards, whole
+from pw.devices.jax.layouts import Layouts, assemble, assemble_view, local_shards, whole
 
 
 def moved(op: Move, array: jax.Array, layouts: Layouts) -> jax.Array:
@@ -56,7 +56,7 @@ def viewed(op: View, layouts: Layouts) -> jax.Array:
         shards = local_shards(source.value.payload)
         for position, _ in source.shards:
             made[position] = shards[layout.local[position]]
-    return assemble(op.spec, layout, made)
+    return assemble_view(op.spec, layout, made)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
