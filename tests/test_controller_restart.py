@@ -673,7 +673,9 @@ def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
     def send(to: Address, message: object) -> None:
         raise codec.MessageTooLarge("no frame holds it")
 
-    nothing = dict.fromkeys(("now_s", "call_later", "introduce", "forget", "log", "count"))
+    nothing = dict.fromkeys(
+        ("address", "now_s", "call_later", "introduce", "forget", "log", "count")
+    )
     link = JournalingEnv(cast(Any, SimpleNamespace(send=send, **nothing)))
     link.keeps = True
     with pytest.raises(codec.MessageTooLarge):
