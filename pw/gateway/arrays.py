@@ -9,8 +9,8 @@ The client names an array by a handle. What it consists of is one of:
   (`pw.core.program.Kind.VIEW`);
 - an error, which every later use raises.
 
-Deleting: an array that was deleted or donated is `gone`, and so are the arrays whose pieces are its
-shards, as in JAX. A handle that is destructed only forgets the name. The runtime's array is
+Deleting: an array that was deleted or donated is `gone`, and its shards are dead in all arrays that
+have them, as in JAX. A handle that is destructed only forgets the name. The runtime's array is
 released when nothing refers to its `Stored` any more.
 """
 
@@ -70,6 +70,8 @@ class ProxyArray:
     pieces: tuple[tuple[ProxyArray, int], ...] = ()
     error: BaseException | None = None
     gone: bool = False
+    dead: set[int] = field(default_factory=set)
+    """Positions of shards that were deleted as shards of another array."""
     used: bool = False
     """The value has travelled inside a run."""
     others: dict[ArraySpec, Stored] = field(default_factory=dict)
@@ -91,12 +93,27 @@ class ProxyArray:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether it was deleted or donated, or an array that it has pieces of."""
-        return self.gone or any(source.is_deleted for source, _ in self.pieces)
+        """Whether it, or one of its shards, was deleted or donated, also as part of another array."""
+        return (
+            self.gone
+            or bool(self.dead)
+            or any(source.is_dead(position) for source, position in self.pieces)
+        )
+
+    def is_dead(self, position: int) -> bool:
+        """Whether one shard was deleted or donated."""
+        if self.gone or position in self.dead:
+            return True
+        if not self.pieces:
+            return False
+        source, there = self.pieces[position]
+        return source.is_dead(there)
 
     def delete(self) -> None:
-        """Let go of what it consists of."""
+        """Let go of what it consists of; its shards are deleted in other arrays, too."""
         self.gone = True
+        for source, position in self.pieces:
+            source.dead.add(position)
         if self._stored is not None:
             self._stored.holders -= 1
         self._stored = self.value = None
@@ -110,7 +127,8 @@ class ProxyArray:
         if self.is_deleted:
             raise statuses.deleted()
         for source, _ in self.pieces:
-            source.check()
+            if source.error is not None:
+                raise source.error
 
     def root(self, position: int) -> tuple[ProxyArray, int]:
         """Return the array that has the shard at this position, and the position there."""

@@ -86,6 +86,10 @@ class Executables:
         """Whether there is such an executable."""
         return handle in self._known
 
+    def _new_handle(self) -> int:
+        self._next += 1
+        return self._next
+
     # --- compiling -----------------------------------------------------------------------------------
 
     async def compile(self, body: Any, response: Any) -> None:
@@ -113,8 +117,7 @@ class Executables:
         if code.callbacks:
             self._caller.know(hashlib.sha256(made.artifact).digest(), _functions(code))
         self._program(made, facts.donated)
-        handle = self._next
-        self._next += 1
+        handle = self._new_handle()
         self._known[handle] = made
         said = response.compile_response
         said.loaded_executable_handle = handle
@@ -123,8 +126,7 @@ class Executables:
         said.device_ids.extend(devices)
         said.addressable_device_ids.extend(devices)
         said.fingerprint_value = hashlib.sha256(made.artifact).digest()
-        first = len(code.callbacks) and self._next
-        said.loaded_host_callback_handles.extend(range(first, first + len(code.callbacks)))
+        said.loaded_host_callback_handles.extend(self._new_handle() for _ in code.callbacks)
         said.ready_future_handle = handle  # it is ready: `check_future` knows no other ones
 
     async def _facts(self, code: Stablehlo, placement: Placement) -> Facts:
@@ -284,9 +286,7 @@ class Executables:
             for array in made_arrays:
                 _describe_result(said.outputs.add(array_handle=name(array)), array)
         if body.execute_options.fill_status:
-            handle = body.result_status_handle or self._arrays.name(
-                ProxyArray("bool", (), (), (), "", True)
-            )
+            handle = body.result_status_handle or self._new_handle()
             self._statuses[handle] = [(one.number, one.spec, one) for one in stored[-1:]]
             said.status_handle = handle
 

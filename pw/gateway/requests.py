@@ -42,6 +42,9 @@ _RESULTS = {
 _UNCOUNTED = ("delete_array_request", "destruct_array_request")
 """Requests whose replies do not count for the sequence number."""
 
+_DELETIONS = 1 << 62
+"""The first handle of a future of a deletion; the replies to questions for these do not count, either."""
+
 Handler = Callable[[Any, Any], Any]
 """Fills the reply. Returns None; or an awaitable that does the rest, before the next request; or `Later`."""
 
@@ -81,9 +84,7 @@ class Client:
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
         self._sequence = 0
         self._dead_contexts: list[int] = []
-        self._deletions: set[int] = set()
-        """Futures of deletions that the client has not asked for; their replies do not count."""
-        self._next_deletion = 1 << 62
+        self._next_deletion = _DELETIONS
         self._working: set[asyncio.Task[None]] = set()
         self._waiting: deque[Any] = deque()
         """Requests behind one that waits; `_is_busy` then."""
@@ -146,10 +147,9 @@ class Client:
             self._fail(kind, body, metadata.op_id, reply, error)
         else:
             if rest is None:
-                is_counted = kind not in _UNCOUNTED
-                if kind == "check_future_request" and body.future_handle in self._deletions:
-                    self._deletions.discard(body.future_handle)
-                    is_counted = False
+                is_counted = kind not in _UNCOUNTED and not (
+                    kind == "check_future_request" and body.future_handle >= _DELETIONS
+                )
                 self._answer(metadata.op_id, reply, is_counted=is_counted)
             elif type(rest) is Later:
                 self._start(self._finish(rest.work, metadata.op_id, reply))
@@ -281,10 +281,11 @@ class Client:
     def _copy_to_host(self, body: Any, reply: Any) -> Any:
         array = self.arrays.usable(body.array_handle)
         strides = tuple(body.byte_strides.strides) if body.HasField("byte_strides") else None
+        reading = self._transfers.copy_to_host(array, strides)
 
         async def copy() -> None:
             try:
-                data = await self._transfers.copy_to_host(array, strides)
+                data = await reading
             except Exception as error:
                 self.buffers.fail(body.host_buffer_handle, error)
                 raise
@@ -296,7 +297,6 @@ class Client:
     def _delete(self, body: Any, reply: Any) -> None:
         self._transfers.delete(body.array_handle)
         self._next_deletion += 1
-        self._deletions.add(self._next_deletion)
         reply.delete_array_response.deletion_future_handle = self._next_deletion
 
     def _destruct(self, body: Any, reply: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from pw.client.connection.runtime import Runtime
 from pw.core.program import Output, Program, Value
 from pw.core.sharding import ArraySpec
 from pw.core.stablehlo import spec_of_shards
+from pw.gateway import statuses
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored
 
 T = TypeVar("T")
@@ -153,22 +154,31 @@ class Runs:
 
     # --- reading -------------------------------------------------------------------------------------
 
-    async def shard(self, array: ProxyArray, position: int) -> np.ndarray[Any, Any]:
-        """Return the value of one shard."""
+    def shard(self, array: ProxyArray, position: int) -> Awaitable[np.ndarray[Any, Any]]:
+        """Begin to read one shard: later requests may delete it. Returns what gets its value."""
         array, position = array.root(position)
-        array.check()
-        value: np.ndarray[Any, Any] | None = array.host_shard(position)
+        if array.error is not None:
+            raise array.error
+        if array.is_dead(position):
+            raise statuses.deleted()
+        value = array.host_shard(position)
         if value is not None:
-            return value
+            return self._here(value)
         stored = self.own(array)
+        asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
         stored.reads += 1
+        return self._fetched(stored, asked)
+
+    async def _here(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return value
+
+    async def _fetched(self, stored: Stored, asked: Future[Any]) -> np.ndarray[Any, Any]:
         try:
-            asked = self.runtime.fetch_shards(stored.number, stored.spec, (position,))
             ((_, value),) = await self.settled(asked)
         finally:
             stored.reads -= 1
-        assert value is not None
-        return value
+        fetched: np.ndarray[Any, Any] = value
+        return fetched
 
     def ready(self, arrays: Sequence[ProxyArray]) -> Future[None] | None:
         """Return a future of the arrays being ready; None if they are, because they lie here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from pw.gateway.dtypes import name_of
 from pw.gateway.runs import Runs
 from pw.gateway.shardings import Layout
 
-DONATE = 3
-"""The protocol's number for copies that take the source over."""
+REUSE, DONATE = 2, 3
+"""The protocol's numbers for copies that may share the source's buffers, and that take them over."""
 
 
 class Transfers:
@@ -115,9 +115,16 @@ class Transfers:
 
     # --- to the host ---------------------------------------------------------------------------------
 
-    async def copy_to_host(self, array: ProxyArray, strides: Sequence[int] | None) -> Any:
-        """Return the bytes of an array whose shards are all equal."""
-        value = await self._runs.shard(array, 0)
+    def copy_to_host(
+        self, array: ProxyArray, strides: Sequence[int] | None
+    ) -> Coroutine[Any, Any, Any]:
+        """Begin to read an array whose shards are all equal. Returns what gets its bytes."""
+        return self._laid_out(self._runs.shard(array, 0), strides)
+
+    async def _laid_out(
+        self, reading: Awaitable[np.ndarray[Any, Any]], strides: Sequence[int] | None
+    ) -> Any:
+        value = await reading
         if strides is None or not value.ndim or not value.size:
             return _bytes_of(value)
         if value.ndim != len(strides):
@@ -136,11 +143,18 @@ class Transfers:
         memory = body.memory_kind if body.HasField("memory_kind") else None
         sources = [self._arrays.usable(handle) for handle in body.array_handles]
         copies = []
+        moved = []
         for array in sources:
             devices = tuple(body.device_ids) or array.devices
             kind = array.memory if memory is None else memory
-            copies.append(self._like(array, devices, kind))
-        await self._fill(sources, copies)
+            copy = self._like(array, devices, kind)
+            copies.append(copy)
+            is_same = (devices, kind) == (array.devices, array.memory)
+            if is_same and body.copy_semantics == REUSE:
+                copy.pieces = tuple((array, position) for position in range(len(devices)))
+            else:
+                moved.append((array, copy))
+        await self._fill([one for one, _ in moved], [one for _, one in moved])
         for copy, handle in zip(copies, handles, strict=True):
             response.copy_arrays_response.array_handles.append(self._arrays.name(copy, handle))
         if body.copy_semantics == DONATE:
