@@ -20,6 +20,8 @@ from pw.testing.sim.world import Violation, World
 EVENTS_PER_RUN = 20_000
 """Far more than a run of a small program takes: with more, the simulation makes no progress."""
 LIVENESS_S = 300.0
+FORMED_S = 60.0
+"""Longer than a supervisor is stopped: its host cannot restart meanwhile."""
 AFTERMATH_S = 700.0
 """Longer than hosts keep anything for a peer that may come back (`pw.devices.host.coordinator`)."""
 
@@ -117,7 +119,7 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
         client.final = True
     if not world.run(world.now_s + LIVENESS_S, budget, done):
         raise Violation("liveness", _stuck(cluster, clients))
-    if not world.run(world.now_s + 30.0, budget, cluster.formed):
+    if not world.run(world.now_s + FORMED_S, budget, cluster.formed):
         raise Violation("liveness", "islands are not formed though all hosts are up")
     world.run(world.now_s + AFTERMATH_S, budget, lambda: False)
     if cluster.census():
