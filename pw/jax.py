@@ -72,16 +72,17 @@ def connect(
 
     _register()
     _add_cpu(PLATFORM)
+    jax.config.update("jax_platforms", PLATFORM)
     jax.devices()
 
 
 def _add_cpu(platforms: str) -> None:
     """Keep this machine's CPU as a second platform, as beside any accelerator: `jax.devices("cpu")`."""
-    import jax
+    from jax._src import xla_bridge
 
+    # An alias: the user's setting of jax_platforms stays as it is.
     if "cpu" not in platforms.split(","):
-        platforms += ",cpu"
-    jax.config.update("jax_platforms", platforms)
+        xla_bridge._alias_to_platforms[PLATFORM] = [PLATFORM, "cpu"]
 
 
 def _register() -> None:
