@@ -106,6 +106,28 @@ def test_a_program_that_is_not_what_it_says_fails_its_runs(cluster: InProcessClu
     session.close()
 
 
+def test_arrays_move_between_memories(cluster: InProcessCluster) -> None:
+    """An edge without a computation, there and back, and between devices."""
+    session = cluster.client()
+    slice = session.allocate_slice(4).slice
+    first, second = Placement(slice, (0, 1)), Placement(slice, (2, 3))
+    aside = spec_of_shards((4,), "float32", first, is_stacked=True, memory="pinned_host")
+    here = spec_of_shards((4,), "float32", first, is_stacked=True)
+    there = spec_of_shards((4,), "float32", second, is_stacked=True, memory="unpinned_host")
+    results = (here, there, aside)
+    outputs = tuple(Output(Value(-1, 0), spec) for spec in results)
+    program = session.register_program(Program("move", (), (), (aside,), outputs), {})
+    x = np.arange(8, dtype=np.float32)
+    made = session.run(program, [session.upload(x, aside)], 3)
+    for array, spec in zip(made, results, strict=True):
+        np.testing.assert_array_equal(session.fetch(array, spec).result(60), x)
+    store = cluster.hosts[0].executor._store
+    payloads: list[Any] = [store.arrays[array].value.payload for array in made]
+    kinds = [array.sharding.memory_kind for array in payloads]
+    assert kinds == ["device", "unpinned_host", "pinned_host"]
+    session.close()
+
+
 def test_nothing_is_left_of_a_client_that_has_gone(cluster: InProcessCluster) -> None:
     other = cluster.client()
     before = counters(other)

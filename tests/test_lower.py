@@ -51,7 +51,13 @@ def lies(sharding: Sharding, slice_: int, devices: tuple[int, ...] | None = None
     return ArraySpec(SHAPE, "float64", sharding, Placement(slice_, chosen))
 
 
+def in_host_memory(spec: ArraySpec) -> ArraySpec:
+    return msgspec.structs.replace(spec, memory="pinned_host")
+
+
 SPECS = [
+    in_host_memory(lies(ROWS, 0)),
+    in_host_memory(lies(PAIR, 1)),
     *(
         lies(sharding, slice_)
         for sharding in (ROWS, COLUMNS, GRID, HALVES, REPLICATED, ALSO_REPLICATED)

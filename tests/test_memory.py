@@ -119,6 +119,22 @@ def test_temporaries_come_on_top_of_the_computation_that_needs_them() -> None:
     assert peaks(program, (1000, 10, 0)) == {"a": SHARD + 1000}
 
 
+def test_what_lies_in_host_memory_takes_none_of_a_device() -> None:
+    here = split(1, 1)
+    aside = msgspec.structs.replace(here, memory="pinned_host")
+    assert peaks(chain([aside] * 9)) == {"a": 0}
+    assert peaks(copy(here, aside)) == {"a": 0}
+    assert peaks(copy(aside, here)) == {"a": SHARD}
+    assert peaks(copy(here, here)) == {"a": 0}, "nothing moves"
+    from_host = msgspec.structs.replace(
+        chain([here]).computations[0], inputs=(aside,), donated=(0,)
+    )
+    program = msgspec.structs.replace(
+        chain([here], donated=(0,)), computations=(from_host,), inputs=(aside,)
+    )
+    assert peaks(program) == {"a": SHARD}, "a result cannot reuse a buffer of another memory"
+
+
 def test_outputs_say_whose_buffer_they_are() -> None:
     here = split(1, 1)
     program = msgspec.structs.replace(
@@ -173,7 +189,7 @@ def highest(program: Program, plan: Plan) -> dict[DeviceAddress, int]:
             placement = specs[slot].placement
             for device in BINDINGS[placement.slice].located(placement):
                 if device.host == name:
-                    now[device] += sign * specs[slot].shard_bytes
+                    now[device] += sign * specs[slot].device_bytes
 
         held = set(host.inputs)
         for instruction in (i for part in host.segments for i in part.instructions):

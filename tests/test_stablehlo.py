@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Detail
+from pw.core.plan import Piece
 from pw.core.sharding import Placement
 from pw.core.stablehlo import Facts, Stablehlo, encode, spec_of_shards
+from pw.devices.host.backend import Move, Value
 from tests.lowered import computation_of, like, over, stablehlo_of
-from tests.test_jax_backend import BOUND_S, Host, address, on_host, open_host
+from tests.test_jax_backend import BOUND_S, Host, address, addresses, on_host, open_host, whole
 
 EIGHT = Placement(0, tuple(range(8)))
 FOUR = Placement(0, (0, 1, 2, 3))
@@ -234,6 +236,67 @@ async def test_an_argument_that_is_still_needed_is_copied(host: Host) -> None:
     assert isinstance(report, ErrorReport)
     assert report.kind == "ArrayDeleted"
     assert host.backend.counters()["donations_copied"] == 1
+
+
+@on_host
+async def test_an_argument_whose_shards_come_in_another_order(host: Host) -> None:
+    """No edge moves it, because each device has what it needs."""
+    spec = replicated((8,), "float32", FOUR)
+    backwards = replicated((8,), "float32", Placement(0, (3, 2, 1, 0)))
+    code = stablehlo_of(lambda x: x + 1, [like((8,), sharding=over(4))], out_shardings=over(4))
+    assert await host.install(b"k", computation_of(code, [spec], [spec])) is None
+    x = np.arange(8, dtype=np.float32)
+    (made,) = host.execute(b"k", host.build(backwards, x))
+    np.testing.assert_array_equal(await host.read(made, spec), x + 1)
+
+
+def _kind(value: Value) -> str:
+    """The memory that the shards of a value are really in."""
+    array: Any = value.payload
+    (kind,) = {shard.data.sharding.memory_kind for shard in array.addressable_shards}
+    return str(kind)
+
+
+@on_host
+async def test_arrays_in_host_memory(host: Host) -> None:
+    """They are built, moved, computed with, donated and read there."""
+    there = stacked((4,), "float32", FOUR, memory="pinned_host")
+    here = stacked((4,), "float32", FOUR)
+    x = np.arange(16, dtype=np.float32)
+    lies = over(4, "x")
+    args = [like((16,), sharding=lies.with_memory_kind("pinned_host"))]
+
+    def from_host(x: Any) -> Any:
+        x = jax.device_put(x, lies.with_memory_kind("device")) + 1
+        return x, jax.device_put(x, lies.with_memory_kind("pinned_host"))
+
+    code = stablehlo_of(from_host, args)
+    facts = await examine(host, b"1/compile/1", code, 4)
+    kinds = [one.memory_kind for one in (*facts.inputs, *facts.outputs)]
+    assert kinds == ["pinned_host", "device", "pinned_host"]
+    report = await host.install(b"wrong", computation_of(code, [there], [here, here]))
+    assert report is not None
+    assert "'pinned_host', not 'device'" in report.message
+    assert await host.install(b"k", computation_of(code, [there], [here, there])) is None
+    given = host.build(there, x)
+    on_device, on_host_side = host.execute(b"k", given, results=2)
+    for value, spec in ((on_device, here), (on_host_side, there)):
+        np.testing.assert_array_equal(await host.read(value, spec), x + 1)
+    assert (_kind(given), _kind(on_device), _kind(on_host_side)) == (
+        "pinned_host",
+        "device",
+        "pinned_host",
+    )
+    pieces = [whole(here)] * 4
+    for source, source_spec, spec in ((given, there, here), (on_device, here, there)):
+        moved = Value()
+        parts = tuple(Piece(at, box, (at,), box) for at, box in enumerate(pieces))
+        devices = addresses(spec)
+        host.backend.submit([Move(source, source_spec, devices, moved, spec, devices, parts)])
+        wanted = await host.read(source, source_spec)
+        np.testing.assert_array_equal(await host.read(moved, spec), wanted)
+        assert _kind(moved) == (spec.memory or "device")
+        assert not moved.shared
 
 
 def _native(x: Any) -> Any:

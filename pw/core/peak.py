@@ -175,7 +175,7 @@ class _Walk:
 
     def _add(self, spec: ArraySpec, sign: int = 1) -> None:
         for group in self._groups_of[spec.placement]:
-            self._live[group] += sign * spec.shard_bytes
+            self._live[group] += sign * spec.device_bytes
 
     def _receive(self, edge: Edge) -> None:
         self._add(edge.destination)
@@ -201,12 +201,12 @@ class _Walk:
             slot = execute.args[position]
             if results[self._form(slot)]:
                 results[self._form(slot)] -= 1
-                size_bytes += self._specs[slot].shard_bytes
+                size_bytes += self._specs[slot].device_bytes
         return size_bytes
 
-    def _form(self, slot: int) -> tuple[tuple[int, ...], str]:
+    def _form(self, slot: int) -> tuple[tuple[int, ...], str, str]:
         spec = self._specs[slot]
-        return spec.sharding.shard_shape(spec.shape), spec.dtype
+        return spec.sharding.shard_shape(spec.shape), spec.dtype, spec.memory
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Return the slots whose last use is each step."""
@@ -237,7 +237,7 @@ class _Walk:
             yield OutputMemory(
                 number,
                 self._physical.devices(output.spec.placement),
-                output.spec.shard_bytes,
+                output.spec.device_bytes,
                 slot if slot < len(self._program.inputs) else -1,
                 first.get(slot, -1),
                 self._sources(number),

@@ -62,6 +62,7 @@ class Physical:
             there, here = self.devices(destination.placement), self.devices(source.placement)
             same = (
                 (source.shape, source.dtype) == (destination.shape, destination.dtype)
+                and source.memory == destination.memory
                 and set(here) == set(there)
                 and self._layout(source) == self._layout(destination)
             )

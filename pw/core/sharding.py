@@ -150,6 +150,9 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, w
     dtype: str
     sharding: Sharding
     placement: Placement
+    memory: str = ""
+    """The kind of memory beside each device that the shards lie in, such as "pinned_host"; empty for the
+    device's own."""
 
     @property
     def short(self) -> str:
@@ -165,6 +168,11 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, w
     def shard_bytes(self) -> int:
         """Size of one shard in bytes."""
         return math.prod(self.sharding.shard_shape(self.shape)) * dtype_of(self.dtype).itemsize
+
+    @property
+    def device_bytes(self) -> int:
+        """Size of one shard in its device's own memory, in bytes."""
+        return 0 if self.memory else self.shard_bytes
 
     def box(self, device: int) -> Box:
         """Return the box on the device at position `device`."""

@@ -73,11 +73,14 @@ def decode(artifact: bytes) -> Stablehlo:
 
 
 def spec_of_shards(
-    shape: tuple[int, ...], dtype: str, placement: Placement, *, is_stacked: bool
+    shape: tuple[int, ...], dtype: str, placement: Placement, *, is_stacked: bool, memory: str = ""
 ) -> ArraySpec:
-    """Return the spec of an array with a shard of this shape on each device of a placement."""
+    """Return the spec of an array with a shard of this shape on each device of a placement.
+
+    `memory`: see `ArraySpec.memory`.
+    """
     devices = len(placement.devices)
     if is_stacked and shape and devices > 1:
         stacked = (devices * shape[0], *shape[1:])
-        return ArraySpec(stacked, dtype, Sharding(("_",), (devices,), (("_",),)), placement)
-    return ArraySpec(shape, dtype, Sharding(("_",), (devices,)), placement)
+        return ArraySpec(stacked, dtype, Sharding(("_",), (devices,), (("_",),)), placement, memory)
+    return ArraySpec(shape, dtype, Sharding(("_",), (devices,)), placement, memory)

@@ -162,7 +162,7 @@ class Questions:
         answer = self.waiting("the compilation of a function")
         anywhere = ArraySpec((), "bool", Sharding((), ()), placement)
         if code.callbacks:
-            self._post(Listen((placement.slice,)))
+            self._post(Listen((placement.slice,), for_calls=True))
         self._post(AskCompiler(artifact, anywhere, detail, answer))
         return answer
 

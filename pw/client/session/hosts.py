@@ -37,6 +37,7 @@ class Hosts(Part):
         """How often each slice was bound."""
         self.former: set[int] = set()
         """Slices that an earlier controller had bound."""
+        self._wants_output = False
         self._listening: set[int] = set()
         """Slices whose hosts send this client output of host functions, or calls of computations."""
         self.given_back: WeakValueDictionary[int, SliceBound] = WeakValueDictionary()
@@ -44,6 +45,7 @@ class Hosts(Part):
 
     def attached(self, message: Attached, wants_output: bool) -> None:
         """Take the client's number, and the ticket that proves it to hosts."""
+        self._wants_output = wants_output
         self._identity = Identify(message.client, message.ticket, wants_output)
 
     def listed(self, peers: tuple[Peer, ...]) -> None:
@@ -91,7 +93,7 @@ class Hosts(Part):
     @handles(Listen)
     def _on_listen(self, sender: Address, note: Listen) -> None:
         """Identify the client to all hosts of these slices, so that they know where it is."""
-        for slice in note.slices:
+        for slice in note.slices if self._wants_output or note.for_calls else ():
             self._listening.add(slice)
             if (bound := self.slices.get(slice)) is not None:
                 self._meet(bound)

@@ -70,9 +70,11 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Make this client known to the hosts of these slices, which send it output of host functions, or calls."""
+    """Make this client known to the hosts of these slices, which send it output of host functions."""
 
     slices: tuple[int, ...]
+    for_calls: bool = False
+    """Computations there will call functions in this process, whether or not it wants output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ class Answers:
 
 def shard_views(op: Read, layouts: Layouts) -> list[np.ndarray[Any, Any]]:
     """Host views of the boxes that a read asks for."""
-    local = layouts(op.spec.sharding, op.devices).local
+    local = layouts.of(op.spec, op.devices).local
     shards = local_shards(op.value.payload)
     shape = op.spec.sharding.shard_shape(op.spec.shape)
     if not in_host_memory(op.value.payload):

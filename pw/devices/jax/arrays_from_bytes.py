@@ -46,7 +46,7 @@ class Builds:
         """Make the array; on any thread."""
         result = op.result
         try:
-            layout = self._layouts(op.spec.sharding, op.devices)
+            layout = self._layouts.of(op.spec, op.devices)
             shards = host_shards(op.spec, tuple(layout.local), op.parts)
             result.payload = put(op.spec, layout, shards)
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result

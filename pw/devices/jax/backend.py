@@ -169,7 +169,7 @@ class JaxBackend:
         try:
             if array.is_deleted() or not array.is_ready():
                 return None
-            local = self._layouts(spec.sharding, devices).local
+            local = self._layouts.of(spec, devices).local
             shards = local_shards(array)
             boxes = [
                 (box, shards[local[positions[0]]])

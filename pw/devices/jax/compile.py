@@ -89,7 +89,7 @@ def _wish(computation: Computation, devices: tuple[DeviceAddress, ...]) -> Any:
                 f"{spec.short} does not lie on the devices of {computation.name!r}; make the function anew"
             )
         where = tuple(located[index] for index in spec.placement.devices)
-        return (spec.shape, spec.dtype, spec.sharding, where)
+        return (spec.shape, spec.dtype, spec.sharding, where, spec.memory)
 
     inputs = tuple(wished(spec) for spec in computation.inputs)
     outputs = tuple(wished(spec) for spec in computation.outputs)
@@ -303,7 +303,7 @@ class Compiler:
         mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
         number = {address: position for position, address in enumerate(devices)}
         lie = [
-            (shape, dtype, sharding, [number[address] for address in where])
-            for shape, dtype, sharding, where in (*inputs, *outputs)
+            (shape, dtype, sharding, [number[address] for address in where], memory)
+            for shape, dtype, sharding, where, memory in (*inputs, *outputs)
         ]
         return key_of([*mesh.devices.flat], artifact, len(inputs), lie, donated)

@@ -269,7 +269,12 @@ class Enqueuer:
 
 def copy(array: jax.Array) -> jax.Array:
     """A copy of an array, made shard by shard so that no other host takes part."""
-    shards = [jnp.copy(shard) for shard in local_shards(array).values()]
+    shards = []
+    for device, shard in local_shards(array).items():
+        if shard.sharding.memory_kind in (None, device.default_memory().kind):
+            shards.append(jnp.copy(shard))
+        else:
+            shards.append(jax.device_put(shard, shard.sharding, may_alias=False))
     return jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, shards, dtype=array.dtype
     )

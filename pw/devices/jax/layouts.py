@@ -52,20 +52,29 @@ class Layouts:
     def __init__(self, host: str, device: Callable[[DeviceAddress], jax.Device]) -> None:
         self._host = host
         self._device = device
-        self._layouts: dict[tuple[Sharding, tuple[DeviceAddress, ...]], Layout] = {}
+        self._layouts: dict[tuple[Sharding, tuple[DeviceAddress, ...], str], Layout] = {}
 
-    def __call__(self, sharding: Sharding, devices: tuple[DeviceAddress, ...]) -> Layout:
-        """The layout of `sharding` with `devices` at the positions of its mesh; from any thread."""
-        key = (sharding, devices)
+    def of(self, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Layout:
+        """The layout of an array with shards on `devices`; from any thread."""
+        return self(spec.sharding, devices, spec.memory)
+
+    def __call__(
+        self, sharding: Sharding, devices: tuple[DeviceAddress, ...], memory: str = ""
+    ) -> Layout:
+        """The layout of `sharding` with `devices` at the positions of its mesh; from any thread.
+
+        Raises ValueError if the devices have no such memory.
+        """
+        key = (sharding, devices, memory)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.clear()
             # Threads that race here all get the layout that came first.
-            layout = self._layouts.setdefault(key, self._make(sharding, devices))
+            layout = self._layouts.setdefault(key, self._make(*key))
         return layout
 
-    def _make(self, sharding: Sharding, devices: tuple[DeviceAddress, ...]) -> Layout:
+    def _make(self, sharding: Sharding, devices: tuple[DeviceAddress, ...], memory: str) -> Layout:
         physical = np.empty(len(devices), object)
         physical[:] = [self._device(address) for address in devices]
         # A mesh without axes is one device here, but an error to `jax.jit`.
@@ -78,7 +87,8 @@ class Layouts:
             for position, address in enumerate(devices)
             if address.host == self._host
         }
-        return Layout(NamedSharding(mesh, PartitionSpec(*axes)), local)
+        kind = memory or None
+        return Layout(NamedSharding(mesh, PartitionSpec(*axes), memory_kind=kind), local)
 
 
 def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:

@@ -21,6 +21,7 @@ import jax
 import msgspec
 import numpy as np
 from jax._src.interpreters import mlir
+from jax.sharding import NamedSharding
 from jaxlib import _jax, xla_client
 from jaxlib.cpu import _lapack
 
@@ -31,7 +32,7 @@ from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
 from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, decode
 from pw.devices.jax.callbacks import TARGETS, Calls, calls_in
 from pw.devices.jax.executables import Executables, key_of
-from pw.devices.jax.layouts import Layouts, aval_of
+from pw.devices.jax.layouts import Layouts, aval_of, local_shards
 from pw.devices.jax.vetting import vet_code
 
 _LARGE_CONSTANT = 16
@@ -64,6 +65,9 @@ _DEBUG_OPTIONS = (
 )
 _HARMFUL_OPTION = re.compile(r"dump|dir|path|file|prefix|plugin|extra_options|librar|autotune")
 """Names of options that may write files on the host, read them, or load code."""
+
+_HOST_MEMORY = "S(5)"
+"""How XLA writes in a layout that an argument lies in host memory."""
 
 _ALIASES = re.compile(r"\binput_output_alias=\{(.*?\)) \}")
 _ALIASED = re.compile(r": \((\d+), \{")
@@ -139,19 +143,29 @@ class Modules:
         """
         if module.calls_back != computation.calls_back:
             raise CompileError("the function calls its client, or does not, unlike its call says")
-        _check(module.facts, computation)
+        _check(module.facts, computation, self._own_memory(devices))
         handlers = []
         for spec in computation.outputs:
-            sharding = self._layouts(spec.sharding, devices).sharding
+            sharding = self._layouts.of(spec, devices).sharding
             aval = aval_of(spec.shape, spec.dtype, sharding)
             handlers.append(_jax.array_result_handler(aval, sharding, True, _skip_checks=True))
         execute = module.executable.execute_sharded
+        takes = [self._layouts.of(spec, devices).sharding for spec in computation.inputs]
 
         def call(*arrays: jax.Array) -> Sequence[jax.Array]:
+            for array, sharding in zip(arrays, takes, strict=True):
+                if array.sharding is not sharding:
+                    arrays = tuple(map(_in_order, arrays, takes))
+                    break
             results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
             return results
 
         return Aside(call) if module.calls_back else call
+
+    def _own_memory(self, devices: tuple[DeviceAddress, ...]) -> str:
+        layout = self._layouts(Sharding(("_",), (len(devices),)), devices)
+        device: jax.Device = layout.sharding.mesh.devices.flat[0]
+        return str(device.default_memory().kind)
 
     def _compiled(
         self, digest: bytes, code: Stablehlo, devices: tuple[DeviceAddress, ...], client: int
@@ -192,6 +206,22 @@ class Modules:
                 if kept_as is not None:
                     self._executables.save_with(kept_as, functools.partial(_serialized, made))
         return made
+
+
+def _in_order(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array with its shards in the order of a sharding over the same devices.
+
+    An edge leaves an array alone if each device has its shard already, and XLA takes shards as they
+    come.
+    """
+    found: Any = array.sharding
+    wanted: Any = sharding
+    if found._device_assignment == wanted._device_assignment:
+        return array
+    shards = [*local_shards(array).values()]
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding, shards, dtype=array.dtype
+    )
 
 
 def _serialized(module: Module) -> bytes:
@@ -253,9 +283,10 @@ def _facts(executable: Any, devices: Sequence[jax.Device]) -> Facts:
     result = program.result_shape()
     results = result.tuple_shapes() if result.is_tuple() else [result]
     parameters = program.parameter_shapes()
-    kinds = executable.get_output_memory_kinds()[0]
     own = devices[0].default_memory().kind
-    inputs = _shards(parameters, executable.get_parameter_shardings(), [own] * len(parameters))
+    taken = [own if _HOST_MEMORY not in str(shape) else "pinned_host" for shape in parameters]
+    inputs = _shards(parameters, executable.get_parameter_shardings(), taken)
+    kinds = executable.get_output_memory_kinds()[0]
     outputs = _shards(results, executable.get_output_shardings(), kinds)
     sizes = executable.get_compiled_memory_stats()
     return Facts(
@@ -303,7 +334,7 @@ def _donated(header: str) -> tuple[int, ...]:
     return tuple(sorted(positions))
 
 
-def _check(facts: Facts, computation: Computation) -> None:
+def _check(facts: Facts, computation: Computation, own_memory: str) -> None:
     """Raise CompileError unless a module takes, gives and donates what a computation says."""
     for what, found, specs in (
         ("arguments", facts.inputs, computation.inputs),
@@ -317,6 +348,12 @@ def _check(facts: Facts, computation: Computation) -> None:
             raise CompileError(
                 f"the {what} of the compiled function are {shards} on each device, not {wanted} as its "
                 "call says; compile it again"
+            )
+    for index, (one, spec) in enumerate(zip(facts.outputs, computation.outputs, strict=True)):
+        if one.memory_kind != (spec.memory or own_memory):
+            raise CompileError(
+                f"result {index} of the compiled function lies in the memory {one.memory_kind!r}, not "
+                f"{spec.memory or own_memory!r} as its call says; compile it again"
             )
     if facts.donated != computation.donated:
         raise CompileError(

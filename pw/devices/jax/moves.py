@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from pw.core.errors import InternalError
 from pw.core.sharding import box_shape
@@ -15,13 +16,18 @@ from pw.devices.jax.layouts import Layouts, assemble, assemble_view, local_shard
 
 
 def moved(op: Move, array: jax.Array, layouts: Layouts) -> jax.Array:
-    """The array of `op.result`, made of `array`; a whole shard that stays on its device is aliased."""
-    source = layouts(op.source_spec.sharding, op.source_devices)
-    layout = layouts(op.spec.sharding, op.devices)
+    """The array of `op.result`, made of `array`.
+
+    A whole shard that stays on its device, and in its memory, is aliased.
+    """
+    source = layouts.of(op.source_spec, op.source_devices)
+    layout = layouts.of(op.spec, op.devices)
     shards = local_shards(array)
     shape = op.spec.sharding.shard_shape(op.spec.shape)
     source_shape = op.source_spec.sharding.shard_shape(op.source_spec.shape)
     made: dict[int, jax.Array] = {}
+    memory = op.spec.memory or None
+    stays = op.spec.memory == op.source_spec.memory
     for piece in op.pieces:
         home = source.local[piece.source_device]
         shard, box = shards[home], piece.source_box
@@ -35,16 +41,18 @@ def moved(op: Move, array: jax.Array, layouts: Layouts) -> jax.Array:
             device = layout.local.get(position)
             if device is None:
                 continue
-            if device == home:
+            if device == home and stays and (aliased or memory is None):
                 made[position] = shard
                 if aliased:
                     op.source.shared = op.result.shared = True
             else:
-                made[position] = jax.device_put(shard, device)
+                there = SingleDeviceSharding(device, memory_kind=memory)
+                made[position] = jax.device_put(shard, there, may_alias=False)
     if not math.prod(shape):  # empty shards may have no piece
         empty = np.zeros(shape, array.dtype)
         for position, device in layout.local.items():
-            made.setdefault(position, jax.device_put(empty, device))
+            there = SingleDeviceSharding(device, memory_kind=memory)
+            made.setdefault(position, jax.device_put(empty, there))
     return assemble(op.spec, layout, made)
 
 

@@ -115,7 +115,7 @@ class PythonFunctions:
                     f"{host_array.dtype}{list(host_array.shape)}, but result_shape_dtypes says "
                     f"{spec.dtype}{list(spec.shape)}"
                 )
-            layout = self._layouts(spec.sharding, function.devices)
+            layout = self._layouts.of(spec, function.devices)
             positions = tuple(layout.local)
             box = tuple((0, size) for size in spec.shape)
             # A copy: the function may keep its result, and change it.

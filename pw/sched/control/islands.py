@@ -31,7 +31,7 @@ class Islands:
 
     def place(self, island: str, array: int, spec: ArraySpec) -> None:
         """Tell a scheduler of the memory of an array that no run makes."""
-        placed = ArrayPlaced(array, self.located(spec), spec.shard_bytes)
+        placed = ArrayPlaced(array, self.located(spec), spec.device_bytes)
         self._env.send(scheduler_of(island), placed)
 
     def formed(self, message: IslandFormed) -> bool:
