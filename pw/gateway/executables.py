@@ -154,7 +154,7 @@ class Executables:
             shape = tuple(size * count for size, count in zip(one.shape, parts, strict=True))
             results.append(
                 _Result(
-                    one.dtype,
+                    _dtype(one),
                     shape,
                     one.shape,
                     one.memory_kind,
@@ -400,6 +400,11 @@ def _assigned(assignment: Any) -> tuple[int, ...]:
     )
 
 
+def _dtype(one: ShardFacts) -> str:
+    """Return the dtype of an argument or result; a token lies in an array of no booleans."""
+    return "bool" if one.dtype == "token" else one.dtype
+
+
 def _functions(code: Stablehlo) -> tuple[int, ...]:
     """Return the numbers that the script has given to the functions that a module calls."""
     proto = protos.message("xla.ifrt.XlaHostCallbackProto")
@@ -432,7 +437,7 @@ def _is_replicated(one: ShardFacts, devices: int) -> bool:
 
 def _spec(placement: Placement, one: ShardFacts) -> ArraySpec:
     is_replicated = _is_replicated(one, len(placement.devices))
-    return spec_of_shards(one.shape, one.dtype, placement, is_stacked=not is_replicated)
+    return spec_of_shards(one.shape, _dtype(one), placement, is_stacked=not is_replicated)
 
 
 def _may_be_donated(array: ProxyArray) -> bool:
