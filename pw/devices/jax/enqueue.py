@@ -162,7 +162,8 @@ class Enqueuer:
                 if op.failed is not None and op.results:
                     self.guard_thread.put((op.results[-1], op.failed))
             except Exception as error:  # noqa: BLE001 - it belongs to the results
-                report = self._failure(op, error)
+                # Its client may have released the program meanwhile.
+                report = self._failures.report(error, name)
                 fail(op.results, report)
                 if op.failed is not None:
                     self._break_gang(op.failed, report)
