@@ -9,11 +9,9 @@ from tests.scripts import finish, start_client
 pytestmark = pytest.mark.processes
 
 CHECK = """
-def devices():
-    return [device.client is jax.devices()[0].client for device in jax.devices() + jax.devices("cpu")]
-
 asked = jax.config.jax_platforms
-assert devices() == [True, True, False], devices()
+assert len(jax.devices()) == 2
+assert jax.devices("cpu")[0].client is not jax.devices()[0].client
 assert jax.config.jax_platforms == asked, jax.config.jax_platforms
 print("well")
 """

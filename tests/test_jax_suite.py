@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.jax_suite.__main__ import main
-from tests.jax_suite.child import chosen
+from tests.jax_suite.child import chosen, first_words
 from tests.jax_suite.compare import compare, kind_of
 from tests.jax_suite.processes import FileRun, Outcome
 from tests.jax_suite.report import BEGIN, END
@@ -151,6 +151,12 @@ def test_a_test_without_an_outcome_has_failed() -> None:
     comparison = compare("x_test.py", ["a", "b", "c"], gateway)
     assert (comparison.base, comparison.passed, comparison.failed) == (3, 1, 2)
     assert "did not collect" in comparison.failures[1].reason
+
+
+def test_of_a_traceback_the_last_line_counts() -> None:
+    text = "INTERNAL: Traceback (most recent call last):\n  File x\nTypeError: no 'dtype'\n"
+    assert first_words(text) == "INTERNAL: TypeError: no 'dtype'"
+    assert first_words("E:\n\n  one\n  two") == "E: one two"
 
 
 def test_known_causes_are_said_in_words() -> None:

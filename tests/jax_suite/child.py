@@ -50,7 +50,10 @@ def name_of(nodeid: str) -> str:
 
 
 def first_words(text: str) -> str:
-    """An error's first lines as one line."""
+    """An error's first lines as one line; of a traceback in it, only the last line."""
+    head, traceback, rest = text.partition("Traceback (most recent call last)")
+    if traceback:
+        text = "\n".join([head, *rest.strip().splitlines()[-1:]])
     lines = [line.strip() for line in text.strip().splitlines()]
     return " ".join(line for line in lines[:12] if line)[:REASON_CHARACTERS]
 
