@@ -19,6 +19,7 @@ from pw.core.actor import Actor
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
     Attach,
+    Compiled,
     Discard,
     EdgeCredit,
     EdgeData,
@@ -365,6 +366,12 @@ def _refund_twice(cluster: SimCluster) -> None:
         RunsSettled,
         lambda random, to, message: [replace(message, count=message.count + 1)],
     )
+
+
+@_mutation("silent-compiler", "calm", "liveness")
+def _no_facts(cluster: SimCluster) -> None:
+    """A client does not hear of what it has had compiled."""
+    _tamper(cluster, Compiled, lambda random, to, message: [])
 
 
 # --- shares and priorities ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A simulated user, who acts as the seed says.
 
-The user registers programs, uploads, runs, fetches, waits, checkpoints, deletes, and sometimes
+The user registers programs, compiles, uploads, runs, fetches, waits, checkpoints, deletes, and sometimes
 leaves. No act
 waits: each is an event, and the user checks the session's answers when they come.
 """
@@ -11,19 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from pw.client.session.thread_messages import Ask, Await, Forget, Get, Put, Tell
+from pw.client.session.thread_messages import Ask, AskCompiler, Await, Forget, Get, Put, Tell
 from pw.core.compact import Compact
-from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
+from pw.core.errors import ArrayDeleted, CheckpointFailed, CompileError, Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages import (
     Checkpoint,
+    Detail,
     DrainHost,
     RegisterProgram,
     ReleaseProgram,
     ReleaseSlice,
     Run,
 )
-from pw.core.sharding import ArraySpec, dtype_of
+from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
+from pw.core.stablehlo import Stablehlo, encode
+from pw.testing.sim.digests import DOES_NOT_COMPILE
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
@@ -86,6 +89,8 @@ class SimClient(Life):
             self._wait()
         elif draw < 0.91:
             self._checkpoint()
+        elif draw < 0.92:
+            self._compile()
         elif draw < 0.97:
             self._delete()
         elif draw < 0.98 and len(self.programs) > 2:
@@ -253,6 +258,33 @@ class SimClient(Life):
         self.world.checked["checkpoints"] += 1
         promise = self._promise(f"checkpoint {len(chosen)}", copied)
         self._post(Ask(lambda number: Checkpoint(number, chosen), promise, chosen))
+
+    def _compile(self) -> None:
+        """Ask the hosts of some devices about a module, with or without a program to follow."""
+        bound = self.random.choice(list(self.slices.values()))
+        devices = tuple(range(self.random.randint(1, len(bound.devices))))
+        broken = self.random.random() < 0.1
+        module = (DOES_NOT_COMPILE if broken else b"") + self.random.randbytes(4)
+        spec = ArraySpec((), "bool", Sharding((), ()), Placement(bound.slice, devices))
+
+        def compiled(answer: Any, error: BaseException | None) -> None:
+            self.world.checked["oracle"] += 1
+            kind = type(error).__name__
+            if error is None and not broken and answer.facts.name == module.hex():
+                return
+            if broken and isinstance(error, CompileError):
+                return
+            if self.world.ledger.any and (
+                kind in INFRASTRUCTURE or self.session.closed is not None
+            ):
+                return
+            if bound.slice not in self.slices and kind in INFRASTRUCTURE:
+                return
+            said = error if answer is None else answer
+            raise Violation("oracle", f"{self.name}: {module!r} was compiled: {said!r}")
+
+        promise = self._promise(f"compile {module.hex()}", compiled)
+        self._post(AskCompiler(encode(Stablehlo(module, b"")), spec, Detail.FACTS, promise))
 
     def _drain(self) -> None:
         """Have a host emptied and sent away."""
