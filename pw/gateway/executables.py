@@ -22,7 +22,7 @@ from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import kind_of
 from pw.gateway.functions import Caller
-from pw.gateway.runs import Runs
+from pw.gateway.runs import DEFAULT_MEMORY, Runs, memory_of
 
 _PROGRAMS = ("xla::ifrt::XlaProgram", "xla::ifrt::HloProgram")
 
@@ -157,7 +157,7 @@ class Executables:
                     _dtype(one),
                     shape,
                     one.shape,
-                    one.memory_kind,
+                    one.memory_kind or DEFAULT_MEMORY,
                     _is_replicated(one, len(devices)),
                     _spec(placement, one),
                 )
@@ -239,10 +239,11 @@ class Executables:
         response: Any,
     ) -> None:
         """Make the views that the arguments need, and run when there is a credit."""
+        kept: list[Stored] = []
         for at, known in enumerate(arguments):
             if known is None:
-                await self._runs.credit()
-                arguments[at] = self._runs.stored(args[at], made.inputs[at]).number
+                kept.append(await self._runs.fitting(args[at], made.inputs[at]))
+                arguments[at] = kept[-1].number
         await self._runs.credit()
         self._run(made, args, arguments, given, body, response)
 
@@ -330,7 +331,7 @@ class Executables:
                 if one.element_bits:
                     layout.element_size_in_bits = one.element_bits
         kinds = said.output_memory_kinds.memory_kind_lists.add()
-        kinds.memory_kinds.extend(one.memory_kind or "device" for one in outputs)
+        kinds.memory_kinds.extend(one.memory_kind or DEFAULT_MEMORY for one in outputs)
         said.donated_input_indices.SetInParent()
         said.donated_input_indices.donated_input_indices.extend(facts.donated)
         stats = said.compiled_memory_stats
@@ -437,7 +438,10 @@ def _is_replicated(one: ShardFacts, devices: int) -> bool:
 
 def _spec(placement: Placement, one: ShardFacts) -> ArraySpec:
     is_replicated = _is_replicated(one, len(placement.devices))
-    return spec_of_shards(one.shape, _dtype(one), placement, is_stacked=not is_replicated)
+    memory = memory_of(one.memory_kind)
+    return spec_of_shards(
+        one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory
+    )
 
 
 def _may_be_donated(array: ProxyArray) -> bool:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from pw.client.connection.runtime import Runtime
 from pw.core.program import Output, Program, Value
@@ -21,6 +22,8 @@ from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored
 
 T = TypeVar("T")
 
+DEFAULT_MEMORY = "device"
+"""JAX's name for the devices' own memory."""
 MOVES_KEPT = 256
 """Registered programs that only move an array; the one used longest ago is released first."""
 
@@ -119,10 +122,21 @@ class Runs:
             array.dtype,
             self.placement(array.devices),
             is_stacked=not array.is_replicated,
+            memory=memory_of(array.memory),
         )
 
     placement: Callable[[tuple[int, ...]], Any]
     """Set by the owner: the placement of JAX's devices."""
+
+    async def fitting(self, array: ProxyArray, wanted: ArraySpec) -> Stored:
+        """Return the runtime's array of the same shards with this spec, also in another memory."""
+        await self.credit()
+        if memory_of(array.memory) == wanted.memory:
+            return self.stored(array, wanted)
+        here = self.stored(array, replace(wanted, memory=memory_of(array.memory)))
+        await self.credit()
+        (moved,) = self.moved([here], [wanted])
+        return moved
 
     def _view(self, array: ProxyArray, wanted: ArraySpec) -> Stored:
         roots = [root for root in array.roots() if root is not array]
@@ -195,6 +209,11 @@ class Runs:
         for program in self._moves.values():
             self.runtime.release_program(program)
         self._moves.clear()
+
+
+def memory_of(kind: str) -> str:
+    """Return the name in a spec of one of JAX's kinds of memory."""
+    return "" if kind == DEFAULT_MEMORY else kind
 
 
 def _wake(credit: asyncio.Future[None]) -> None:

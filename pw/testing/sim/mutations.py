@@ -368,10 +368,10 @@ def _refund_twice(cluster: SimCluster) -> None:
     )
 
 
-@_mutation("silent-compiler", "calm", "liveness")
+@mutation("silent-compiler", "calm", "liveness")
 def _no_facts(cluster: SimCluster) -> None:
     """A client does not hear of what it has had compiled."""
-    _tamper(cluster, Compiled, lambda random, to, message: [])
+    tamper(cluster, Compiled, lambda random, to, message: [])
 
 
 # --- shares and priorities ---------------------------------------------------------------------------
