@@ -32,6 +32,10 @@ CONNECTING = 4
 """Sessions that are begun at the same time."""
 
 
+_Session = tuple[Runtime, Devices, Callable[[], object]]
+"""A session, its devices, and what ends it."""
+
+
 class _Sessions:
     """Begins a session for each connection, all in one thread; called in other threads."""
 
@@ -47,11 +51,13 @@ class _Sessions:
         self._thread = thread
         self._wanted = wanted
         self._share, self._priority = share, priority
-        self._own: Runtime | None = None
-        """The session of a cluster of its own, until a connection takes it."""
-        self._address = address or self._start_cluster(cluster)
+        self._address = address
+        # Begun now, so that what is wrong is an error of this command.
+        self._first: _Session | None = self._begin() if address else self._start_cluster(cluster)
+        """The session of the first connection."""
 
-    def _start_cluster(self, cluster: ExitStack) -> str:
+    def _start_cluster(self, cluster: ExitStack) -> _Session:
+        """Start a cluster. Returns a session that ends with it."""
         count = self._wanted.island_count or 1
         each = self._wanted.devices_each(count)
         if count == 1:
@@ -62,15 +68,17 @@ class _Sessions:
             devices = each or embedded.device_count()
             local = cluster.enter_context(LocalCluster(count, 1, devices, connect=False))
             start = remote(local.address, self._thread)
-        self._own = runtime = Runtime(start, self._share, self._priority)
+        runtime = Runtime(start, self._share, self._priority)
         cluster.callback(runtime.close)
-        return runtime.endpoint or ""
+        self._address = runtime.endpoint or ""
+        return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
 
-    def begin(self) -> tuple[Runtime, Devices, Callable[[], None]]:
-        """Begin a session. Returns it, its devices, and what ends it."""
-        runtime, self._own = self._own, None
-        if runtime is not None:  # it ends with the cluster
-            return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
+    def begin(self) -> _Session:
+        """Begin a session, or give the first one away."""
+        first, self._first = self._first, None
+        return first if first is not None and first[0].alive else self._begin()
+
+    def _begin(self) -> _Session:
         runtime = Runtime(remote(self._address, self._thread), self._share, self._priority)
         try:
             devices = Devices(choosing.allocate(runtime, self._wanted))
@@ -111,7 +119,7 @@ def serve(
         sessions = _Sessions(thread, address, wanted, share, priority, cluster)
         waiting = cluster.enter_context(ThreadPoolExecutor(CONNECTING, "pw-connect"))
 
-        async def connect() -> tuple[Runtime, Devices, Callable[[], object]]:
+        async def connect() -> _Session:
             runtime, found, end = await thread.loop.run_in_executor(waiting, sessions.begin)
             return runtime, found, lambda: waiting.submit(end)
 
