@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpack import Decoder, HPACKError
@@ -435,24 +435,3 @@ def _without_padding(payload: memoryview, length: int) -> memoryview:
     if not payload or payload[0] >= len(payload):
         raise ProtocolViolation(PROTOCOL_ERROR, "there is more padding than there are bytes")
     return payload[length : len(payload) - payload[0]]
-
-
-def header_block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Encode headers without a table: literals that the receiver does not remember."""
-    block = bytearray()
-    for name, value in headers:
-        block += b"\x00" + _length(len(name)) + name + _length(len(value)) + value
-    return bytes(block)
-
-
-def _length(size: int) -> bytes:
-    """Encode a length in HPACK's form, with a prefix of seven bits."""
-    if size < 0x7F:
-        return bytes([size])
-    encoded = bytearray([0x7F])
-    size -= 0x7F
-    while size >= 0x80:
-        encoded.append(size & 0x7F | 0x80)
-        size >>= 7
-    encoded.append(size)
-    return bytes(encoded)

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
-from pw.gateway.http2 import Stream, header_block
+from pw.gateway.http2 import Stream
 
 OK, CANCELLED, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 1, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS = 9, 12, 13, 14, 15
 
 MESSAGE_BYTES = 1 << 30
 """The largest message; programs with large constants are the largest ones."""
+
+
+def header_block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Encode headers without a table: literals that the receiver does not remember."""
+    block = bytearray()
+    for name, value in headers:
+        block += b"\x00" + _length(len(name)) + name + _length(len(value)) + value
+    return bytes(block)
+
+
+def _length(size: int) -> bytes:
+    """Encode a length in HPACK's form, with a prefix of seven bits."""
+    if size < 0x7F:
+        return bytes([size])
+    encoded = bytearray([0x7F])
+    size -= 0x7F
+    while size >= 0x80:
+        encoded.append(size & 0x7F | 0x80)
+        size >>= 7
+    encoded.append(size)
+    return bytes(encoded)
+
 
 _HEADERS = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _ENDED = header_block([(b"grpc-status", b"0")])

@@ -8,7 +8,7 @@ process: its end, another endpoint, a slice that is bound again. An extra `Ident
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from weakref import WeakValueDictionary
 
 from pw.client.session.thread_messages import Listen
@@ -150,3 +150,19 @@ class Hosts(Part):
     def knows(self, node: str) -> bool:
         """Whether this node is a host."""
         return node in self._endpoints
+
+
+def cover(spec: ArraySpec, devices: Devices) -> dict[str, list[int]]:
+    """Return the mesh positions to fetch from each host, so that each distinct box comes exactly once."""
+    chosen: dict[str, list[int]] = {}
+    for _, positions in spec.distinct_boxes():
+        chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
+    return chosen
+
+
+def by_host(positions: Sequence[int], devices: Devices) -> dict[str, list[int]]:
+    """Group mesh positions by the hosts of their devices."""
+    chosen: dict[str, list[int]] = {}
+    for position in positions:
+        chosen.setdefault(devices[position].host, []).append(position)
+    return chosen

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pw.client.session.hosts import Devices, Hosts
+from pw.client.session.hosts import Devices, Hosts, by_host, cover
 from pw.client.session.journaling import JournalingEnv
 from pw.client.session.thread_messages import (
     Ask,
@@ -223,7 +223,7 @@ class Requests(Part):
     def _fetch(self, wanted: tuple[int, ...], opened: _Open, located: list[Devices]) -> None:
         (array,), (spec,), (devices,) = opened.arrays, opened.specs, located
         opened.result = []
-        chosen = _by_host(wanted, devices) if wanted else _cover(spec, devices)
+        chosen = by_host(wanted, devices) if wanted else cover(spec, devices)
         for host, positions in chosen.items():
             boxes = [spec.box(position) for position in positions]
             _, total = packed_offsets([box_bytes(box, spec.dtype) for box in boxes])
@@ -432,22 +432,6 @@ class Requests(Part):
             if request.node != CONTROLLER:
                 self._hosts.send(request.node, CancelRequest(number))
         opened.missing.clear()
-
-
-def _cover(spec: ArraySpec, devices: Devices) -> dict[str, list[int]]:
-    """Return the mesh positions to fetch from each host, so that each distinct box comes exactly once."""
-    chosen: dict[str, list[int]] = {}
-    for _, positions in spec.distinct_boxes():
-        chosen.setdefault(devices[positions[0]].host, []).append(positions[0])
-    return chosen
-
-
-def _by_host(positions: Sequence[int], devices: Devices) -> dict[str, list[int]]:
-    """Group mesh positions by the hosts of their devices."""
-    chosen: dict[str, list[int]] = {}
-    for position in positions:
-        chosen.setdefault(devices[position].host, []).append(position)
-    return chosen
 
 
 def _unbound(opened: _Open) -> ErrorReport:
