@@ -33,6 +33,7 @@ SUITE = {
     "concurrent": 600,
     "transfer": 300,
     "train": 420,
+    "gateway": 600,
     "pipeline-train": 300,
     "scale": 300,
 }

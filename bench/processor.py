@@ -1,4 +1,4 @@
-"""The processes of this machine and their processor time, which other load hardly changes."""
+"""The processes of this machine, their processor time, which other load hardly changes, and memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,29 @@ def busy_s(roots: Iterable[int]) -> float:
     It grows in steps of ten milliseconds, and is 0 where there is no /proc.
     """
     found = processes()
+    ticks = sum(
+        int(found[pid][11]) + int(found[pid][12]) for pid in _with_descendants(roots, found)
+    )
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(roots: Iterable[int]) -> int:
+    """Memory that these processes and their living descendants use now; 0 where there is no /proc."""
+    found = processes()
+    pages = sum(int(found[pid][21]) for pid in _with_descendants(roots, found))
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _with_descendants(roots: Iterable[int], found: dict[int, list[str]]) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, fields in found.items():
         children.setdefault(int(fields[1]), []).append(pid)
-    ticks, left = 0, [pid for pid in roots if pid in found]
+    every, left = [], [pid for pid in roots if pid in found]
     while left:
         pid = left.pop()
-        ticks += int(found[pid][11]) + int(found[pid][12])
+        every.append(pid)
         left += children.get(pid, [])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return every
 
 
 def client_and_cluster_s(pids: Iterable[int]) -> float:

@@ -1,5 +1,7 @@
 """Plain JAX in one process over its own devices: the baseline of `bench.train` and `bench.gpu`.
 
+With the platform `pw`, the same script runs on the gateway: a contender of `bench.gateway`.
+
 The function that sets up pw's workers sets it up too, so devices and thread pools are the same. It
 traces without 64-bit types, as pw's client does. It trains with the steps and batches of
 `bench.training`, compiled by `jax.jit` with the same shardings and donation.
@@ -19,12 +21,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pw.jax
 from bench.baselines.peer import Peer, serve
 from bench.baselines.steps import calls, local
 from bench.training import SEED, TASKS, Trainer
 from pw.devices.jax import group
 
 DISPATCH = "dispatch"
+GATEWAY = "pw"
 READY_S = 300.0
 """Compiling a training step takes long, on a GPU with its autotuning above all."""
 
@@ -35,7 +39,7 @@ class PlainJax(Peer):
     Args:
         work: the name of a task of `bench.training`, or `DISPATCH`.
         devices: the number of devices of each process.
-        platform: `cpu` or `cuda`.
+        platform: `cpu`, `cuda`, or `pw` for a cluster that the script starts beside itself.
         processes: the number of processes.
 
     Raises:
@@ -46,7 +50,8 @@ class PlainJax(Peer):
         self._folder = tempfile.TemporaryDirectory()
         self._losses = [Path(self._folder.name) / str(rank) for rank in range(processes)]
         arguments = [[work, str(devices), platform, str(path)] for path in self._losses]
-        super().__init__("JAX", "bench.baselines.one_process", arguments, ready_s=READY_S)
+        name = "gateway" if platform == GATEWAY else "JAX"
+        super().__init__(name, "bench.baselines.one_process", arguments, ready_s=READY_S)
 
     def losses(self) -> list[list[float]]:
         """For each process the losses of all its steps so far."""
@@ -60,8 +65,11 @@ class PlainJax(Peer):
 
 def mesh_of(devices: int, platform: str) -> Mesh:
     """Set up JAX as in a worker; returns a mesh over the devices of this process, axis "data"."""
-    group.prepare(platform, devices)
-    jax.config.update("jax_enable_x64", False)
+    if platform == GATEWAY:
+        pw.jax.connect(devices=devices)
+    else:
+        group.prepare(platform, devices)
+        jax.config.update("jax_enable_x64", False)
     return Mesh(np.array(jax.devices()[:devices]), ("data",))
 
 
