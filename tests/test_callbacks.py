@@ -25,6 +25,7 @@ from pw.core.sharding import ArraySpec, Placement
 from pw.core.stablehlo import Stablehlo, spec_of_shards
 from pw.devices.host.backend import ClientCall
 from pw.testing import InProcessCluster
+from tests.daemons import until
 from tests.lowered import computation_of, like, over, stablehlo_of
 from tests.test_jax_backend import Host, on_host
 from tests.test_stablehlo import ONE, replicated
@@ -276,6 +277,32 @@ def test_others_go_on_while_a_client_does_not_answer_and_when_it_is_gone(
     assert found["host-0"]["calls_waiting"] == 0
     release.set()
     other.runtime.close()
+
+
+def test_prints_of_each_shard_come_though_there_are_no_results(cluster: InProcessCluster) -> None:
+    """And the next run of the client finds its argument again."""
+    shown: list[list[float]] = []
+
+    def show(a: Any) -> Any:
+        shown.append(a.tolist())
+        return ()
+
+    session = Session(cluster.client(), show, devices=2)
+    spec = spec_of_shards((2,), "float32", session.placement, is_stacked=True)
+    lies = over(2, "x")
+
+    def prints(x: Any) -> None:
+        jax.debug.callback(lambda a: None, x, partitioned=True)
+
+    code = calling(prints, like((4,), sharding=lies), in_shardings=lies)
+    session.runtime.ask.compile(code, session.placement).result(60)
+    program = session.register(code, [spec], [])
+    x = session.runtime.upload(np.arange(4, dtype=np.float32), spec)
+    for number in range(1, 4):
+        assert session.runtime.run(program, [x], 0) == []
+        until(lambda wanted=2 * number: len(shown) == wanted, "the prints of both shards")
+        assert sorted(shown[-2:]) == [[0, 1], [2, 3]]
+    session.runtime.close()
 
 
 @pytest.mark.processes
