@@ -29,6 +29,9 @@ from pw.core.sharding import dtype_of
 
 _NUMBERS: dict[str, Any] = {kind.__name__: kind for kind in (int, float, complex)}
 
+SINGLE = "array"
+"""The name of an array that is a whole checkpoint."""
+
 
 class _Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
     """One leaf of a tree on disk: the name of an array, or a host value."""
@@ -96,7 +99,7 @@ def save(leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -> Future[No
         key = jax.tree_util.keystr(keys)
         if isinstance(leaf, Array):
             session = leaf._runtime
-            name = names.setdefault(leaf._id, key or "array")
+            name = names.setdefault(leaf._id, key or SINGLE)
             type_ = leaf._type
             described.append(
                 _Leaf(
@@ -176,11 +179,8 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
     session = mesh.runtime
     if any(entry is not None and entry.mesh.runtime is not session for entry in wanted):
         raise NotOwner("pw.restore was given shardings over devices of different sessions")
-    described: Described = session.ask.look(where, mesh.placement)
-    try:
-        on_disk = {leaf.key: leaf for leaf in _decode(described.tree)}
-    except msgspec.MsgspecError as error:
-        raise CheckpointFailed(f"the tree in {where} cannot be read: {error}") from None
+    described: Described = session.ask.look(where, mesh.placement).result()
+    on_disk = {leaf.key: leaf for leaf in _leaves(described, where)}
     missing = [key for key in keys if key not in on_disk]
     if missing:
         raise ArgumentError(
@@ -207,6 +207,26 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
             made[saved.array, id(type_)] = array
         restored.append(array)
     return tree_unflatten(structure, restored)
+
+
+def _leaves(described: Described, where: str) -> list[_Leaf]:
+    try:
+        return _decode(described.tree)
+    except msgspec.MsgspecError as error:
+        raise CheckpointFailed(f"the tree in {where} cannot be read: {error}") from None
+
+
+def single_tree(shape: tuple[int, ...], dtype: str) -> bytes:
+    """Describe a tree that is one array, called `SINGLE` in the files."""
+    return _encode([_Leaf("", SINGLE, shape, dtype)])
+
+
+def single_in(described: Described, where: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape and dtype of the array in a checkpoint of one array. Raises CheckpointFailed."""
+    leaves = _leaves(described, where)
+    if len(leaves) != 1 or leaves[0].array != SINGLE:
+        raise CheckpointFailed(f"the checkpoint {where} is a tree, not one array: use pw.restore")
+    return leaves[0].shape, leaves[0].dtype
 
 
 def _wanted(leaf: Any, given: Any) -> NamedSharding | None:

@@ -24,8 +24,11 @@ import numpy as np
 
 from pw.client.connection.runtime import Runtime
 from pw.core.sharding import ArraySpec
-from pw.gateway import statuses
+from pw.gateway import statuses, tiles
+from pw.gateway.tiles import Tiles
 
+DEFAULT_MEMORY = "device"
+"""JAX's name for the devices' own memory."""
 INLINE_BYTES = 8192
 """Host values up to this size are not uploaded before a second run needs them."""
 
@@ -76,6 +79,8 @@ class ProxyArray:
     """The value has travelled inside a run."""
     others: dict[ArraySpec, Stored] = field(default_factory=dict)
     """The same shards under other specs."""
+    sharding: bytes | None = None
+    """A serialized `xla.OpSharding`, if it is known which part of the array each shard is."""
 
     @property
     def stored(self) -> Stored | None:
@@ -90,6 +95,13 @@ class ProxyArray:
     def __del__(self) -> None:
         if self._stored is not None:
             self._stored.holders -= 1
+
+    @property
+    def tiles(self) -> Tiles:
+        """Which part of it each device has. Raises Status if that is not known."""
+        return tiles.of(
+            self.shape, len(self.devices), self.sharding, is_replicated=self.is_replicated
+        )
 
     @property
     def is_deleted(self) -> bool:
@@ -190,3 +202,8 @@ class ProxyArrays(dict[int, ProxyArray]):
         array = self.find(handle)
         array.check()
         return array
+
+
+def memory_of(kind: str) -> str:
+    """Return the name in a spec of one of JAX's kinds of memory."""
+    return "" if kind == DEFAULT_MEMORY else kind

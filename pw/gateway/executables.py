@@ -9,77 +9,57 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from typing import Any
 
 from pw.core.messages import Detail
 from pw.core.program import Computation, Kind, Node, Output, Program, Value
-from pw.core.sharding import ArraySpec, Placement
-from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
+from pw.core.sharding import Placement
+from pw.core.stablehlo import Facts, Stablehlo
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, ProxyArrays, Stored
+from pw.gateway.compiled import Executable, describe, write_metadata
 from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import kind_of
 from pw.gateway.functions import Caller
-from pw.gateway.runs import DEFAULT_MEMORY, Runs, memory_of
+from pw.gateway.plugins import PLUGIN, Plugin, Plugins
+from pw.gateway.runs import Runs
 
 _PROGRAMS = ("xla::ifrt::XlaProgram", "xla::ifrt::HloProgram")
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What every execution's result has in common."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]
-    memory: str
-    is_replicated: bool
-    spec: ArraySpec
-
-
-@dataclass(slots=True, eq=False)
-class Executable:
-    """A compiled program of the client."""
-
-    name: str
-    devices: tuple[int, ...]
-    placement: Placement
-    code: Stablehlo
-    artifact: bytes
-    facts: Facts
-    inputs: tuple[ArraySpec, ...]
-    results: tuple[_Result, ...]
-    has_completion: bool
-    """It has no results; the runtime's computation has one more, which is ready when it has ended."""
-    programs: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The registered programs, by the positions of the arguments that they donate."""
-    last: tuple[Stored, ...] = ()
-    """The results of the latest run, if runs call functions of the script."""
 
 
 class Executables:
     """The executables of one client by their handles."""
 
-    def __init__(self, arrays: ProxyArrays, devices: Devices, runs: Runs, caller: Caller) -> None:
+    def __init__(
+        self,
+        arrays: ProxyArrays,
+        devices: Devices,
+        runs: Runs,
+        caller: Caller,
+        plugins: Plugins,
+    ) -> None:
         self._arrays = arrays
         self._caller = caller
         self._devices = devices
         self._runs = runs
-        self._known: dict[int, Executable] = {}
+        self._plugins = plugins
+        self._known: dict[int, Executable | Plugin] = {}
         self._next = 1
-        self._statuses: dict[int, list[Any] | BaseException] = {}
+        self._statuses: dict[int, Sequence[Stored | Future[Any]] | BaseException] = {}
         """What the ends of executions are known by, until the client asks for them."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def find(self, handle: int) -> Executable:
-        """Return an executable. Raises Status if there is none."""
+        """Return a compiled executable. Raises Status if there is none."""
         found = self._known.get(handle)
         if found is None:
             raise statuses.not_found(f"there is no executable {handle:#x}")
+        if isinstance(found, Plugin):
+            raise statuses.unsupported(f"{found.name} is not compiled; it can only be executed")
         return found
 
     def has(self, handle: int) -> bool:
@@ -94,6 +74,11 @@ class Executables:
 
     async def compile(self, body: Any, response: Any) -> None:
         """Compile a program on a host of its devices, and register it."""
+        if body.program.type_name == PLUGIN:
+            plugin = self._plugins.find(body.program.data)
+            digest = hashlib.sha256(body.program.data).digest()
+            self._add(plugin, plugin.name, plugin.devices, digest, response)
+            return
         if body.program.type_name not in _PROGRAMS:
             raise statuses.unsupported(
                 f"programs of the kind {body.program.type_name} are not supported"
@@ -113,20 +98,32 @@ class Executables:
         if has_completion:
             code = Stablehlo(with_completion(code.module), code.options, code.callbacks)
             facts = await self._facts(code, placement)
-        made = self._described(devices, placement, code, facts, has_completion=has_completion)
+        made = describe(devices, placement, code, facts, has_completion=has_completion)
         if code.callbacks:
             self._caller.know(hashlib.sha256(made.artifact).digest(), _functions(code))
         self._program(made, facts.donated)
+        digest = hashlib.sha256(made.artifact).digest()
+        self._add(made, made.name, devices, digest, response)
+        functions = response.compile_response.loaded_host_callback_handles
+        functions.extend(self._new_handle() for _ in code.callbacks)
+
+    def _add(
+        self,
+        made: Executable | Plugin,
+        name: str,
+        devices: tuple[int, ...],
+        fingerprint: bytes,
+        response: Any,
+    ) -> None:
         handle = self._new_handle()
         self._known[handle] = made
         said = response.compile_response
         said.loaded_executable_handle = handle
-        said.name = made.name
+        said.name = name
         said.num_devices = len(devices)
         said.device_ids.extend(devices)
         said.addressable_device_ids.extend(devices)
-        said.fingerprint_value = hashlib.sha256(made.artifact).digest()
-        said.loaded_host_callback_handles.extend(self._new_handle() for _ in code.callbacks)
+        said.fingerprint_value = fingerprint
         said.ready_future_handle = handle  # it is ready: `check_future` knows no other ones
 
     async def _facts(self, code: Stablehlo, placement: Placement) -> Facts:
@@ -134,46 +131,6 @@ class Executables:
         compiled = await self._runs.settled(asked)
         assert compiled.facts is not None
         return compiled.facts
-
-    def _described(
-        self,
-        devices: tuple[int, ...],
-        placement: Placement,
-        code: Stablehlo,
-        facts: Facts,
-        *,
-        has_completion: bool,
-    ) -> Executable:
-        inputs = tuple(_spec(placement, one) for one in facts.inputs)
-        results = []
-        for one in facts.outputs:
-            sharding = _op_sharding(one)
-            parts = (1,) * len(one.shape)
-            if sharding is not None and len(devices) > 1:
-                parts = shardings.partitions(sharding, len(one.shape))
-            shape = tuple(size * count for size, count in zip(one.shape, parts, strict=True))
-            results.append(
-                _Result(
-                    _dtype(one),
-                    shape,
-                    one.shape,
-                    one.memory_kind or DEFAULT_MEMORY,
-                    _is_replicated(one, len(devices)),
-                    _spec(placement, one),
-                )
-            )
-        artifact = encode(code)
-        return Executable(
-            facts.name,
-            devices,
-            placement,
-            code,
-            artifact,
-            facts,
-            inputs,
-            tuple(results),
-            has_completion,
-        )
 
     def _program(self, made: Executable, donated: tuple[int, ...]) -> int:
         """Return the program that donates these arguments; registers it the first time."""
@@ -207,10 +164,13 @@ class Executables:
 
     def execute(self, body: Any, response: Any) -> Awaitable[None] | None:
         """Run an executable once. Returns the rest of it if that must wait for a credit."""
-        made = self.find(body.loaded_executable_handle)
-        options = body.execute_options
         usable = self._arrays.usable
         args = [usable(handle) for handle in body.args_handles]
+        plugin = self._known.get(body.loaded_executable_handle)
+        if isinstance(plugin, Plugin):
+            return self._run_plugin(plugin, args, body, response)
+        made = self.find(body.loaded_executable_handle)
+        options = body.execute_options
         if len(args) != len(made.inputs):
             raise statuses.Status(
                 "INVALID_ARGUMENT",
@@ -228,6 +188,12 @@ class Executables:
             self._run(made, args, arguments, given, body, response)
             return None
         return self._run_later(made, args, arguments, given, body, response)
+
+    async def _run_plugin(
+        self, plugin: Plugin, args: Sequence[ProxyArray], body: Any, response: Any
+    ) -> None:
+        made, ends = await plugin.run(args)
+        self._executed(body, response, made, ends)
 
     async def _run_later(
         self,
@@ -264,8 +230,6 @@ class Executables:
             made.last = tuple(stored)
         for at in given:
             args[at].delete()
-        said = response.loaded_executable_execute_response
-        said.SetInParent()
         results = stored[: len(stored) - 1] if made.has_completion else stored
         made_arrays = []
         for one, result in zip(results, made.results, strict=False):
@@ -276,19 +240,32 @@ class Executables:
                 made.devices,
                 result.memory,
                 result.is_replicated,
+                sharding=result.sharding,
             )
             array.consist_of(one)
             made_arrays.append(array)
+        self._executed(body, response, made_arrays, stored[-1:])
+
+    def _executed(
+        self,
+        body: Any,
+        response: Any,
+        made: Sequence[ProxyArray],
+        ends: Sequence[Stored | Future[Any]],
+    ) -> None:
+        """Name the results of an execution, which ends when `ends` are ready."""
+        said = response.loaded_executable_execute_response
+        said.SetInParent()
         name = self._arrays.name
         if body.result_array_handle:
-            for array, handle in zip(made_arrays, body.result_array_handle, strict=True):
+            for array, handle in zip(made, body.result_array_handle, strict=True):
                 name(array, handle)
         else:
-            for array in made_arrays:
+            for array in made:
                 _describe_result(said.outputs.add(array_handle=name(array)), array)
         if body.execute_options.fill_status:
             handle = body.result_status_handle or self._new_handle()
-            self._statuses[handle] = [(one.number, one.spec, one) for one in stored[-1:]]
+            self._statuses[handle] = ends
             said.status_handle = handle
 
     def fail_status(self, handle: int, error: BaseException) -> None:
@@ -304,43 +281,20 @@ class Executables:
         if isinstance(known, BaseException):
             raise known
         response.loaded_executable_fetch_execute_result_response.SetInParent()
-        if known:
-            await self._runs.settled(
-                self._runs.runtime.wait([(number, spec) for number, spec, _ in known])
-            )
+        for one in known:
+            if isinstance(one, Stored):
+                one = self._runs.runtime.wait([(one.number, one.spec)])
+            await self._runs.settled(one)
 
     # --- describing ----------------------------------------------------------------------------------
 
     def metadata(self, body: Any, response: Any) -> None:
         """Describe an executable."""
+        if isinstance(self._known.get(body.loaded_executable_handle), Plugin):
+            response.loaded_executable_metadata_response.SetInParent()
+            return
         made = self.find(body.loaded_executable_handle)
-        said = response.loaded_executable_metadata_response
-        facts = made.facts
-        outputs = () if made.has_completion else facts.outputs
-        for listed, layouts, every in (
-            (said.parameter_shardings, said.parameter_layouts_list, facts.inputs),
-            (said.output_shardings, said.output_layouts_list, outputs),
-        ):
-            listed.SetInParent()
-            layouts.SetInParent()
-            for one in every:
-                listed.shardings.add().ParseFromString(one.sharding)
-                layout = layouts.layouts.add(
-                    minor_to_major=one.minor_to_major, tail_padding_alignment_in_elements=1
-                )
-                if one.element_bits:
-                    layout.element_size_in_bits = one.element_bits
-        kinds = said.output_memory_kinds.memory_kind_lists.add()
-        kinds.memory_kinds.extend(one.memory_kind or DEFAULT_MEMORY for one in outputs)
-        said.donated_input_indices.SetInParent()
-        said.donated_input_indices.donated_input_indices.extend(facts.donated)
-        stats = said.compiled_memory_stats
-        stats.generated_code_size_in_bytes = facts.code_bytes
-        stats.argument_size_in_bytes = facts.argument_bytes
-        stats.output_size_in_bytes = facts.output_bytes
-        stats.alias_size_in_bytes = facts.alias_bytes
-        stats.temp_size_in_bytes = facts.temporary_bytes
-        said.size_of_generated_code_in_bytes = facts.code_bytes
+        write_metadata(made, response.loaded_executable_metadata_response)
 
     async def cost_analysis(self, body: Any, response: Any) -> None:
         """Tell what a compiled program costs."""
@@ -365,7 +319,8 @@ class Executables:
 
     def destruct(self, handle: int) -> None:
         """Release an executable."""
-        if (made := self._known.pop(handle, None)) is not None:
+        made = self._known.pop(handle, None)
+        if isinstance(made, Executable):
             for program in made.programs.values():
                 self._runs.runtime.release_program(program)
             if made.code.callbacks:
@@ -401,11 +356,6 @@ def _assigned(assignment: Any) -> tuple[int, ...]:
     )
 
 
-def _dtype(one: ShardFacts) -> str:
-    """Return the dtype of an argument or result; a token lies in an array of no booleans."""
-    return "bool" if one.dtype == "token" else one.dtype
-
-
 def _functions(code: Stablehlo) -> tuple[int, ...]:
     """Return the numbers that the script has given to the functions that a module calls."""
     proto = protos.message("xla.ifrt.XlaHostCallbackProto")
@@ -413,34 +363,6 @@ def _functions(code: Stablehlo) -> tuple[int, ...]:
         operand.channel_id
         for callback in code.callbacks
         for operand in proto.FromString(callback).operands[:1]
-    )
-
-
-def _op_sharding(one: ShardFacts) -> Any:
-    return protos.message("xla.OpSharding").FromString(one.sharding) if one.sharding else None
-
-
-def _is_replicated(one: ShardFacts, devices: int) -> bool:
-    """Whether all shards are known to be equal."""
-    sharding = _op_sharding(one)
-    if devices == 1:
-        return True
-    if sharding is None:
-        return False
-    if sharding.HasField("named_sharding"):
-        named = sharding.named_sharding
-        if named.unreduced_axes or named.manual_axes:
-            return False
-        return all(count == 1 for count in shardings.partitions(sharding, len(one.shape)))
-    kinds = protos.message("xla.OpSharding").DESCRIPTOR.enum_types_by_name["Type"].values_by_name
-    return bool(sharding.type == kinds["REPLICATED"].number)
-
-
-def _spec(placement: Placement, one: ShardFacts) -> ArraySpec:
-    is_replicated = _is_replicated(one, len(placement.devices))
-    memory = memory_of(one.memory_kind)
-    return spec_of_shards(
-        one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory
     )
 
 

@@ -15,14 +15,16 @@ from typing import Any
 
 from pw.client.connection.runtime import Runtime
 from pw.core.errors import Disconnected
-from pw.gateway import protos, statuses
+from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArrays
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
 from pw.gateway.functions import Caller
+from pw.gateway.plugins import Plugins
+from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
-from pw.gateway.transfers import Transfers
+from pw.gateway.transfers import DONATE, Transfers
 
 _RESULTS = {
     "make_array_from_host_buffer_request": "array_handle",
@@ -77,8 +79,10 @@ class Client:
         self._runs = Runs(runtime, self._loop)
         self._runs.placement = devices.placement
         self._caller = Caller(functions, runtime.calls)
-        self.executables = Executables(self.arrays, devices, self._runs, self._caller)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
+        self._reshards = Reshards(devices, self._runs, transfers)
+        plugins = Plugins(devices, self._runs, self._reshards)
+        self.executables = Executables(self.arrays, devices, self._runs, self._caller, plugins)
         self.reply: Callable[[Any], None] = lambda reply: None
         """Takes each reply."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")
@@ -106,6 +110,7 @@ class Client:
             "fully_replicated_shard_request": transfers.fully_replicated_shard,
             "remap_arrays_request": transfers.remap,
             "copy_arrays_request": transfers.copy_arrays,
+            "reshard_arrays_request": self._reshard,
             "copy_to_host_buffer_request": self._copy_to_host,
             "delete_array_request": self._delete,
             "destruct_array_request": self._destruct,
@@ -277,6 +282,20 @@ class Client:
             del arrays[:]  # kept until now, so that they are not released
 
         return None if waiting is None else Later(wait())
+
+    async def _reshard(self, body: Any, reply: Any) -> None:
+        sources = [self.arrays.usable(handle) for handle in body.array_handles]
+        handles = list(body.result_handles) or [0] * len(sources)
+        layouts = [
+            shardings.read(spec.sharding, source.shape)
+            for source, spec in zip(sources, body.array_specs, strict=True)
+        ]
+        made = await self._reshards.reshard(sources, layouts)
+        if body.copy_semantics == DONATE:
+            for array in sources:
+                array.delete()
+        for handle, array in zip(handles, made, strict=True):
+            reply.reshard_arrays_response.array_handles.append(self.arrays.name(array, handle))
 
     def _copy_to_host(self, body: Any, reply: Any) -> Any:
         array = self.arrays.usable(body.array_handle)

@@ -18,12 +18,10 @@ from pw.core.program import Output, Program, Value
 from pw.core.sharding import ArraySpec
 from pw.core.stablehlo import spec_of_shards
 from pw.gateway import statuses
-from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored
+from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored, memory_of
 
 T = TypeVar("T")
 
-DEFAULT_MEMORY = "device"
-"""JAX's name for the devices' own memory."""
 MOVES_KEPT = 256
 """Registered programs that only move an array; the one used longest ago is released first."""
 
@@ -209,11 +207,6 @@ class Runs:
         for program in self._moves.values():
             self.runtime.release_program(program)
         self._moves.clear()
-
-
-def memory_of(kind: str) -> str:
-    """Return the name in a spec of one of JAX's kinds of memory."""
-    return "" if kind == DEFAULT_MEMORY else kind
 
 
 def _wake(credit: asyncio.Future[None]) -> None:

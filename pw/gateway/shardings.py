@@ -31,6 +31,8 @@ class Layout(NamedTuple):
     """All shards are known to be equal."""
     shard_shape: tuple[int, ...] | None
     """None if the protocol does not say."""
+    sharding: bytes | None = None
+    """A serialized `xla.OpSharding`, if the protocol says which part of the array each shard is."""
 
 
 def read(proto: Any, shape: tuple[int, ...]) -> Layout:
@@ -51,14 +53,23 @@ def read(proto: Any, shape: tuple[int, ...]) -> Layout:
             raise unsupported("arrays whose shards have different shapes are not supported")
         return Layout(devices, memory, False, next(iter(shards), shape))
     if kind == "HloSharding":
-        parts = partitions(said.xla_op_sharding, len(shape))
-        return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
+        return of_op_sharding(said.xla_op_sharding, devices, memory, shape)
     if kind == "OpaqueSharding":
         return Layout(devices, memory, len(devices) == 1, shape if len(devices) == 1 else None)
     if kind == "ShardingParamSharding":
         parts = tuple(said.sharding_param.dim_shards)
         return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
     raise unsupported(f"shardings of the kind {kind} are not supported")
+
+
+def of_op_sharding(
+    sharding: Any, devices: tuple[int, ...], memory: str, shape: tuple[int, ...]
+) -> Layout:
+    """Return what an `xla.OpSharding` says of an array of this shape."""
+    parts = partitions(sharding, len(shape))
+    is_replicated = math.prod(parts) == 1
+    shard = divided(shape, parts)
+    return Layout(devices, memory, is_replicated, shard, sharding.SerializeToString())
 
 
 def write(

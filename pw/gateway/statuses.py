@@ -40,6 +40,7 @@ _OF_KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (errors.TransferFailed, "UNAVAILABLE"),
     (errors.Disconnected, "UNAVAILABLE"),
     (errors.ConnectionFailed, "UNAVAILABLE"),
+    (errors.CheckpointNotFound, "NOT_FOUND"),
     (errors.ArrayDeleted, "INVALID_ARGUMENT"),
     (errors.ArgumentError, "INVALID_ARGUMENT"),
     (errors.PlacementError, "INVALID_ARGUMENT"),

@@ -39,7 +39,7 @@ class Transfers:
         layout = shardings.read(body.sharding, shape)
         strides = body.byte_strides.strides if body.HasField("byte_strides") else None
         value = self._value(body.host_buffer_handle, dtype, shape, strides)
-        array = self._from_host(dtype, shape, layout, [value] * len(layout.devices))
+        array = self.from_host(dtype, shape, layout, [value] * len(layout.devices))
         handle = self._arrays.name(array, body.array_handle)
         response.make_array_from_host_buffer_response.array_handle = handle
 
@@ -65,7 +65,7 @@ class Transfers:
                     "INVALID_ARGUMENT",
                     f"an array of {len(shards)} shards has shards without a value",
                 )
-            array = self._from_host(dtype, shape, layout, shards)
+            array = self.from_host(dtype, shape, layout, shards)
             said.array_handles.append(self._arrays.name(array, handle))
 
     def _value(
@@ -77,7 +77,7 @@ class Transfers:
         value.flags.writeable = False
         return value
 
-    def _from_host(
+    def from_host(
         self,
         dtype: str,
         shape: tuple[int, ...],
@@ -89,14 +89,17 @@ class Transfers:
         if len(groups) > 1:  # each island gets its shards; together they are pieces of an array
             pieces: list[Any] = [None] * len(shards)
             for positions in groups.values():
-                part = layout._replace(devices=tuple(layout.devices[at] for at in positions))
-                array = self._from_host(dtype, shape, part, [shards[at] for at in positions])
+                part = layout._replace(
+                    devices=tuple(layout.devices[at] for at in positions), sharding=None
+                )
+                array = self.from_host(dtype, shape, part, [shards[at] for at in positions])
                 for there, position in enumerate(positions):
                     pieces[position] = (array, there)
             return self._of_pieces(dtype, shape, layout, pieces)
         first = shards[0]
         is_replicated = all(shard is first for shard in shards)
         array = ProxyArray(dtype, shape, first.shape, layout.devices, layout.memory, is_replicated)
+        array.sharding = layout.sharding
         if is_replicated or not first.shape:
             array.value = first
         else:
@@ -162,9 +165,11 @@ class Transfers:
                 array.delete()
 
     def _like(self, array: ProxyArray, devices: tuple[int, ...], memory: str) -> ProxyArray:
-        return ProxyArray(
+        copy = ProxyArray(
             array.dtype, array.shape, array.shard_shape, devices, memory, array.is_replicated
         )
+        copy.sharding = array.sharding
+        return copy
 
     async def _fill(self, sources: Sequence[ProxyArray], copies: Sequence[ProxyArray]) -> None:
         """Copy shard by shard; what one run can move is one run."""
@@ -243,6 +248,7 @@ class Transfers:
         array = ProxyArray(
             dtype, shape, shard_shape, layout.devices, layout.memory, layout.is_replicated
         )
+        array.sharding = layout.sharding
         array.pieces = tuple(pieces)
         return array
 

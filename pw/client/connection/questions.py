@@ -137,12 +137,11 @@ class Questions:
             about = partial(About, "checkpoints to be written before the session ends")
             patiently(lambda timeout_s: not wait_for_all(saving, timeout_s).not_done, about)
 
-    def look(self, path: str, placement: Placement) -> Described:
-        """Return the description of the checkpoint at `path`, as the hosts of this placement see it."""
-        answer = self.waiting(f"the description of {path}")
+    def look(self, path: str, placement: Placement) -> Future[Described]:
+        """Ask for the description of the checkpoint at `path`, as the hosts of this placement see it."""
+        answer: Future[Described] = self.waiting(f"the description of {path}")
         self._post(Look(path, ArraySpec((), "bool", Sharding((), ()), placement), answer))
-        described: Described = answer.result()
-        return described
+        return answer
 
     def compile(
         self, code: Stablehlo, placement: Placement, detail: Detail = Detail.FACTS

@@ -1,0 +1,149 @@
+"""What is known of a compiled program, from the compiler's facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pw.core.sharding import ArraySpec, Placement
+from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, encode, spec_of_shards
+from pw.gateway import protos, shardings
+from pw.gateway.arrays import DEFAULT_MEMORY, Stored, memory_of
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What every execution's result has in common."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    memory: str
+    is_replicated: bool
+    spec: ArraySpec
+    sharding: bytes | None
+
+
+@dataclass(slots=True, eq=False)
+class Executable:
+    """A compiled program of the client."""
+
+    name: str
+    devices: tuple[int, ...]
+    placement: Placement
+    code: Stablehlo
+    artifact: bytes
+    facts: Facts
+    inputs: tuple[ArraySpec, ...]
+    results: tuple[Result, ...]
+    has_completion: bool
+    """It has no results; the runtime's computation has one more, which is ready when it has ended."""
+    programs: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The registered programs, by the positions of the arguments that they donate."""
+    last: tuple[Stored, ...] = ()
+    """The results of the latest run, if runs call functions of the script."""
+
+
+def describe(
+    devices: tuple[int, ...],
+    placement: Placement,
+    code: Stablehlo,
+    facts: Facts,
+    *,
+    has_completion: bool,
+) -> Executable:
+    """Return an executable whose shapes and shardings are the compiler's."""
+    inputs = tuple(_spec(placement, one) for one in facts.inputs)
+    results = []
+    for one in facts.outputs:
+        sharding = _op_sharding(one)
+        parts = (1,) * len(one.shape)
+        if sharding is not None and len(devices) > 1:
+            parts = shardings.partitions(sharding, len(one.shape))
+        shape = tuple(size * count for size, count in zip(one.shape, parts, strict=True))
+        results.append(
+            Result(
+                _dtype(one),
+                shape,
+                one.shape,
+                one.memory_kind or DEFAULT_MEMORY,
+                _is_replicated(one, len(devices)),
+                _spec(placement, one),
+                one.sharding or None,
+            )
+        )
+    artifact = encode(code)
+    return Executable(
+        facts.name,
+        devices,
+        placement,
+        code,
+        artifact,
+        facts,
+        inputs,
+        tuple(results),
+        has_completion,
+    )
+
+
+def write_metadata(made: Executable, said: Any) -> None:
+    """Fill a `LoadedExecutableMetadataResponse`."""
+    facts = made.facts
+    outputs = () if made.has_completion else facts.outputs
+    for listed, layouts, every in (
+        (said.parameter_shardings, said.parameter_layouts_list, facts.inputs),
+        (said.output_shardings, said.output_layouts_list, outputs),
+    ):
+        listed.SetInParent()
+        layouts.SetInParent()
+        for one in every:
+            listed.shardings.add().ParseFromString(one.sharding)
+            layout = layouts.layouts.add(
+                minor_to_major=one.minor_to_major, tail_padding_alignment_in_elements=1
+            )
+            if one.element_bits:
+                layout.element_size_in_bits = one.element_bits
+    kinds = said.output_memory_kinds.memory_kind_lists.add()
+    kinds.memory_kinds.extend(one.memory_kind or DEFAULT_MEMORY for one in outputs)
+    said.donated_input_indices.SetInParent()
+    said.donated_input_indices.donated_input_indices.extend(facts.donated)
+    stats = said.compiled_memory_stats
+    stats.generated_code_size_in_bytes = facts.code_bytes
+    stats.argument_size_in_bytes = facts.argument_bytes
+    stats.output_size_in_bytes = facts.output_bytes
+    stats.alias_size_in_bytes = facts.alias_bytes
+    stats.temp_size_in_bytes = facts.temporary_bytes
+    said.size_of_generated_code_in_bytes = facts.code_bytes
+
+
+def _dtype(one: ShardFacts) -> str:
+    """Return the dtype of an argument or result; a token lies in an array of no booleans."""
+    return "bool" if one.dtype == "token" else one.dtype
+
+
+def _op_sharding(one: ShardFacts) -> Any:
+    return protos.message("xla.OpSharding").FromString(one.sharding) if one.sharding else None
+
+
+def _is_replicated(one: ShardFacts, devices: int) -> bool:
+    """Whether all shards are known to be equal."""
+    sharding = _op_sharding(one)
+    if devices == 1:
+        return True
+    if sharding is None:
+        return False
+    if sharding.HasField("named_sharding"):
+        named = sharding.named_sharding
+        if named.unreduced_axes or named.manual_axes:
+            return False
+        return all(count == 1 for count in shardings.partitions(sharding, len(one.shape)))
+    kinds = protos.message("xla.OpSharding").DESCRIPTOR.enum_types_by_name["Type"].values_by_name
+    return bool(sharding.type == kinds["REPLICATED"].number)
+
+
+def _spec(placement: Placement, one: ShardFacts) -> ArraySpec:
+    is_replicated = _is_replicated(one, len(placement.devices))
+    memory = memory_of(one.memory_kind)
+    return spec_of_shards(
+        one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory
+    )

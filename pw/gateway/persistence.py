@@ -1,0 +1,108 @@
+"""Arrays in files, as the persistence of Pathways on Cloud asks for them.
+
+An array is a checkpoint of its own, in the folder `location/name`: its hosts write and read it, and
+`pw.restore` can, too (the tree of such a checkpoint is the array).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from pw.client import checkpoint_files
+from pw.core.messages import FileSource
+from pw.gateway import statuses
+from pw.gateway.arrays import ProxyArray, Stored
+from pw.gateway.devices import Devices
+from pw.gateway.reshards import Reshards
+from pw.gateway.runs import Runs
+from pw.gateway.shardings import Layout
+
+DTYPES = {
+    "PRED": "bool",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    **{f"S{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "C64": "complex64",
+    "C128": "complex128",
+}
+"""The dtypes by XLA's names."""
+
+
+class Persistence:
+    """Writes and reads the arrays of one client."""
+
+    def __init__(self, devices: Devices, runs: Runs, reshards: Reshards) -> None:
+        self._devices = devices
+        self._runs = runs
+        self._reshards = reshards
+
+    async def write(self, location: str, name: str, array: ProxyArray) -> Future[None]:
+        """Have hosts write an array; what is there is replaced. The future settles when it is on disk."""
+        path = _path(location, name)
+        if array.value is not None:
+            self._runs.own(array)
+        stored = await self._reshards.named(array)
+        if stored is None:
+            raise _spread(name)
+        named = {checkpoint_files.SINGLE: stored.number}
+        tree = checkpoint_files.single_tree(array.shape, array.dtype)
+        saving = self._runs.runtime.ask.save(path, True, named, tree)
+        saving.add_done_callback(lambda _: stored.spec)  # it is kept until then
+        return saving
+
+    async def read(
+        self, location: str, name: str, dtype: str, shape: tuple[int, ...], layout: Layout
+    ) -> ProxyArray:
+        """Have hosts read an array.
+
+        Raises:
+            Error: there is none.
+            Status: it is another one, or it cannot be divided that way.
+        """
+        path = _path(location, name)
+        known = DTYPES.get(dtype)
+        if known is None:
+            raise statuses.unsupported(f"arrays of {dtype} cannot be read from files")
+        target = self._reshards.unfilled(known, shape, layout)
+        if target is None:
+            raise _spread(name)
+        array, parts = target
+        runtime = self._runs.runtime
+        described = await self._runs.settled(runtime.ask.look(path, parts[0][1].placement))
+        found = checkpoint_files.single_in(described, path)
+        if found != (shape, known):
+            raise statuses.Status(
+                "INVALID_ARGUMENT",
+                f"the array {name} in {location} is {found[1]}{list(found[0])}, not {known}{list(shape)}",
+            )
+        source = FileSource(path, described.checkpoint, checkpoint_files.SINGLE)
+        for part, spec in parts:
+            part.consist_of(Stored(runtime, runtime.load(source, spec), spec))
+        return array
+
+    async def arrived(self, arrays: Sequence[ProxyArray]) -> list[Future[Any]]:
+        """Return what settles when arrays have been read."""
+        waiting = self._runs.ready(arrays)
+        return [] if waiting is None else [waiting]
+
+
+def _path(location: str, name: str) -> str:
+    """Return the folder of an array. Raises ArgumentError, Status."""
+    if not name or os.path.isabs(name) or ".." in name.split("/"):
+        raise statuses.Status(
+            "INVALID_ARGUMENT", f"{name!r} cannot be the name of an array in files"
+        )
+    return os.path.join(checkpoint_files.normal_path(location), name)
+
+
+def _spread(name: str) -> statuses.Status:
+    return statuses.unsupported(
+        f"the array {name} is divided over several islands, and files are written and read by the hosts of "
+        "one: move it to the devices of one island first, with jax.device_put or pathwaysutils' reshard"
+    )

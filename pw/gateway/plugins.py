@@ -1,0 +1,200 @@
+"""Programs of the gateway itself, which clients name in JSON instead of StableHLO (`PluginProgram`).
+
+The JSON is an object with one key, the program's name. Pathways on Cloud has these, and its public
+package `pathwaysutils` sends them:
+
+| program | arguments | results |
+|---|---|---|
+| `persistenceWriteRequest`, `bulk_persistence_write_request` | arrays | none; the arrays are in files |
+| `persistenceReadRequest`, `bulk_persistence_read_request` | none | arrays that were in files |
+| `reshardRequest` | arrays | the same arrays, divided otherwise |
+| `profileRequest` | none | an empty array if there are `xprofTraceOptions`; hosts write no trace |
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pw.core.errors import Error
+from pw.gateway import protos, shardings, statuses
+from pw.gateway.arrays import ProxyArray
+from pw.gateway.devices import Devices
+from pw.gateway.persistence import Persistence
+from pw.gateway.reshards import Reshards
+from pw.gateway.runs import Runs
+
+logger = logging.getLogger(__name__)
+
+PLUGIN = "xla::ifrt::PluginProgram"
+_PREFIX = b"__serialized_plugin_program "
+
+
+class Outcome(NamedTuple):
+    """What a program has done."""
+
+    arrays: Sequence[ProxyArray] = ()
+    ends: Sequence[Future[Any]] = ()
+    """The execution has ended when these have; one that fails, fails it."""
+
+
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+"""What a JSON object of another form leads to."""
+
+_Run = Callable[[Any, Sequence[ProxyArray]], Awaitable[Outcome]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A program of the gateway, with what the client asks of it."""
+
+    name: str
+    asked: Any
+    devices: tuple[int, ...]
+    """Those of its arguments: JAX's client compares how many there are."""
+    _run: _Run
+
+    async def run(self, args: Sequence[ProxyArray]) -> Outcome:
+        """Do what is asked. Raises Status."""
+        try:
+            return await self._run(self.asked, args)
+        except Error:
+            raise
+        except _UNREADABLE as error:
+            raise _cannot_be_read(self.name, error) from error
+
+
+class Plugins:
+    """The programs for one client."""
+
+    def __init__(self, devices: Devices, runs: Runs, reshards: Reshards) -> None:
+        self._devices = devices
+        self._reshards = reshards
+        self._files = Persistence(devices, runs, reshards)
+        self._known: dict[str, tuple[str | None, _Run]] = {
+            "persistenceWriteRequest": (None, self._write),
+            "bulk_persistence_write_request": ("write_requests", self._write),
+            "persistenceReadRequest": (None, self._read),
+            "bulk_persistence_read_request": ("read_requests", self._read),
+            "reshardRequest": ("inSharding", self._reshard),
+            "profileRequest": (None, self._profile),
+        }
+
+    def find(self, text: bytes) -> Plugin:
+        """Return a program. Raises Status if there is none, or the text cannot be read."""
+        try:
+            ((name, asked),) = json.loads(text.removeprefix(_PREFIX)).items()
+        except (ValueError, AttributeError) as error:
+            raise statuses.Status(
+                "INVALID_ARGUMENT", f"a plugin program is a JSON object with one key: {error}"
+            ) from error
+        known = self._known.get(name)
+        if known is None:
+            raise statuses.unsupported(
+                f"the gateway has no plugin program {name!r}; it has {', '.join(self._known)}"
+            )
+        arrays, run = known
+        try:
+            each = [asked] if arrays is None else asked[arrays]
+            first = each[0].get("devices") if each else None
+            return Plugin(name, asked, (0,) if first is None else _numbers(first), run)
+        except _UNREADABLE as error:
+            raise _cannot_be_read(name, error) from error
+
+    # --- files ----------------------------------------------------------------------------------------
+
+    async def _write(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        asked = asked.get("write_requests", [asked])
+        if len(asked) != len(args):
+            raise ValueError(f"it describes {len(asked)} arrays, and was given {len(args)}")
+        ends = []
+        for one, array in zip(asked, args, strict=True):
+            layout = self._layout(
+                one["devices"], one["b64_hlo_sharding_string"], "", tuple(map(int, one["shape"]))
+            )
+            if (array.shape, array.devices) != (tuple(one["shape"]), layout.devices):
+                raise ValueError(
+                    f"it describes an array of shape {one['shape']} on the devices {list(layout.devices)}, "
+                    f"and was given one of shape {list(array.shape)} on {list(array.devices)}"
+                )
+            _say_tiles(array, layout)
+            ends.append(
+                await self._files.write(_text(one["b64_location"]), _text(one["b64_name"]), array)
+            )
+        return Outcome((), ends)
+
+    async def _read(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        arrays = []
+        for one in asked.get("read_requests", [asked]):
+            shape = tuple(map(int, one["shape"]["dimensions"]))
+            dtype = one["shape"]["xla_primitive_type_str"]
+            layout = self._layout(one["devices"], one["b64_hlo_sharding_string"], "", shape)
+            where = _text(one["b64_location"]), _text(one["b64_name"])
+            arrays.append(await self._files.read(*where, dtype, shape, layout))
+        return Outcome(arrays, await self._files.arrived(arrays))
+
+    # --- dividing arrays otherwise --------------------------------------------------------------------
+
+    async def _reshard(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        layouts = []
+        for array, here, there in zip(args, asked["inSharding"], asked["outSharding"], strict=True):
+            _say_tiles(array, self._described(here, array.shape))
+            layouts.append(self._described(there, array.shape))
+        arrays = await self._reshards.reshard(args, layouts)
+        if asked.get("donateInput"):
+            for array in args:
+                array.delete()
+        return Outcome(arrays)
+
+    def _described(self, one: Any, shape: tuple[int, ...]) -> shardings.Layout:
+        memory = one.get("memory_kind", "")
+        return self._layout(one["devices"], one["xla_hlo_sharding"], memory, shape)
+
+    def _layout(
+        self, devices: Any, sharding: str, memory: str, shape: tuple[int, ...]
+    ) -> shardings.Layout:
+        said = protos.message("xla.OpSharding").FromString(base64.b64decode(sharding))
+        numbers = _numbers(devices)
+        memory = memory or self._devices.memories[0]
+        return shardings.of_op_sharding(said, numbers, memory, shape)
+
+    # --- profiles -------------------------------------------------------------------------------------
+
+    async def _profile(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        logger.warning(
+            "a client asks for a profile in %s: jax.profiler traces its own process only; for what hosts do, "
+            "see pw trace",
+            asked["traceLocation"],
+        )
+        if "xprofTraceOptions" not in asked:
+            return Outcome()
+        empty = ProxyArray("uint8", (1,), (1,), (0,), self._devices.memories[0], True)
+        empty.value = np.zeros(1, np.uint8)
+        return Outcome([empty])
+
+
+def _say_tiles(array: ProxyArray, layout: shardings.Layout) -> None:
+    """Let an array know which part of it each shard is, if only the JSON says so."""
+    if array.sharding is None and array.devices == layout.devices:
+        array.sharding = layout.sharding
+
+
+def _cannot_be_read(name: str, error: Exception) -> statuses.Status:
+    return statuses.Status(
+        "INVALID_ARGUMENT", f"the plugin program {name} cannot be read: {error!r}"
+    )
+
+
+def _numbers(devices: Any) -> tuple[int, ...]:
+    return tuple(map(int, devices["device_ids"]))
+
+
+def _text(encoded: str) -> str:
+    return base64.b64decode(encoded).decode()
