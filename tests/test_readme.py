@@ -1,9 +1,11 @@
-"""The programs in the README and the guide work."""
+"""The programs in the README, the guide and the page on plain JAX work."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -14,10 +16,22 @@ from tests.scripts import ROOT, finish, start_client
 TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/guide.md"))
 SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = [block for block in SHOWN if "import" in block and "..." not in block]
+PAGE = (ROOT / "docs/jax.md").read_text()
+PLAIN = [
+    block
+    for block in [*BLOCKS, *re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)]
+    if not re.search(r"^(import|from) .*\bpw\b", block, re.M)
+]
+"""Those of plain JAX, which need only environment variables."""
 
 
 def test_there_are_whole_programs() -> None:
     assert len([block for block in BLOCKS if "print(" in block]) >= 2
+
+
+def test_the_first_program_is_plain_jax() -> None:
+    assert BLOCKS[0] in PLAIN
+    assert "`JAX_PLATFORMS=pw PW_DEVICES=8 python" in TEXT
 
 
 def test_what_its_programs_import_is_installed_the_way_it_says() -> None:
@@ -35,10 +49,27 @@ def test_what_its_programs_import_is_installed_the_way_it_says() -> None:
     assert imported - set(sys.stdlib_module_names) - {"pw"} <= installed
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_program_runs(block: str) -> None:
-    output = finish(start_client("", block)).strip()
+def check(block: str, output: str) -> None:
     expected = re.findall(r"^print\(.*\n# (.*)$", block, re.MULTILINE)
     assert output
-    assert not expected or output == expected[-1]
+    assert not expected or output.strip() == expected[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block not in PLAIN])
+def test_a_program_runs(block: str) -> None:
+    check(block, finish(start_client("", block)))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("block", PLAIN)
+def test_a_program_of_plain_jax_runs(block: str) -> None:
+    islands = {"PW_ISLANDS": "2"} if "slice_index" in block else {}
+    variables = {"JAX_PLATFORMS": "pw", "PW_DEVICES": "8", **islands}
+    environment = {name: value for name, value in os.environ.items() if name != "PW_ADDRESS"}
+    command = [sys.executable, "-c", block]
+    done = subprocess.run(
+        command, env=environment | variables, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    check(block, done.stdout)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.jax_suite.compare import Comparison, Group
 
-BEGIN, END = "<!-- jax suite -->", "<!-- end of jax suite -->"
+BEGIN, END = "<!-- table: jax-suite -->", "<!-- end of table: jax-suite -->"
 HEADINGS = ("file", "plain JAX passes", "pass", "fail", "skip", "%")
 SHOWN_GROUPS = 40
 
