@@ -17,6 +17,7 @@ from rich.console import Console
 from bench import measure, report
 from bench.baselines.peer import Peer
 from bench.measure import GaveUp, Sample
+from bench.processor import resident_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -126,7 +127,7 @@ PEER = """
 
     def prepare():
         print("this is not an answer")
-        return {"works": lambda count: None, "fails": fails, "ends": ends}
+        return {"works": lambda count: None, "own": lambda _: 42.0, "fails": fails, "ends": ends}
 
     serve(prepare)
 """
@@ -153,8 +154,9 @@ def test_a_contender_answers_from_a_process_of_its_own(
     (tmp_path / "contender.py").write_text(textwrap.dedent(PEER))
     monkeypatch.setattr("bench.baselines.peer.SEARCHED", f"{ROOT}{os.pathsep}{tmp_path}")
     with Peer("it", "contender", [(), ()], freeze=freeze) as peer:
-        assert peer.cases == ("works", "fails", "ends")
-        assert peer.seconds("works", 3) >= 0
+        assert peer.cases == ("works", "own", "fails", "ends")
+        assert 0 <= peer.seconds("works", 3) < 42
+        assert peer.seconds("own", 3) == 42
         with pytest.raises(GaveUp, match="it: ValueError: too many"):
             peer.seconds("fails", 5)
         assert peer.seconds("works", 3) >= 0
@@ -164,6 +166,14 @@ def test_a_contender_answers_from_a_process_of_its_own(
             peer.seconds("works", 3)
     with pytest.raises(GaveUp, match="it ended with 1"):
         Peer("it", "no_such_contender")
+
+
+def test_memory_is_that_of_all_descendants() -> None:
+    alone = resident_bytes([os.getpid()])
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert resident_bytes([child.pid]) > 1 << 20
+        assert resident_bytes([os.getpid()]) > alone
+        child.kill()
 
 
 @pytest.mark.processes
