@@ -36,7 +36,7 @@ _NAMES = {number: name for name, number in CODES.items()}
 
 _OF_KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (errors.ArrayLost, "DATA_LOSS"),
-    (errors.HostLost, "UNAVAILABLE"),
+    (errors.HostLost, "DATA_LOSS"),
     (errors.TransferFailed, "UNAVAILABLE"),
     (errors.Disconnected, "UNAVAILABLE"),
     (errors.ConnectionFailed, "UNAVAILABLE"),
@@ -53,7 +53,7 @@ _OF_KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (CancelledError, "CANCELLED"),
     (NotImplementedError, "UNIMPLEMENTED"),
 )
-"""Codes by kinds of errors. Pathways' elastic training looks for DATA_LOSS, UNAVAILABLE and NOT_FOUND."""
+"""Codes by kinds of errors. Elastic training of `pathwaysutils` goes on after DATA_LOSS, not UNAVAILABLE."""
 
 _XLA = re.compile(rf"\b(?:\w*Error: )?({'|'.join(CODES)}): ")
 """Where XLA's own words begin in the text of an error."""

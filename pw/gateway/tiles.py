@@ -52,15 +52,7 @@ class Tiles(NamedTuple):
         )
 
     def spec(self, shape: tuple[int, ...], dtype: str, placement: Placement) -> ArraySpec:
-        """Return the spec of such an array; the devices of `placement` are those at `order`.
-
-        Raises:
-            Status: a dimension does not divide.
-        """
-        if any(size % count for size, count in zip(shape, self.parts, strict=True)):
-            raise unsupported(
-                f"an array of shape {list(shape)} does not divide into {list(self.parts)} equal parts; pad it"
-            )
+        """Return the spec of such an array; the devices of `placement` are those at `order`."""
         if self.distinct == 1:
             sharding = Sharding(("_",), (len(self.order),))
         elif self.parts[0] == len(self.order):
@@ -97,7 +89,7 @@ def of(
         is_replicated: all shards are equal.
 
     Raises:
-        Status: nothing says which part each device has.
+        Status: nothing says which part each device has, or a dimension does not divide.
     """
     if is_replicated or devices == 1:
         return _replicated(len(shape), devices)
@@ -106,7 +98,12 @@ def of(
             "the gateway does not know which part of the array each of its shards is; pass it through a "
             "jax.jit with out_shardings first"
         )
-    return _read(sharding, len(shape), devices)
+    found = _read(sharding, len(shape), devices)
+    if any(size % count for size, count in zip(shape, found.parts, strict=True)):
+        raise unsupported(
+            f"an array of shape {list(shape)} does not divide into {list(found.parts)} equal parts; pad it"
+        )
+    return found
 
 
 def _replicated(ndim: int, devices: int) -> Tiles:
