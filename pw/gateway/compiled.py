@@ -55,6 +55,7 @@ def describe(
     """Return an executable whose shapes and shardings are the compiler's."""
     inputs = tuple(_spec(placement, one) for one in facts.inputs)
     results = []
+    is_divided = _is_divided(code, len(devices))
     for one in facts.outputs:
         sharding = _op_sharding(one)
         parts = (1,) * len(one.shape)
@@ -69,7 +70,7 @@ def describe(
                 one.memory_kind or DEFAULT_MEMORY,
                 _is_replicated(one, len(devices)),
                 _spec(placement, one),
-                one.sharding or None,
+                one.sharding if one.sharding or is_divided else None,
             )
         )
     artifact = encode(code)
@@ -119,6 +120,13 @@ def write_metadata(made: Executable, said: Any) -> None:
 def _dtype(one: ShardFacts) -> str:
     """Return the dtype of an argument or result; a token lies in an array of no booleans."""
     return "bool" if one.dtype == "token" else one.dtype
+
+
+def _is_divided(code: Stablehlo, devices: int) -> bool:
+    """Whether XLA divides arrays among all devices; else an empty sharding does not say "replicated"."""
+    options = protos.message("xla.CompileOptionsProto").FromString(code.options)
+    built = options.executable_build_options
+    return bool(built.use_spmd_partitioning and built.num_partitions == devices)
 
 
 def _op_sharding(one: ShardFacts) -> Any:

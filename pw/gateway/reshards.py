@@ -14,7 +14,7 @@ import numpy as np
 
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.gateway import tiles
-from pw.gateway.arrays import ProxyArray, Stored
+from pw.gateway.arrays import ProxyArray, Stored, memory_of
 from pw.gateway.devices import Devices
 from pw.gateway.runs import Runs
 from pw.gateway.shardings import Layout
@@ -68,7 +68,9 @@ class Reshards:
             if (here := known.on(positions)) is None:
                 continue
             devices = tuple(array.devices[at] for at in here.order)
-            spec = here.spec(array.shape, array.dtype, self._devices.placement(devices))
+            spec = here.spec(
+                array.shape, array.dtype, self._devices.placement(devices), memory_of(array.memory)
+            )
             if not _is_identity(here.order, len(array.devices)):
                 part = ProxyArray(
                     array.dtype,
@@ -113,7 +115,9 @@ class Reshards:
                 return None
             devices = tuple(layout.devices[at] for at in here.order)
             part = array if _is_identity(here.order, len(layout.devices)) else new(devices)
-            spec = here.spec(shape, dtype, self._devices.placement(devices))
+            spec = here.spec(
+                shape, dtype, self._devices.placement(devices), memory_of(layout.memory)
+            )
             parts.append((part, spec))
             pieces.update({position: (part, at) for at, position in enumerate(here.order)})
         if parts[0][0] is not array:

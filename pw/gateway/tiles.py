@@ -51,7 +51,9 @@ class Tiles(NamedTuple):
             for at, extent in zip(place, extents, strict=True)
         )
 
-    def spec(self, shape: tuple[int, ...], dtype: str, placement: Placement) -> ArraySpec:
+    def spec(
+        self, shape: tuple[int, ...], dtype: str, placement: Placement, memory: str
+    ) -> ArraySpec:
         """Return the spec of such an array; the devices of `placement` are those at `order`."""
         if self.distinct == 1:
             sharding = Sharding(("_",), (len(self.order),))
@@ -62,7 +64,7 @@ class Tiles(NamedTuple):
             sharding = Sharding(
                 (*names, "_"), (*self.parts, self.copies), tuple((name,) for name in names)
             )
-        return ArraySpec(shape, dtype, sharding, placement)
+        return ArraySpec(shape, dtype, sharding, placement, memory)
 
     def on(self, positions: Sequence[int]) -> Tiles | None:
         """Return how the array is divided among some of its devices; None if they do not have all of it.
