@@ -43,10 +43,10 @@ class Stage:
         until(lambda: len(self.status().islands) == 2, "the second island")
         self.gateway, self.address = self.start_gateway()
 
-    def worker(self, island: str, devices: int) -> Child:
-        """Start the worker of an island of one host."""
+    def worker(self, island: str, devices: int, *more: str) -> Child:
+        """Start the worker of an island of one host; `more` are options for it."""
         where = ["--controller", self.cluster.address, "--island", island, "--log-level", "error"]
-        worker = Child("pw.cli.worker", [*where, "--devices", str(devices)])
+        worker = Child("pw.cli.worker", [*where, "--devices", str(devices), *more])
         self._ends.callback(worker.stop)
         return worker
 

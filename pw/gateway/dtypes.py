@@ -26,6 +26,9 @@ _NAMES = {
     "F8E8M0FNU": "float8_e8m0fnu",
 }
 
+STRING = "string"
+"""The dtype of a string that a Python function returns (`pw.gateway.colocated`); there are no other strings."""
+
 
 @cache
 def _by_number() -> dict[int, str]:
@@ -51,4 +54,6 @@ def name_of(kind: int) -> str:
 @cache
 def kind_of(name: str) -> int:
     """Return the `DTypeProto.Kind` of a dtype's name."""
+    if name == STRING:
+        return protos.enum("xla.ifrt.DTypeProto.Kind")["KIND_STRING"]
     return next(number for number, known in _by_number().items() if known == name)

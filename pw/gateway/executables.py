@@ -8,7 +8,7 @@ registered, and each execution is a run of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,7 +23,7 @@ from pw.gateway.completion import with_completion
 from pw.gateway.devices import Devices
 from pw.gateway.dtypes import kind_of
 from pw.gateway.functions import Caller
-from pw.gateway.plugins import PLUGIN, Plugin, Plugins
+from pw.gateway.plugins import Plugin
 from pw.gateway.runs import Runs
 
 _PROGRAMS = ("xla::ifrt::XlaProgram", "xla::ifrt::HloProgram")
@@ -38,13 +38,13 @@ class Executables:
         devices: Devices,
         runs: Runs,
         caller: Caller,
-        plugins: Plugins,
+        loaders: Mapping[str, Callable[[bytes], Plugin]],
     ) -> None:
         self._arrays = arrays
         self._caller = caller
         self._devices = devices
         self._runs = runs
-        self._plugins = plugins
+        self._loaders = loaders
         self._known: dict[int, Executable | Plugin] = {}
         self._next = 1
         self._statuses: dict[int, Sequence[Stored | Future[Any]] | BaseException] = {}
@@ -74,8 +74,9 @@ class Executables:
 
     async def compile(self, body: Any, response: Any) -> None:
         """Compile a program on a host of its devices, and register it."""
-        if body.program.type_name == PLUGIN:
-            plugin = self._plugins.find(body.program.data)
+        load = self._loaders.get(body.program.type_name)
+        if load is not None:
+            plugin = load(body.program.data)
             digest = hashlib.sha256(body.program.data).digest()
             self._add(plugin, plugin.name, plugin.devices, digest, response)
             return
@@ -320,7 +321,9 @@ class Executables:
     def destruct(self, handle: int) -> None:
         """Release an executable."""
         made = self._known.pop(handle, None)
-        if isinstance(made, Executable):
+        if isinstance(made, Plugin):
+            made.release()
+        elif made is not None:
             for program in made.programs.values():
                 self._runs.runtime.release_program(program)
             if made.code.callbacks:

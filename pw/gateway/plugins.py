@@ -25,7 +25,7 @@ import numpy as np
 
 from pw.core.errors import Error
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.arrays import ProxyArray
+from pw.gateway.arrays import ProxyArray, Stored
 from pw.gateway.devices import Devices
 from pw.gateway.persistence import Persistence
 from pw.gateway.reshards import Reshards
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     """What a program has done."""
 
     arrays: Sequence[ProxyArray] = ()
-    ends: Sequence[Future[Any]] = ()
+    ends: Sequence[Stored | Future[Any]] = ()
     """The execution has ended when these have; one that fails, fails it."""
 
 
@@ -60,6 +60,8 @@ class Plugin:
     devices: tuple[int, ...]
     """Those of its arguments: JAX's client compares how many there are."""
     _run: _Run
+    release: Callable[[], None] = lambda: None
+    """Called when the client needs it no more."""
 
     async def run(self, args: Sequence[ProxyArray]) -> Outcome:
         """Do what is asked. Raises Status."""
@@ -169,8 +171,8 @@ class Plugins:
 
     async def _profile(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
         logger.warning(
-            "a client asks for a profile in %s: jax.profiler traces its own process only; for what hosts do, "
-            "see pw trace",
+            "a client asks for a profile in %s: hosts write none, and jax.profiler traces the "
+            "process of the script only",
             asked["traceLocation"],
         )
         if "xprofTraceOptions" not in asked:

@@ -22,8 +22,10 @@ from pw.core.errors import VersionMismatch
 
 _FILES = (
     "xla/pjrt/proto/compile_options.proto",
+    "xla/python/ifrt/custom_call_program.proto",
     "xla/python/ifrt/layout_serdes.proto",
     "xla/python/ifrt/sharding_serdes.proto",
+    "xla/python/ifrt_proxy/common/array_util.proto",
     "xla/python/ifrt_proxy/common/grpc_ifrt_service.proto",
     "xla/python/ifrt_proxy/common/ifrt_service.proto",
     "xla/python/pjrt_ifrt/xla_compiler.proto",

@@ -18,10 +18,11 @@ from pw.core.errors import Disconnected
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArrays
 from pw.gateway.buffers import HostBuffers
+from pw.gateway.colocated import CUSTOM, Colocated
 from pw.gateway.devices import Devices
 from pw.gateway.executables import Executables
 from pw.gateway.functions import Caller
-from pw.gateway.plugins import Plugins
+from pw.gateway.plugins import PLUGIN, Plugins
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
 from pw.gateway.transfers import DONATE, Transfers
@@ -81,8 +82,11 @@ class Client:
         self._caller = Caller(functions, runtime.calls)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
         self._reshards = Reshards(devices, self._runs, transfers)
-        plugins = Plugins(devices, self._runs, self._reshards)
-        self.executables = Executables(self.arrays, devices, self._runs, self._caller, plugins)
+        loaders = {
+            PLUGIN: Plugins(devices, self._runs, self._reshards).find,
+            CUSTOM: Colocated(devices, self._runs, self._reshards).load,
+        }
+        self.executables = Executables(self.arrays, devices, self._runs, self._caller, loaders)
         self.reply: Callable[[Any], None] = lambda reply: None
         """Takes each reply."""
         self._reply_class = protos.message("xla.ifrt.proxy.IfrtResponse")

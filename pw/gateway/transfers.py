@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from pw.core.sharding import dtype_of
-from pw.gateway import shardings, statuses
+from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, ProxyArrays, Stored
 from pw.gateway.buffers import HostBuffers
 from pw.gateway.devices import Devices
-from pw.gateway.dtypes import name_of
+from pw.gateway.dtypes import STRING, name_of
 from pw.gateway.runs import Runs
 from pw.gateway.shardings import Layout
 
@@ -122,7 +122,14 @@ class Transfers:
         self, array: ProxyArray, strides: Sequence[int] | None
     ) -> Coroutine[Any, Any, Any]:
         """Begin to read an array whose shards are all equal. Returns what gets its bytes."""
+        if array.dtype == STRING:
+            return self._string(self._runs.shard(array, 0))
         return self._laid_out(self._runs.shard(array, 0), strides)
+
+    async def _string(self, reading: Awaitable[np.ndarray[Any, Any]]) -> Any:
+        text = (await reading).tobytes().rstrip(bytes(1))
+        contents = protos.message("xla.ifrt.proto.StringArrayContents")(strings=[text])
+        return contents.SerializeToString()
 
     async def _laid_out(
         self, reading: Awaitable[np.ndarray[Any, Any]], strides: Sequence[int] | None
