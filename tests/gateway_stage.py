@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -29,6 +30,7 @@ class Stage:
     def __init__(self) -> None:
         os.environ["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"] = "true"
         self._ends = ExitStack()
+        self._neighbour: Any = None
         try:
             self._start()
         except BaseException:
@@ -68,6 +70,12 @@ class Stage:
 
         return ifrt_proxy.get_client(address or self.address, ifrt_proxy.ClientConnectionOptions())
 
+    def neighbour(self) -> Sequence[Any]:
+        """Return the devices of one client of JAX, the same one each time."""
+        if self._neighbour is None:
+            self._neighbour = self.client()
+        return list(self._neighbour.devices())
+
     def status(self) -> Any:
         """Return the state of the cluster."""
         return current.runtime().ask.status(20.0)
@@ -76,10 +84,21 @@ class Stage:
         """Return the cluster's clients beside the test's process."""
         return [one for one in self.status().clients if not one.is_me]
 
+    def until_alone(self) -> None:
+        """Wait until the gateway has no client but the neighbour."""
+        expected = 0 if self._neighbour is None else 1
+        until(lambda: len(self.others()) == expected, f"the end of {self.others()}")
+
+    def gateway_bytes(self) -> int:
+        """Return the memory of the gateway."""
+        pages = Path(f"/proc/{self.gateway.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGESIZE")
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._neighbour = None
         jax.clear_caches()  # releases executables while the gateway is there
         gc.collect()
         utils.absl_set_min_log_level(FATAL)  # JAX's client logs that it has lost its server
