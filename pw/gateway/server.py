@@ -220,19 +220,23 @@ class _Session(rpc.Call):
     def message(self, data: bytes) -> None:
         """Handle a request."""
         if self._client is None:
-            self._early.append(data)
+            if not self.is_over:
+                self._early.append(data)
             return
         try:
             request = self._request.FromString(data)
         except Exception as error:  # noqa: BLE001 - protobuf has its own errors in each version
             self.end(rpc.INVALID_ARGUMENT, f"a request cannot be read: {error}")
-            self._leave()
             return
         self._client.feed(request)
 
     def ended(self) -> None:
         """The client leaves."""
         self.end()
+
+    def end(self, code: int = rpc.OK, words: str = "") -> None:
+        """End the stream with a status, and release all that the client has."""
+        super().end(code, words)
         self._leave()
 
     def lost(self) -> None:
