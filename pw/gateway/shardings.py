@@ -16,7 +16,7 @@ import numpy as np
 
 from pw.gateway import protos
 from pw.gateway.dtypes import name_of
-from pw.gateway.statuses import unsupported
+from pw.gateway.statuses import Status, unsupported
 
 _IFRT = "xla::ifrt::"
 
@@ -133,9 +133,22 @@ def positions_in(order: Sequence[int], wanted: Sequence[int]) -> list[int]:
 def strided(
     data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], strides: Sequence[int] | None
 ) -> np.ndarray[Any, Any]:
-    """Return bytes as an array of this shape; `strides` are in bytes, None for C order."""
-    if 0 in shape or dtype.itemsize == 0:
-        return np.zeros(shape, dtype)
-    if strides is None:
-        return np.frombuffer(data, dtype, count=math.prod(shape)).reshape(shape)
-    return np.ndarray(shape, dtype, data, 0, tuple(strides))
+    """Return bytes as an array of this shape; `strides` are in bytes, None for C order.
+
+    Raises:
+        Status: it does not lie in so many bytes.
+    """
+    try:
+        if min(shape, default=0) < 0:
+            raise ValueError  # for numpy, -1 means the rest
+        if 0 in shape or dtype.itemsize == 0:
+            return np.zeros(shape, dtype)
+        if strides is None:
+            return np.frombuffer(data, dtype, count=math.prod(shape)).reshape(shape)
+        return np.ndarray(shape, dtype, data, 0, tuple(strides))
+    except (ValueError, TypeError, OverflowError):  # TypeError: too few bytes for the strides
+        laid = "" if strides is None else f" with strides of {list(strides)} bytes"
+        raise Status(
+            "INVALID_ARGUMENT",
+            f"a host buffer of {len(data)} bytes cannot be an array of {dtype} of the shape {shape}{laid}",
+        ) from None
