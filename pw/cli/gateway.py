@@ -27,6 +27,7 @@ from pw.gateway import choosing
 from pw.gateway.devices import Devices
 from pw.gateway.server import Server
 from pw.transport.endpoints import parse
+from pw.transport.private import PrivateFolder
 
 CONNECTING = 4
 """Sessions that are begun at the same time."""
@@ -112,6 +113,8 @@ def serve(
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
     with ExitStack() as cluster:
+        if (folder := PrivateFolder.of(bind)) is not None:
+            cluster.callback(folder.leave)
         # The server and all sessions share one thread: a request costs no change of threads.
         thread = LoopThread("pw-gateway")
         cluster.callback(thread.stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,8 @@ LARGE_BYTES = 1 << 20
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ERRORS, _FATAL = 2, 3
 
-_running: dict[Child, PrivateFolder] = {}
+_running: dict[Child, tuple[PrivateFolder, str]] = {}
+"""The gateways of this process, with the folders that JAX shares with each."""
 
 
 def client(arguments: Sequence[str]) -> Any:
@@ -59,7 +61,7 @@ def client(arguments: Sequence[str]) -> Any:
         )
     finally:
         os.close(write)
-    _running[child] = folder
+    _running[child] = folder, files
     address = read_announcement(child, read, START_S)
     os.environ[_INSECURE] = "true"
     if files:
@@ -90,9 +92,10 @@ def _log_from(level: int) -> None:
 def _exit() -> None:
     if _running:
         _log_from(_FATAL)
-    for child, folder in _running.items():
+    for child, (folder, files) in _running.items():
         child.stop()
         folder.leave()
+        shutil.rmtree(files, ignore_errors=True)  # if the gateway was killed
 
 
 atexit.register(_exit)
