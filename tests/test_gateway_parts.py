@@ -1,0 +1,180 @@
+"""The parts of the gateway that need no cluster: descriptors, shardings, statuses, what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pw.core import errors
+from pw.gateway import protos, shardings, statuses
+from pw.gateway.choosing import Wanted
+from pw.gateway.dtypes import kind_of, name_of
+
+MESH = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 2, 2), ("x", "y", "z"))
+SPECS = (
+    P(),
+    P("x"),
+    P(None, "y"),
+    P("y", "x"),
+    P(("x", "y"), None),
+    P(("z", "x", "y")),
+    P(("y", "z"), "x"),
+    P(None, ("z", "y", "x")),
+)
+SHAPE = (16, 24)
+
+
+# --- descriptors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_jaxlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Another jaxlib's shared library, for the test to write."""
+    (tmp_path / "__init__.py").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(protos.importlib.util, "find_spec", lambda name: found)
+    caches = (protos._pool, protos.message)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path / "libjax_common.so"
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"no descriptors", b"\n\x0bxla/a.proto" * 9, b"\x00" * 99]
+)
+def test_a_jaxlib_without_the_descriptors_is_a_version_that_does_not_fit(
+    content: bytes | None, other_jaxlib: Path
+) -> None:
+    if content is not None:
+        other_jaxlib.write_bytes(content)
+    with pytest.raises(errors.VersionMismatch, match=r"out of jaxlib .*Install the version of jax"):
+        protos.message("xla.ifrt.proxy.IfrtRequest")
+
+
+def test_a_message_that_jaxlib_lacks_is_named() -> None:
+    with pytest.raises(errors.VersionMismatch, match=r"no message xla\.Unheard"):
+        protos.message("xla.Unheard")
+    with pytest.raises(errors.VersionMismatch, match=r"no enumeration xla\.Unheard"):
+        protos.enum("xla.Unheard")
+
+
+def test_dtypes_have_numbers_and_names() -> None:
+    for name in ("bool", "int4", "uint64", "bfloat16", "float8_e4m3fn", "complex128"):
+        assert name_of(kind_of(name)) == name
+    with pytest.raises(errors.ArgumentError, match="number 9999"):
+        name_of(9999)
+
+
+# --- shardings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_partitions_are_those_of_jax(spec: P) -> None:
+    sharding = NamedSharding(MESH, spec)
+    hlo = sharding._to_xla_hlo_sharding(len(SHAPE))
+    said = protos.message("xla.OpSharding").FromString(hlo.to_proto().SerializeToString())
+    parts = shardings.partitions(said, len(SHAPE))
+    assert shardings.divided(SHAPE, parts) == sharding.shard_shape(SHAPE)
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
+@pytest.mark.parametrize("devices", [(3,), (0, 2, 1)])
+def test_what_is_written_is_read(devices: tuple[int, ...], is_replicated: bool) -> None:
+    proto = protos.message("xla.ifrt.ShardingProto")()
+    shard = SHAPE if is_replicated or len(devices) == 1 else (8, 24)
+    how = {"is_replicated": is_replicated}
+    shardings.write(proto, devices, "pinned_host", SHAPE, shard, **how)
+    layout = shardings.read(proto, SHAPE)
+    assert layout[:2] == (devices, "pinned_host")
+    assert layout.is_replicated == (is_replicated or len(devices) == 1)
+    assert layout.shard_shape == shard
+
+
+def test_a_sharding_that_is_not_supported_is_named() -> None:
+    proto = protos.message("xla.ifrt.ShardingProto")()
+    proto.serialized_sharding.type_name = "xla::ifrt::Moebius"
+    with pytest.raises((statuses.Status, errors.VersionMismatch), match="Moebius"):
+        shardings.read(proto, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "strides"),
+    [
+        (b"x" * 39, (10,), None),
+        (b"x" * 40, (-1,), None),
+        (b"x" * 40, (10, -1), None),
+        (b"x" * 40, (1 << 62,), None),
+        (b"x" * 40, (5, 2), (4, 24)),
+        (b"x" * 40, (5, 2), (4,)),
+        (b"x" * 40, (1 << 70,), None),
+    ],
+)
+def test_bytes_that_are_no_array_are_refused(data: bytes, shape: Any, strides: Any) -> None:
+    with pytest.raises(statuses.Status, match=f"a host buffer of {len(data)} bytes cannot be"):
+        shardings.strided(data, np.dtype(np.float32), shape, strides)
+
+
+# --- statuses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (statuses.Status("ABORTED", "words"), "ABORTED"),
+        (errors.ArrayLost("words"), "DATA_LOSS"),
+        (errors.HostLost("words"), "UNAVAILABLE"),
+        (errors.Disconnected("words"), "UNAVAILABLE"),
+        (errors.ArgumentError("words"), "INVALID_ARGUMENT"),
+        (errors.Cancelled("words"), "CANCELLED"),
+        (CancelledError("words"), "CANCELLED"),
+        (errors.Error("words"), "INTERNAL"),
+        (errors.Error("XlaRuntimeError: RESOURCE_EXHAUSTED: words"), "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_errors_have_the_codes_that_scripts_look_for(error: BaseException, code: str) -> None:
+    number, words = statuses.status_of(error)
+    assert (number, words) == (statuses.CODES[code], "words")
+    again = statuses.received(number, words)
+    assert (again.code, str(again)) == (code, "words")
+
+
+# --- what is asked for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "islands", "environment", "expected"),
+    [
+        (None, "", {}, Wanted(None, None, None)),
+        (None, "", {"PW_DEVICES": "8", "PW_ISLANDS": "2"}, Wanted(8, 2, None)),
+        (4, "1", {"PW_DEVICES": "8", "PW_ISLANDS": "2"}, Wanted(4, 1, None)),
+        (None, "a, b", {}, Wanted(None, 2, ("a", "b"))),
+    ],
+)
+def test_options_come_before_the_environment(
+    devices: int | None, islands: str, environment: dict[str, str], expected: Wanted
+) -> None:
+    assert Wanted.of(devices, islands, environment) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5"])
+def test_a_number_of_devices_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(errors.Error, match="PW_DEVICES must be a number of 1 or more"):
+        Wanted.of(None, "", {"PW_DEVICES": text})
+
+
+def test_devices_divide_over_islands() -> None:
+    assert Wanted(6, 2, None).devices_each(2) == 3
+    assert Wanted(None, 2, None).devices_each(2) is None
+    with pytest.raises(errors.Error, match="5 devices do not divide over 2 islands"):
+        Wanted(5, 2, None).devices_each(2)
