@@ -23,8 +23,8 @@ from pw.gateway.http2 import (
     RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
-    header_block,
 )
+from pw.gateway.rpc import header_block
 
 PROXY = "xla.ifrt.proxy."
 STORE = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
