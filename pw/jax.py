@@ -15,7 +15,7 @@ from typing import Any
 
 from pw.core.errors import Error
 
-__all__ = ["connect", "initialize"]
+__all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
 
 PLATFORM = "pw"
 _arguments: list[str] = []
@@ -101,3 +101,61 @@ def _backend() -> Any:
     from pw.gateway import beside
 
     return beside.client(_arguments or ["--address", os.environ.get("PW_ADDRESS", "")])
+
+
+def from_jax(tree: Any) -> Any:
+    """Return the tree with a `pw.Array` in the place of each `jax.Array` on virtual devices; no bytes move.
+
+    Both arrays exist from then on, and share their memory: each is deleted, donated and checkpointed apart; if
+    one is donated, its shards are copied first. Connects this process to the cluster of JAX's devices. Typed
+    keys keep their type; other leaves stay as they are. Every `pw.jit` function and `pw.program` does this
+    with its arguments, and `pw.put` and `pw.checkpoint` with theirs.
+
+    Raises:
+        ArrayDeleted: an array was deleted or donated.
+        PlacementError: an array is on several islands, or in another memory than its devices' default one.
+        ShardingError: an array is not divided evenly.
+        Error: this process is connected to another cluster.
+    """
+    from jax.tree_util import tree_flatten, tree_unflatten
+
+    from pw.client.arrays import jax_arrays
+
+    leaves, structure = tree_flatten(tree)
+    return tree_unflatten(structure, jax_arrays.taken(leaves))
+
+
+def to_jax(tree: Any) -> Any:
+    """Return the tree with a `jax.Array` in the place of each `pw.Array`; no bytes move.
+
+    As with `from_jax`, both arrays exist from then on. An array must lie on devices that JAX has: what
+    functions made of such arrays does; others are moved first, with `pw.put(x, sharding=sharding_of(s))`.
+
+    Raises:
+        ArrayDeleted: an array was deleted or donated.
+        PlacementError: an array lies on other devices.
+        Error: JAX has no virtual devices in this process.
+    """
+    from jax.tree_util import tree_flatten, tree_unflatten
+
+    from pw.client.arrays import jax_arrays
+
+    leaves, structure = tree_flatten(tree)
+    return tree_unflatten(structure, jax_arrays.given(leaves))
+
+
+def sharding_of(sharding: Any, shape: Sequence[int] = ()) -> Any:
+    """Return the `pw.NamedSharding` with the same shards on the same devices as one of JAX.
+
+    Args:
+        sharding: over `jax.devices()`.
+        shape: of the arrays; only a `jax.sharding.NamedSharding` can do without.
+
+    Raises:
+        PlacementError: it is over several islands.
+        ShardingError: it does not divide such an array evenly.
+        Error: JAX has no virtual devices in this process.
+    """
+    from pw.client.arrays import jax_arrays
+
+    return jax_arrays.front().from_jax(sharding, tuple(shape))

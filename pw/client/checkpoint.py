@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from pw.client import checkpoint_files
+from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.signature import signature_of
 from pw.client.connection import current
@@ -67,8 +68,8 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
     `pw.restore` reads it.
 
     Args:
-        tree: tree of pw arrays. Numbers, numpy arrays and jax arrays in it need no replicas; on disk they are
-            included, and must be small.
+        tree: tree of pw arrays, and of jax arrays on virtual devices. Numbers, numpy arrays and other jax
+            arrays in it need no replicas; on disk they are included, and must be small.
         path: directory to write as well, on a file system that all hosts share. It appears when it is
             complete: the hosts write beside it.
         overwrite: replace a checkpoint at the path.
@@ -87,6 +88,10 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         raise TracerError(
             "pw.checkpoint was called in a function that JAX traces; call it on what the function returns"
         )
+    remote = [leaf for _, leaf in leaves if jax_arrays.is_remote(leaf)]
+    if path is not None and remote:  # on disk, they are arrays like the others
+        taken = jax_arrays.taken([leaf for _, leaf in leaves])
+        leaves = [(keys, leaf) for (keys, _), leaf in zip(leaves, taken, strict=True)]
     arrays: list[Array] = []
     for keys, leaf in leaves:
         if isinstance(leaf, ProgramTracer):
@@ -94,17 +99,22 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
         elif isinstance(leaf, Array):
             leaf._check_owner(arrays[0]._runtime if arrays else leaf._runtime)
             arrays.append(leaf)
-        else:
+        elif not jax_arrays.is_remote(leaf):
             _check_host_value(keys, leaf)
-    if path is None and not arrays:
+    parts: list[Future[None]] = []
+    if path is not None:
+        parts.append(checkpoint_files.save(leaves, path, overwrite))
+    if arrays:
+        parts.append(arrays[0]._runtime.ask.checkpoint([array._id for array in arrays]))
+    if remote:
+        parts.append(jax_arrays.front().checkpoint(remote))
+    if not parts:
         nothing: Future[None] = Future()
         nothing.set_result(None)
         return Checkpoint(nothing)
-    saving = None if path is None else checkpoint_files.save(leaves, path, overwrite)
-    session = arrays[0]._runtime
-    future: Future[None] = session.ask.checkpoint([array._id for array in arrays])
-    if saving is not None:
-        future = _both(saving, future, session)
+    future, *others = parts
+    for other in others:
+        future = _both(future, other, current.runtime())
     future.add_done_callback(_log_failure)
     return Checkpoint(future)
 

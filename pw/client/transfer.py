@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
@@ -64,6 +65,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
             raise ShardingError("pw.put was given a sharding over other devices than devices=")
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
+    leaves = jax_arrays.taken(leaves)
     moved = [_put(leaf, target, keep) for leaf, target in zip(leaves, wanted, strict=True)]
     return tree_unflatten(structure, moved)
 
@@ -112,12 +114,13 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
 def get(tree: Any) -> Any:
     """Fetch values: return the tree with numpy arrays (jax arrays for typed keys).
 
-    All fetches overlap. Other leaves stay as they are.
+    All fetches overlap. Other leaves stay as they are, but for jax arrays on virtual devices.
 
     Raises:
         Error: the error of an array that has failed.
     """
     leaves, structure = tree_flatten(tree)
+    leaves = [jax.device_get(leaf) if jax_arrays.is_remote(leaf) else leaf for leaf in leaves]
     fetching = []
     for leaf in leaves:
         if isinstance(leaf, ProgramTracer):

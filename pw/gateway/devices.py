@@ -111,8 +111,13 @@ class Devices:
                 return positions[:count]
         return list(range(min(count, len(self.all))))
 
-    def describe(self, into: Any) -> None:
-        """Fill an `InitResponse`."""
+    def describe(self, into: Any, cluster: str) -> None:
+        """Fill an `InitResponse`.
+
+        Args:
+            into: the message.
+            cluster: where other sessions reach the same controller; empty if they cannot.
+        """
         into.platform_name = self.platform
         into.platform_version = "pw"
         into.platform_id = _PLATFORM_IDS.get(self.platform, 0)
@@ -147,6 +152,9 @@ class Devices:
             attributes["coords"].int64_list_value.elements.extend((device.index, 0, 0))
             attributes["core_on_chip"].int64_value = 0
             attributes["island"].string_value = device.slice.island.encode()
+            attributes["pw_slice"].int64_value = device.slice.id
+            attributes["pw_index"].int64_value = device.index
+            attributes["pw_cluster"].string_value = cluster.encode()
             into.primary_device_ids.append(number)
             into.addressable_device_ids.append(number)
         client = into.client_attributes.attributes

@@ -166,8 +166,13 @@ class Executables:
     def execute(self, body: Any, response: Any) -> Awaitable[None] | None:
         """Run an executable once. Returns the rest of it if that must wait for a credit."""
         usable = self._arrays.usable
-        args = [usable(handle) for handle in body.args_handles]
         plugin = self._known.get(body.loaded_executable_handle)
+        try:
+            args = [usable(handle) for handle in body.args_handles]
+        except Exception as error:
+            if isinstance(plugin, Plugin):
+                plugin.failed(error)
+            raise
         if isinstance(plugin, Plugin):
             return self._run_plugin(plugin, args, body, response)
         made = self.find(body.loaded_executable_handle)

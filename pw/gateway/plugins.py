@@ -9,6 +9,8 @@ package `pathwaysutils` sends them:
 | `persistenceReadRequest`, `bulk_persistence_read_request` | none | arrays that were in files |
 | `reshardRequest` | arrays | the same arrays, divided otherwise |
 | `profileRequest` | none | an empty array if there are `xprofTraceOptions`; hosts write no trace |
+
+Those of pw's own scripts are in `pw.gateway.handing`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,7 @@ from pw.core.errors import Error
 from pw.gateway import protos, shardings, statuses
 from pw.gateway.arrays import ProxyArray, Stored
 from pw.gateway.devices import Devices
+from pw.gateway.handing import Handing
 from pw.gateway.persistence import Persistence
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
@@ -62,6 +66,8 @@ class Plugin:
     _run: _Run
     release: Callable[[], None] = lambda: None
     """Called when the client needs it no more."""
+    failed: Callable[[BaseException], None] = lambda error: None
+    """Takes the error of an argument, without which the program cannot run."""
 
     async def run(self, args: Sequence[ProxyArray]) -> Outcome:
         """Do what is asked. Raises Status."""
@@ -79,6 +85,7 @@ class Plugins:
     def __init__(self, devices: Devices, runs: Runs, reshards: Reshards) -> None:
         self._devices = devices
         self._reshards = reshards
+        self._handing = Handing(devices, runs)
         self._files = Persistence(devices, runs, reshards)
         self._known: dict[str, tuple[str | None, _Run]] = {
             "persistenceWriteRequest": (None, self._write),
@@ -87,6 +94,9 @@ class Plugins:
             "bulk_persistence_read_request": ("read_requests", self._read),
             "reshardRequest": ("inSharding", self._reshard),
             "profileRequest": (None, self._profile),
+            "pw_offer": (None, self._offer),
+            "pw_take": (None, self._take),
+            "pw_checkpoint": (None, self._checkpoint),
         }
 
     def find(self, text: bytes) -> Plugin:
@@ -106,9 +116,25 @@ class Plugins:
         try:
             each = [asked] if arrays is None else asked[arrays]
             first = each[0].get("devices") if each else None
-            return Plugin(name, asked, (0,) if first is None else _numbers(first), run)
+            plugin = Plugin(name, asked, (0,) if first is None else _numbers(first), run)
+            if name == "pw_offer":
+                failed = partial(self._handing.refuse, asked)
+                return replace(plugin, failed=failed)
+            return plugin
         except _UNREADABLE as error:
             raise _cannot_be_read(name, error) from error
+
+    # --- arrays between sessions ----------------------------------------------------------------------
+
+    async def _offer(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        await self._handing.offer(asked, args)
+        return Outcome()
+
+    async def _take(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        return Outcome(await self._handing.take(asked))
+
+    async def _checkpoint(self, asked: Any, args: Sequence[ProxyArray]) -> Outcome:
+        return Outcome((), [await self._handing.checkpoint(args)])
 
     # --- files ----------------------------------------------------------------------------------------
 

@@ -246,7 +246,7 @@ class Client:
 
     def _init(self, body: Any, reply: Any) -> None:
         reply.init_response.session_id = self.number
-        self._devices.describe(reply.init_response)
+        self._devices.describe(reply.init_response, self._runs.runtime.endpoint or "")
 
     def _check_future(self, body: Any, reply: Any) -> None:
         reply.check_future_response.SetInParent()  # all that futures are given for has ended

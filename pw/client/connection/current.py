@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any
 
-from pw.client.connection import embedded, threads
+from pw.client.connection import embedded, jax_backend, threads
 from pw.client.connection.runtime import RECONNECT_S, Runtime
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.worker_output import is_wanted
@@ -41,7 +41,8 @@ def connect(
     reconnect_s: float = RECONNECT_S,
     worker_output: bool | None = None,
 ) -> Runtime:
-    """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else an embedded one.
+    """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else that of JAX's devices if they
+    are virtual ones (`pw.jax`), else an embedded one.
 
     During a session the threads of this process switch every 0.5 ms (`sys.setswitchinterval`) instead of every
     5 ms, unless the interval is shorter already: a thread that computes in Python would delay each step of a
@@ -80,6 +81,8 @@ def connect(
             address = _current.address
         else:
             address = address or os.environ.get("PW_ADDRESS") or None
+            if address is None and (_current is None or not _current.alive):
+                address = jax_backend.cluster()
         if _current is not None and _current.alive:
             if address is None or address == _current.address:
                 return _current

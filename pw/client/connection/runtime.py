@@ -1,9 +1,8 @@
 """The connected runtime: one session with a cluster, as the API's threads see it.
 
-The session's actors live on an event loop in a background thread. The methods here run in the
-user's
-threads: they name what they create, post a note to the session, and return. Only `allocate_slice`, the
-questions, and a client that is too far ahead wait.
+The session's actors live on an event loop in a background thread. The methods here run in the user's threads:
+they name what they create, post a note to the session, and return. Only `allocate_slice`, the questions, and
+a client that is too far ahead wait.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pw.client.connection.calls import Calls
+from pw.client.connection.handovers import Handovers
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
@@ -66,8 +66,7 @@ CLOSE_S = 30.0
 RECONNECT_S = 60.0
 RELEASES_KEPT = 64
 RELEASED_BYTES = 16 << 20
-"""A call deletes released arrays before the next tick when there are more, or larger ones: the hosts can
-then reuse warm pages."""
+"""A call deletes more, or larger, released arrays before the next tick: hosts then reuse warm pages."""
 CLOSED = "pw.disconnect() was called, or its LocalCluster was closed"
 
 
@@ -93,10 +92,10 @@ class Runtime:
         self.programs = Programs()
         self.release_program = self.programs.release
         self.view = Views(self.register_program, self.run, self.release_program).view
+        self.handovers = Handovers(self._lock, self._ids, self._tell)
         self._released: deque[int] = deque()
         self._released_bytes = 0  # approximate: several threads may change it at once
-        self._closing: Error | None = None
-        """Why no calls can be made any more."""
+        self._closing: Error | None = None  # why no calls can be made any more
         self._ended: ErrorReport | None = None
         self._is_closed = False
         self._process = _process
@@ -246,12 +245,14 @@ class Runtime:
         kind: str | None = None,
         island: str | None = None,
         topology: tuple[int, ...] | None = None,
+        like: int = 0,
     ) -> SliceBound:
-        """Bind virtual devices. Raises InsufficientDevices with the request and what exists."""
+        """Bind virtual devices, or those of another session's slice `like`. Raises InsufficientDevices."""
         bound: Future[SliceBound] = self.ask.waiting(
             f"{devices} devices{f' of island {island}' if island else ''}"
         )
-        self._post(Allocate(AllocateSlice(self._id(), devices, kind, island, topology), bound))
+        request = AllocateSlice(self._id(), devices, kind, island, topology, like=like)
+        self._post(Allocate(request, bound))
         return bound.result(self._patience_s)
 
     def release_slice(self, slice: int) -> None:

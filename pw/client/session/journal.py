@@ -30,6 +30,7 @@ from pw.core.messages import (
     ForgetRuns,
     KnownArray,
     KnownArrays,
+    Offer,
     RegisterProgram,
     ReleaseProgram,
     ReleaseSlice,
@@ -64,6 +65,7 @@ class Journal(Part):
         """Of all programs in the journal: the client sends each artifact once."""
         self.inputs: dict[int, CreateArray] = {}
         self.runs: dict[int, Run] = {}
+        self.offers: dict[int, Offer] = {}
         self.held: dict[int, ArraySpec] = {}
         self._failed: dict[int, ErrorReport] = {}
         self._copied: set[int] = set()
@@ -76,6 +78,7 @@ class Journal(Part):
             Run: self._run,
             Delete: lambda message: self._let_go(message.arrays),
             CreateArray: self._create,
+            Offer: lambda message: self.offers.update({message.run: message}),
             RegisterProgram: self._register,
             ReleaseProgram: self._release_program,
             AllocateSlice: lambda message: self.slices.update({message.slice: message}),
@@ -175,6 +178,7 @@ class Journal(Part):
             self._forget_run(number)
 
     def _forget_run(self, number: int) -> None:
+        self.offers.pop(number, None)
         run = self.runs.pop(number, None)
         if run is not None:
             self._runs_of[run.program] -= 1
@@ -224,6 +228,7 @@ class Journal(Part):
         for created in self.inputs.values():
             yield msgspec.structs.replace(created, bound=0)
         yield from self.runs.values()
+        yield from self.offers.values()
         made = self.inputs.keys() | {a for run in self.runs.values() for a in run.results}
         self._copied &= self._of_interest()
         self._prune_failed()
@@ -238,4 +243,5 @@ class Journal(Part):
     def _of_interest(self) -> set[int]:
         """Return the arrays that the client has, and those that runs in the journal read."""
         read = {arg for run in self.runs.values() for arg in arrays_in(run.args)}
+        read.update(*(offer.arrays for offer in self.offers.values()))
         return read | self.held.keys()

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import Mesh, default_mesh
@@ -39,6 +40,7 @@ from pw.client.arrays.signature import (
     tracing_configuration,
 )
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
+from pw.client.connection import jax_backend
 from pw.client.trace.export import Traced, trace
 from pw.client.trace.launch import Launches
 from pw.client.trace.lowered import Lowered
@@ -161,6 +163,8 @@ class JitFunction(Wrapped[P, R]):
                     given, named = Statics.restore(given, named, statics)
                     return cast(R, self._inlined(*given, **named))
                 return cast(R, self._inlined(*args, **kwargs))
+            if jax_backend.client() is not None:
+                leaves = jax_arrays.taken(leaves)
             try:
                 signature = signature_of_call(leaves)
             except ArgumentError:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast, overload
 
+from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing_configuration
-from pw.client.connection import current
+from pw.client.connection import current, jax_backend
 from pw.client.trace.function import (
     P,
     R,
@@ -83,6 +84,8 @@ class ProgramFunction(Wrapped[P, R]):
             leaves, tree = tree_flatten((given, named))
             if under_jax_trace(leaves):
                 return cast(R, self.__wrapped__(*args, **kwargs))
+            if jax_backend.client() is not None:
+                leaves = jax_arrays.taken(leaves)
             signature = tuple([_leaf_signature(leaf) for leaf in leaves])
             key = (tree, signature, statics, current.runtime(), tracing_configuration())
             launch = self._launches.get(key)
@@ -157,7 +160,8 @@ def program(
     """Make one program of a function that calls several `pw.jit` or `pw.pmap` functions.
 
     It is traced once for each kind of arguments (tree, shapes, dtypes, shardings, static values); a
-    call then costs one message, however many computations there are.
+    call then costs one message, however many computations there are. Its results are `pw.Array`s, also of
+    arguments that are `jax.Array`s on virtual devices (`pw.jax.to_jax` makes such arrays of them).
 
     Args:
         fun: a function of trees of arrays and numbers; other leaves (strings, None, functions) are

@@ -36,7 +36,7 @@ Message = (
     | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
     | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
-    | ReadArray | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
+    | ReadArray | Offer | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
     | Explain | ExplainHost | HostReport | Explanation
 )  # fmt: skip
 """All messages that may arrive from another process."""

@@ -7,7 +7,7 @@ import msgspec
 from pw.core.compact import Compact, OnPlacement, OnSpec
 from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
-from pw.core.messages.files import FileSource
+from pw.core.messages.files import FileSource, OfferSource
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress
 
@@ -60,6 +60,8 @@ class AllocateSlice(Base, frozen=True, tag=34):
     """An earlier controller may have bound the slice: wait until its hosts have registered."""
     formerly: str = ""
     """The slice's island under the earlier controller."""
+    like: int = 0
+    """Another client's slice: bind this one to the same devices in the same order."""
 
 
 class SliceBound(Base, frozen=True, weakref=True, tag=35):
@@ -150,8 +152,26 @@ class CreateArray(Base, frozen=True, tag=45):
     spec: ArraySpec
     bound: int = 1
     """How many bindings of its slice the client has seen: 0 if it could not send anything yet."""
-    source: FileSource | None = None
-    """The hosts read the array from there; the client uploads nothing."""
+    source: FileSource | OfferSource | None = None
+    """The array comes from there; the client uploads nothing."""
+
+
+class Offer(Base, frozen=True, tag=59):
+    """ClientSession to Controller, in order with runs: another client may take these arrays.
+
+    It takes them with the token, once, each with a `CreateArray`, before or after this. Its arrays are views
+    of these, and last when these are deleted.
+    """
+
+    run: int
+    """A number like that of a run, under which the controller says that no later one needs it."""
+    token: bytes
+    """16 random bytes."""
+    arrays: tuple[int, ...]
+    """All on one slice."""
+    specs: tuple[ArraySpec, ...]
+    error: ErrorReport | None = None
+    """Why there are none."""
 
 
 class Delete(Base, frozen=True, tag=46):

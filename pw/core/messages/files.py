@@ -9,13 +9,21 @@ from pw.core.messages.base import Base
 from pw.core.sharding import ArraySpec, DeviceAddress
 
 
-class FileSource(msgspec.Struct, frozen=True, array_like=True):
+class FileSource(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """An array in a checkpoint on disk."""
 
     path: str
     checkpoint: str
     """Its random name: another checkpoint may replace it at the path."""
     name: str
+
+
+class OfferSource(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """An array that another client offers (`Offer`); the new array is a view of it."""
+
+    token: bytes
+    index: int
+    """Its place in the offer."""
 
 
 class SaveArrays(Base, frozen=True, tag=140):

@@ -164,7 +164,14 @@ class Requests(Part):
 
     def _read(self, entry: Entry, request: _Request, fetch: Fetch) -> None:
         spec = entry.spec
-        if fetch.spec != spec or any(
+        asked = (
+            fetch.spec
+        )  # in terms of the client's slice; a handed over array is in terms of another's
+        if (asked.shape, asked.dtype, asked.sharding) != (
+            spec.shape,
+            spec.dtype,
+            spec.sharding,
+        ) or any(
             not 0 <= position < len(fetch.devices)
             or fetch.devices[position].host != self.env.address.node
             for position in fetch.positions

@@ -1,6 +1,7 @@
 """Binds slices to devices: which island has room, which positions a slice gets, and when it moves.
 
-A slice goes to the island whose devices it would share the least. A slice of an earlier controller
+A slice goes to the island whose devices it would share the least, or has the devices of another slice that it
+is to be like. A slice of an earlier controller
 waits first for the island that it was on, then for any that has room
 (`pw.sched.cluster.slice_states`).
 """
@@ -69,7 +70,7 @@ class Slices(Part):
         piece = self._slices.get(timer.slice)
         if piece is None or piece.state is not State.PARKED:
             return
-        piece.request = msgspec.structs.replace(piece.request, formerly="")
+        piece.request = msgspec.structs.replace(piece.request, formerly="", like=0)
         if timer.is_over and self._roomiest(piece.request) is None:
             self._refuse(piece)
         else:
@@ -98,20 +99,22 @@ class Slices(Part):
     def retry_parked(self) -> None:
         """An island is ready: place the slices that wait."""
         for piece in self.parked:
-            self._place(piece)
+            if piece.state is State.PARKED:  # it is bound already if it is like another one
+                self._place(piece)
 
     def move(self, island: Island) -> None:
         """An island does not come back: move its slices to islands that have room."""
         for piece in self._on(island):
             target = self._roomiest(piece.request)
-            if target is not None:
+            if target is not None and not (piece.request.like and target is island):
                 island.load.subtract(piece.positions)
                 piece.positions = ()
                 self._bind(piece, Event.MOVE, target)
 
     def stuck_on(self, island: Island) -> int:
         """Return how many slices of an island no other island has room for."""
-        return sum(self._roomiest(one.request, island) is None for one in self._on(island))
+        own = (one.request for one in self._on(island) if not one.request.like)
+        return sum(self._roomiest(request, island) is None for request in own)
 
     def _on(self, island: Island) -> list[Slice]:
         return [
@@ -127,7 +130,7 @@ class Slices(Part):
         request, islands = piece.request, self.inventory.islands
         self._slices.pop(request.slice, None)
         island = self._roomiest(request)
-        if request.formerly:
+        if request.formerly and not request.like:
             home = islands.get(request.formerly)
             is_back = home is not None and home.state == "ready" and _fits(home, request)
             island = home if is_back else None
@@ -144,7 +147,10 @@ class Slices(Part):
             self._refuse(piece)
 
     def _roomiest(self, request: AllocateSlice, but: Island | None = None) -> Island | None:
-        """The island on which a slice would share its devices the least."""
+        """The island on which a slice would share its devices the least; that of the slice that it is like."""
+        if request.like:
+            island = self._home_of(request.like)
+            return None if island is but or island is None or island.state != "ready" else island
         fitting = [
             island
             for island in self.inventory.islands.values()
@@ -159,9 +165,18 @@ class Slices(Part):
             default=None,
         )
 
+    def _home_of(self, number: int) -> Island | None:
+        """Return the island that a slice is bound to."""
+        known = self._slices.get(number)
+        is_bound = known is not None and known.state is State.BOUND
+        return self.inventory.islands.get(known.island) if known and is_bound else None
+
     def _bind(self, piece: Slice, event: Event, island: Island) -> None:
         """Bind a slice, to the positions that it had in this island if it had any."""
         positions = piece.positions
+        model = self._slices.get(piece.request.like)
+        if model is not None and self._home_of(model.request.slice) is island:
+            positions = model.positions[: piece.request.devices]
         if not positions or not set(positions) <= set(island.positions()):
             positions = _choose(island, piece.request)
         island.load.update(positions)
@@ -175,12 +190,17 @@ class Slices(Part):
             island.epoch,
         )
         self.env.send(CONTROL, bound)
+        for one in self.parked:
+            if one.request.like == piece.request.slice and one.state is State.PARKED:
+                self._place(one)
 
     def _refuse(self, piece: Slice) -> None:
         request = piece.request
         self._slices.pop(request.slice, None)
         piece.happened(Event.REFUSE)
         asked = counted(request.devices, "device")
+        if request.like:
+            asked += ", those of another session's slice"
         for name in ("kind", "island", "topology"):
             value = getattr(request, name)
             if value is not None:

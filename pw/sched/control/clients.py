@@ -7,7 +7,7 @@ once. Each part of the controller changes only what it owns here.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
@@ -18,11 +18,13 @@ from pw.core.messages import (
     CreateArray,
     Delete,
     Inquire,
+    Offer,
     ReleaseProgram,
     ReleaseSlice,
     Run,
     SaveArrays,
 )
+from pw.core.program import Program
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.lineage import Lineage
@@ -32,7 +34,15 @@ REPEATS = 1 << 39
 """Serial numbers from here on are the controller's."""
 
 Ordered = (
-    Run | Delete | CreateArray | ReleaseProgram | ReleaseSlice | Checkpoint | SaveArrays | Inquire
+    Run
+    | Delete
+    | CreateArray
+    | Offer
+    | ReleaseProgram
+    | ReleaseSlice
+    | Checkpoint
+    | SaveArrays
+    | Inquire
 )
 """Messages that the controller handles in the client's order."""
 
@@ -84,6 +94,12 @@ class Client:
     programs: dict[int, RegisteredProgram] = field(default_factory=dict)
     retired: dict[int, RegisteredProgram] = field(default_factory=dict)
     """Released programs that are installed again, for a replay."""
+    views: OrderedDict[Program, RegisteredProgram] = field(default_factory=OrderedDict)
+    """Programs that make what it hands to other clients, the one used longest ago first."""
+    wanted: dict[int, int] = field(default_factory=dict)
+    """What other clients want of what it handed to them, and the names under which they await it."""
+    offered: Counter[int] = field(default_factory=Counter)
+    """Its arrays that stay until another client has taken them (`pw.sched.control.shares`)."""
     backlog: deque[Ordered] = field(default_factory=deque)
     """Messages that wait for what the first of them needs (`pw.sched.control.stream`)."""
     last_run: int = 0
@@ -98,7 +114,7 @@ class Client:
     @property
     def recovering(self) -> bool:
         """Whether the client's stream waits until something is rebuilt."""
-        return bool(self.slices.unbound or self.arrays.lost or self.resuming)
+        return bool(self.slices.unbound or self.arrays.lost or self.wanted or self.resuming)
 
     def one_spec(self, spec: ArraySpec) -> ArraySpec:
         """Return the one object for all specs that equal `spec`.

@@ -32,6 +32,7 @@ from pw.core.messages import (
     IslandFormed,
     IslandInfo,
     IslandLost,
+    Offer,
     PeerLost,
     ReleaseProgram,
     ReleaseSlice,
@@ -54,6 +55,7 @@ from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.run_ends import RunEnds
 from pw.sched.control.runs import CREDITS_AT_ONCE, Runs
 from pw.sched.control.sessions import Sessions
+from pw.sched.control.shares import Shares
 from pw.sched.control.slices import Slices
 from pw.sched.control.stream import Handlers, Stream
 from pw.sched.control.uploads import Uploads
@@ -95,28 +97,36 @@ class Controller(Actor):
         replicas = self.replicas = Replicas(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)
         saves = self.saves = Saves(sessions)
-        stream = self._stream = Stream(sessions, checkpoints, saves)
+        shares = self.shares = Shares(sessions, registry, runs)
+        stream = self._stream = Stream(sessions, checkpoints, saves, shares)
         losses = Losses(sessions, runs)
-        replays = Replays(sessions, registry, runs)
-        rebuilder = Rebuilder(sessions, slices, registry, replicas, replays, recovery_s)
-        resumptions = Resumptions(sessions, slices, replicas, rebuilder)
+        replays = Replays(sessions, registry, runs, shares)
+        rebuilder = self._rebuilder = Rebuilder(
+            sessions, slices, registry, replicas, replays, shares, recovery_s
+        )
+        resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
         explainer = Explainer(sessions, runs, stream, island_status, heard_s)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
         in_order: Handlers = {
             Run: runs.start,
             CreateArray: uploads.create,
+            Offer: shares.offer,
             Checkpoint: checkpoints.begin,
             SaveArrays: saves.begin,
             ReleaseProgram: registry.release,
             ReleaseSlice: slices.release,
         }
-        resuming: Handlers = {Run: resumptions.ran, CreateArray: resumptions.announced}
+        resuming: Handlers = {
+            Run: resumptions.ran,
+            CreateArray: resumptions.announced,
+            Offer: shares.offered_before,
+        }
         stream.set_handlers(in_order, resuming)
         # The order is the order of handling: `losses` marks what is lost before `rebuilder` brings
         # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
-        self.compose(sessions, resumptions, explainer, ends, uploads, stream)
+        self.compose(sessions, resumptions, explainer, ends, uploads, stream, shares)
 
     # --- clients come and go ----------------------------------------------------------------------
 
@@ -155,12 +165,25 @@ class Controller(Actor):
         self.checkpoints.client_left(client)
         self.replicas.client_left(client)
         self.saves.client_left(client)
+        self.shares.client_left(client)
+        self.runs.client_left(client)
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
-        self.runs.client_left(client)
 
     def turn_ended(self) -> None:
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""
+        self._uploads.settle_taken()
+        self._go_on()
+        while (asked := self.shares.givers_asked()) or any(
+            client.lineage.has_unneeded for client in self.sessions.clients
+        ):
+            for client in asked:
+                self._rebuilder.proceed(client)
+            self._uploads.settle_taken()
+            self._go_on()
+        self.runs.send_credits()
+
+    def _go_on(self) -> None:
         for client in self.sessions.clients:
             self._stream.go_on(client)
             while client.lineage.has_unneeded:
@@ -168,7 +191,6 @@ class Controller(Actor):
                 self._stream.go_on(client)  # this may end a checkpoint that the stream waits for
             if client.slices.borrowed and not client.recovering:
                 self.slices.return_borrowed(client)
-        self.runs.send_credits()
 
     def _forget(self, client: Client) -> None:
         """Have the client and the hosts forget what nothing of the client can need any more."""
@@ -176,6 +198,7 @@ class Controller(Actor):
         if unneeded.runs:
             self.env.send(client.address, ForgetRuns(tuple(unneeded.runs)))
         if unneeded.inputs:
+            self.shares.forgotten(unneeded.inputs)
             self.env.send(client.address, ForgetInputs(tuple(unneeded.inputs)))
         for number in unneeded.slices:
             self.slices.forget_request(client, number)
@@ -239,4 +262,5 @@ class Controller(Actor):
         counters["live_arrays"] = sum(len(client.arrays) for client in self.sessions.clients)
         counters["programs"] = sum(len(client.programs) for client in self.sessions.clients)
         counters["runs_in_flight"] = len(self.runs.in_flight)
+        counters["offers"] = len(self.shares)
         self.env.send(sender, Stats(message.request, CONTROLLER, counters))

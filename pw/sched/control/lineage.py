@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in
-from pw.core.messages import FileSource
+from pw.core.messages import FileSource, OfferSource
 from pw.core.sharding import ArraySpec
 from pw.sched.control.programs import RegisteredProgram
 
@@ -101,8 +101,8 @@ class Origin:
     maker: Record | None
     """None for an input, and if the run cannot be repeated."""
     is_input: bool = False
-    source: FileSource | None = None
-    """The files that an input is read from, if the client does not upload it."""
+    source: FileSource | OfferSource | None = None
+    """Where an input comes from, if the client does not upload it."""
     held: bool = True
     readers: int = 0
     """Kept records that read it."""
@@ -149,8 +149,10 @@ class Lineage:
         """Return whether a record has something on this slice."""
         return slice in self._slices
 
-    def add_input(self, array: int, spec: ArraySpec, source: FileSource | None = None) -> None:
-        """The client uploads an array, or its hosts read it from files."""
+    def add_input(
+        self, array: int, spec: ArraySpec, source: FileSource | OfferSource | None = None
+    ) -> None:
+        """The client uploads an array, or it comes from files or from another client."""
         self.origins[array] = Origin(spec, None, is_input=True, source=source)
 
     def add_known(self, array: int, spec: ArraySpec) -> None:
@@ -195,6 +197,19 @@ class Lineage:
             origin = self.origins.get(array)
             if origin is not None and origin.held:
                 origin.held = False
+                self._reconsider(array)
+
+    def hold(self, arrays: Iterable[int]) -> None:
+        """Another client may need what these arrays are made of."""
+        for array in arrays:
+            if (origin := self.origins.get(array)) is not None:
+                origin.readers += 1
+
+    def let_go(self, arrays: Iterable[int]) -> None:
+        """Undo `hold`."""
+        for array in arrays:
+            if (origin := self.origins.get(array)) is not None:
+                origin.readers -= 1
                 self._reconsider(array)
 
     def replicated(self, array: int) -> None:

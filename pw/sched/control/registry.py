@@ -21,6 +21,7 @@ from pw.core.messages import (
     SliceBound,
     UninstallProgram,
 )
+from pw.core.program import Program
 from pw.sched.control.clients import Client
 from pw.sched.control.programs import RegisteredProgram, check_program, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
@@ -59,6 +60,20 @@ class ProgramRegistry(ControlPart):
             )
         else:
             self._lower(client, program)
+
+    def own(self, client: Client, body: Program, kept: int) -> RegisteredProgram:
+        """Return the controller's own program for a client; the last `kept` ones stay installed."""
+        program = client.views.get(body)
+        if program is None:
+            placed = body.with_placed(client.one_spec, lambda placement: placement)
+            program = RegisteredProgram(client.new_id(), placed, ())
+            client.views[body] = client.programs[program.program] = program
+            self._lower(client, program)
+            if len(client.views) > kept:
+                _, oldest = client.views.popitem(last=False)
+                self.release(client, ReleaseProgram(oldest.program))
+        client.views.move_to_end(body)
+        return program
 
     def _lower(self, client: Client, program: RegisteredProgram) -> None:
         """Bind a program to devices and have it installed there, if all its slices are bound."""

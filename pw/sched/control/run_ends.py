@@ -105,7 +105,7 @@ class RunEnds(ControlPart):
                 continue
             self._forget_deadline(run)
             grace = grace_s if run.number in runs else max(grace_s, GRACE_S)
-            client = self.runs.withdraw(run, RunEvent.FAIL, reason, grace)
+            client = self.runs.withdraw(run, RunEvent.FAIL, error, reason, grace)
             failed.update(run.results)
             client.arrays.fail(run.results, error)
             self._env.send(client.address, RunFailed(run.number, run.results, error))

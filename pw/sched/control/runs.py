@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pw.core.errors import Error, ErrorReport
+from pw.core.errors import ArrayLost, Error, ErrorReport
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
-from pw.sched.control.clients import Client
+from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.lineage import Record
 from pw.sched.control.run_checks import Poisoned, check_arguments, check_results, program_of
 from pw.sched.control.run_states import RunEvent, RunInFlight
@@ -40,6 +40,8 @@ class Runs(ControlPart):
         super().__post_init__()
         self.in_flight: dict[int, RunInFlight] = {}
         """In the order in which they were submitted."""
+        self.handed: list[tuple[int, ErrorReport | None]] = []
+        """Arrays of other clients that runs have made, or will not make and why (`pw.sched.control.shares`)."""
         self._refunds: Counter[int] = Counter()
         """Credits that clients get back."""
         self._due: set[int] = set()
@@ -148,16 +150,29 @@ class Runs(ControlPart):
     def end(self, run: RunInFlight) -> None:
         """A run has ended with all its values."""
         run.after(RunEvent.END)
+        self._hand(run, None)
         self._remove(run)
 
+    def _hand(self, run: RunInFlight, error: ErrorReport | None) -> None:
+        """Note the end of a run that makes arrays of another client."""
+        if is_repeat(run.record.program.program):
+            taken = (number for number in run.results if client_of(number) != run.client)
+            self.handed += [(number, error) for number in taken]
+
     def withdraw(
-        self, run: RunInFlight, event: RunEvent, reason: str = "", grace_s: float = 0.0
+        self,
+        run: RunInFlight,
+        event: RunEvent,
+        error: ErrorReport,
+        reason: str = "",
+        grace_s: float = 0.0,
     ) -> Client:
         """End a run before its time on all islands; return its client. What was donated to it goes.
 
         With a `reason`, the launched part of it must end as well, `grace_s` later at the latest.
         """
         run.after(event)
+        self._hand(run, error)
         for island in run.islands:
             self._islands.tell(island, CancelRun(run.number, reason, grace_s))
         client = self.sessions.get(run.client)
@@ -168,8 +183,18 @@ class Runs(ControlPart):
         return client
 
     def client_left(self, client: Client) -> None:
-        """Forget the runs of a client."""
+        """Forget the runs of a client, and withdraw those that make arrays for it."""
         number = client.number
+        error = ErrorReport.of(
+            ArrayLost(
+                "the session that handed the array over ended before it had; hand it over again"
+            )
+        )
+        for run in list(self.in_flight.values()):
+            if run.client == number:
+                self._hand(run, error)
+            elif is_repeat(run.record.program.program) and number in map(client_of, run.results):
+                self.withdraw(run, RunEvent.FAIL, error)
         self.in_flight = {n: run for n, run in self.in_flight.items() if run.client != number}
         self._refunds.pop(number, None)
         self._due.discard(number)

@@ -29,6 +29,7 @@ from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.clients import Client, Ordered
 from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.shares import Shares
 
 CHECKPOINTS_AT_ONCE = 2
 """Checkpoints of a client under way, of each kind: each has a copy of its arrays in host memory."""
@@ -42,6 +43,7 @@ class Stream(ControlPart):
 
     checkpoints: Checkpoints
     saves: Saves
+    shares: Shares
     _handlers: Handlers = field(init=False)
     _resuming: Handlers = field(init=False)
 
@@ -65,7 +67,8 @@ class Stream(ControlPart):
 
     def _handle(self, client: Client, message: Ordered) -> None:
         if isinstance(message, Delete):
-            self._islands.release(client.number, client.delete(message.arrays))
+            arrays = self.shares.keep(client, message.arrays)
+            self._islands.release(client.number, client.delete(arrays))
         elif isinstance(message, Inquire):
             self._inquire(client, message)
         else:
@@ -80,6 +83,8 @@ class Stream(ControlPart):
             if program is not None and program.installing:
                 islands = ", ".join(sorted(program.installing))
                 return f"the compilation of {program.body.name!r} on {islands}"
+            if client.offered and not client.offered.keys().isdisjoint(client.donated_to(message)):
+                return "another session to take arrays that it donates"
         elif isinstance(message, (Checkpoint, SaveArrays)):
             arrays = map(client.arrays.get, message.arrays)
             if any(array is not None and array.awaited for array in arrays):

@@ -17,6 +17,7 @@ from pw.core.messages import (
     DropUploads,
     InputGone,
     LinkLost,
+    OfferSource,
     RunFailed,
     UploadAgain,
     Uploaded,
@@ -61,6 +62,9 @@ class Uploads(ControlPart):
         array = Array(spec, island, hosts, ArrayState.ARRIVING, frozenset(hosts))
         client.arrays.add(message.array, array)
         client.lineage.add_input(message.array, spec, message.source)
+        if isinstance(message.source, OfferSource):
+            self.replays.shares.take(client, message.array, spec, message.source)
+            return
         self._islands.place(island, message.array, spec)
         if message.source is not None:
             self.replays.read(message.array, array, message.source)
@@ -167,6 +171,21 @@ class Uploads(ControlPart):
         self._islands.tell_all(UploadEnded(number))
         if was_discarded:
             self._islands.release(client.number, [(number, array)], late=True)
+
+    def settle_taken(self) -> None:
+        """Arrays that runs of other clients make have arrived, or will not."""
+        runs = self.losses.runs
+        handed, runs.handed = runs.handed, []
+        for number, error in handed:
+            client = self.sessions.owner(number)
+            array = None if client is None else client.arrays.find(number)
+            if client is None or array is None:
+                continue
+            for host in sorted(array.awaited):
+                if host in array.awaited:
+                    self._reported(client, number, array, host, error)
+            if array.error is not None:
+                self._env.send(client.address, RunFailed(0, (number,), array.error))
 
     def host_lost(self, node: str) -> None:
         """Forget what a host has reported of uploads that are not announced."""

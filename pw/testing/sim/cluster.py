@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, RESOURCES, Address
@@ -57,6 +58,10 @@ class SimCluster(Site):
         self.policy = random.choice(sorted(POLICIES))
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
+        self.deals: dict[int, Any] = {}
+        """How users came to the arrays that they have taken (`pw.testing.sim.sharing`)."""
+        self.users: list[Any] = []
+        """The users, for those that hand arrays to each other."""
         self.starts = 0
         """How often the controller has been started."""
         if world.profile.device_memory_bytes:

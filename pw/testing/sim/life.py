@@ -90,6 +90,8 @@ class Life:
         self.slices: dict[int, SliceBound] = {}
         self.given_back: dict[int, SliceBound] = {}
         """Slices that it had."""
+        self.likes: dict[int, int] = {}
+        """Its slices on the devices of other users' slices, by those; 0 while it asks for one."""
         self.refused = 0
         self.kinds: list[ArraySpec] = []
         self.programs: dict[int, Draft] = {}
@@ -116,7 +118,8 @@ class Life:
     def _nodes_of(self, number: int) -> tuple[str, ...]:
         bound = self.slices.get(number) or self.given_back.get(number)
         hosts = () if bound is None else self.cluster.hosts_of(bound.island)
-        return (self.name, CONTROLLER, *hosts)
+        givers = {deal.giver.name for deal in self.cluster.deals.values()}
+        return (self.name, CONTROLLER, *givers, *hosts)
 
     def _promise(self, what: str, then: Callable[[Any, BaseException | None], None]) -> Promise:
         life = self.lives

@@ -118,3 +118,25 @@ def _clinging(cluster: SimCluster) -> None:
         memory._let_go = keep
 
     _on_memory(cluster, alter)
+
+
+@mutation("delete-offered-arrays", "shares", "oracle")
+def _eager(cluster: SimCluster) -> None:
+    """The controller deletes offered arrays before they are taken."""
+    shares: Any = cluster.controller.shares
+    shares.keep = _all
+
+
+@mutation("forget-takers", "shares", "census", "oracle", "actors never raise")
+def _negligent(cluster: SimCluster) -> None:
+    """A giver's record of what it handed over is dropped while the taker has the array."""
+    shares: Any = cluster.controller.shares
+    shares.forgotten = _nothing
+
+
+def _all(client: Any, arrays: tuple[int, ...]) -> tuple[int, ...]:
+    return arrays
+
+
+def _nothing(arrays: list[int]) -> None:
+    pass

@@ -70,6 +70,18 @@ class Oracle:
         made_of = frozenset((array,))
         self.arrays[array] = Truth(spec, data, nothing, nothing, slices, self._keeps, made_of)
 
+    def take(
+        self, array: int, spec: ArraySpec, giver: Oracle, given: int, together: list[int]
+    ) -> None:
+        """An array of another client, which it has offered `together` with others."""
+        truth = giver.arrays[given]
+        kinds = frozenset[str]().union(*(giver.arrays[one].kinds for one in together))
+        made_of = frozenset[int]().union(*(giver.arrays[one].made_of for one in together))
+        slices = truth.slices | {spec.placement.slice}
+        self.arrays[array] = Truth(
+            spec, truth.data, kinds, truth.computations, slices, False, made_of | {array}
+        )
+
     def checkpoint(self, arrays: tuple[int, ...]) -> None:
         """Count a checkpoint: from now on only replicas may restore these arrays."""
         self._copied.update(arrays)

@@ -54,6 +54,8 @@ class Profile:
     """Clients also bring programs that do not compile, or raise."""
     views: float = 0.0
     """For each act of a client, the probability that it makes views of its arrays."""
+    shares: float = 0.0
+    """For each act of a client, the probability that it hands arrays to another one."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -81,7 +83,7 @@ class Profile:
 FAULTS = tuple(
     field.name
     for field in dataclasses.fields(Profile)
-    if field.type == "float" and field.name not in ("span_s", "views")
+    if field.type == "float" and field.name not in ("span_s", "views", "shares")
 )
 """The fields of a profile that are rates of faults."""
 
@@ -129,6 +131,16 @@ PROFILES = {
             span_s=20.0,
             runs=60,
             views=0.4,
+            device_memory_bytes=256 << 10,
+            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+        ),
+        Profile("shares", runs=60, shares=0.3, views=0.1),
+        Profile(
+            "shares-lost",
+            span_s=20.0,
+            runs=60,
+            shares=0.3,
+            views=0.1,
             device_memory_bytes=256 << 10,
             **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
         ),

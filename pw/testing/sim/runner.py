@@ -105,6 +105,7 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
     share = -(-profile.runs // profile.clients)
     kind = Tenant if profile.tenants else SimClient
     clients += [kind(cluster, number, share) for number in range(profile.clients)]
+    cluster.users = clients
     tenancy = Tenancy(cluster, clients)
     faults = Faults(cluster, clients)
 

@@ -31,6 +31,7 @@ from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import Draft, Slice, random_kinds, random_program
+from pw.testing.sim.sharing import GONE, MOVED, give
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
 
@@ -72,6 +73,12 @@ class SimClient(Life):
         if moves and len(self.slices) > 1 and self.random.random() < moves:
             self._give_back()
             return
+        shares = self.world.profile.shares
+        if shares and self.random.random() < shares:
+            others = [one for one in self.cluster.users if one is not self and one.may_take]
+            if others:
+                give(self, others)
+                return
         views = self.world.profile.views
         if views and self.kinds and self.random.random() < views:
             self._view()
@@ -102,6 +109,16 @@ class SimClient(Life):
         elif self.world.profile.client_deaths:
             self.world.ledger.injected["session closed"] += 1
             self.leave()
+
+    @property
+    def may_take(self) -> bool:
+        """Whether it is at work."""
+        return (
+            self.attached is not None
+            and self.node.alive
+            and not (self.closing or self.final or self.looking)
+            and self.session.closed is None
+        )
 
     def _register(self) -> None:
         slices = [Slice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
@@ -218,7 +235,18 @@ class SimClient(Life):
             return None  # deleted or donated after it was asked for
         if self.session.closed is not None and self.world.ledger.touched((self.name, CONTROLLER)):
             return None  # the session has ended, with all that was open
-        return self.oracle.check_error(array, error, held=held)
+        wrong = self.oracle.check_error(array, error, held=held)
+        return None if wrong is None or self._is_excused(array, error) else wrong
+
+    def _is_excused(self, array: int, error: BaseException) -> bool:
+        """Whether the end of another user's session explains the error of what that one handed over."""
+        words = str(error)
+        if MOVED in words:
+            return self.world.ledger.any
+        made_of = self.oracle.arrays[array].made_of
+        deals = self.cluster.deals
+        is_off = any(deals[one].is_off for one in made_of if one in deals)
+        return is_off and any(known in words for known in GONE)
 
     def _wait(self) -> None:
         if not self.arrays:
@@ -351,7 +379,7 @@ class SimClient(Life):
         if (world.calm or not world.ledger.any) and self.session.closed is None:
             assert self.attached is not None
             known = self.cluster.controller.sessions.get(self.attached.client)
-            if known is None or known.recovering or known.backlog:
+            if known is None or known.recovering or known.backlog or known.offered:
                 world.after(SETTLED_S, self._check_out, life)
                 return
             world.checked["census"] += 1

@@ -68,7 +68,7 @@ class Losses(ControlPart):
             if run.number not in chosen and island not in run.islands and not needs_lost:
                 continue
             lost.update(run.results)
-            client = self.runs.withdraw(run, RunEvent.LOSE)
+            client = self.runs.withdraw(run, RunEvent.LOSE, error)
             for number in run.results:
                 array = client.arrays.get(number)
                 if array is not None and array.error is None and not array.is_lost:
@@ -99,7 +99,7 @@ class Losses(ControlPart):
         if array.error is not None:
             self._env.send(client.address, RunFailed(0, (number,), array.error))
             return
-        if array.awaited or array.is_lost:
+        if array.is_lost:
             return
         origin = client.lineage.origins.get(number)
         words = f"a host was lost while it sent what {named(array.spec, origin)} is made of"
@@ -107,7 +107,7 @@ class Losses(ControlPart):
         making = [run for run in self.runs.in_flight.values() if number in run.results]
         for run in making:
             run.spoil(error)  # it is run again when all its segments have ended
-        if not making:
+        if not making and not array.awaited:
             client.arrays.lose(number, error)
             maker = origin.maker if origin is not None else None
             if maker is None:

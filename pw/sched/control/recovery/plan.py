@@ -7,12 +7,12 @@ in their original order, so that each finds what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import arrays_in
-from pw.core.messages import Source
+from pw.core.messages import FileSource, OfferSource, Source
 from pw.core.sharding import ArraySpec
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.checkpoints.replicas import ReplicaMap, sources_of
@@ -39,8 +39,10 @@ def plan_recovery(
     replicas: ReplicaMap,
     bound: Callable[[int], bool] = lambda slice: True,
     now_s: float = 0.0,
+    wanted: Iterable[int] = (),
+    can_bring: Callable[[int], bool] = lambda array: True,
 ) -> RecoveryPlan:
-    """Return how to bring back the lost arrays of a client.
+    """Return how to bring back the lost arrays of a client, and make what others want of it.
 
     Args:
         lineage: where the client's arrays came from.
@@ -48,6 +50,8 @@ def plan_recovery(
         replicas: the boxes in host memory.
         bound: whether a slice has devices, or can have them.
         now_s: the time.
+        wanted: arrays of other clients that views of this client's arrays make.
+        can_bring: whether the client that an array was taken from can make it again.
     """
     plan = RecoveryPlan()
 
@@ -67,6 +71,14 @@ def plan_recovery(
 
     records: dict[int, Record] = {}
     stack = list(arrays.lost)
+    for array in wanted:
+        maker = lineage.maker(array)
+        given = () if maker is None else map(arrays.get, arrays_in(maker.args))
+        error = next((one.error for one in given if one is not None and one.error), None)
+        if error is None:
+            stack.append(array)
+        else:
+            plan.lost[array] = error
     seen: set[int] = set()
     while stack:
         array = stack.pop()
@@ -83,6 +95,8 @@ def plan_recovery(
             plan.restores[array] = sources
         elif origin is None or (origin.maker is None and not origin.is_input):
             plan.lost[array] = _error(held, origin) or _lost(origin, cause, _NO_ORIGIN)
+        elif isinstance(origin.source, OfferSource) and not can_bring(array):
+            plan.lost[array] = _lost(origin, cause, _GIVER_GONE)
         elif origin.maker is None:
             plan.uploads.append(array)
         elif any(c.is_python for c in origin.maker.program.body.computations):
@@ -114,6 +128,10 @@ _NOWHERE = (
     "the devices on which it lay, or something that it is made of, did not come back, or were "
     "given back. Put it on other ones: pw.make_virtual_device_set().add_slice(...)"
 )
+_GIVER_GONE = (
+    "there are no replicas of it, and the session that handed it over has ended. Call pw.checkpoint on the "
+    "arrays that your program cannot do without"
+)
 _IMPURE = (
     "a Python function had a part in making it, which may have run already and is not run again by "
     "itself. Call it once more, or pw.checkpoint what it returns"
@@ -128,8 +146,10 @@ def named(spec: ArraySpec, origin: Origin | None) -> str:
     """Return what a message calls an array: its shape, and where the client has it from."""
     if origin is not None and origin.maker is not None:
         return f"the array {spec.short} that {origin.maker.program.body.name!r} made"
-    if origin is not None and origin.source is not None:
+    if origin is not None and isinstance(origin.source, FileSource):
         return f"the array {spec.short} that was restored from {origin.source.path!r}"
+    if origin is not None and isinstance(origin.source, OfferSource):
+        return f"the array {spec.short} that another session handed over"
     return f"the array {spec.short}"
 
 

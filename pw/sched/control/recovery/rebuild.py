@@ -34,6 +34,7 @@ from pw.sched.control.recovery.plan import RecoveryPlan, named, plan_recovery
 from pw.sched.control.recovery.replay import Replays
 from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.sessions import ControlPart
+from pw.sched.control.shares import Shares
 from pw.sched.control.slices import GiveUp, Slices
 
 LOOK_S = 0.5
@@ -48,6 +49,7 @@ class Rebuilder(ControlPart):
     registry: ProgramRegistry
     replicas: Replicas
     replays: Replays
+    shares: Shares
     recovery_s: float
 
     def __post_init__(self) -> None:
@@ -90,7 +92,8 @@ class Rebuilder(ControlPart):
         """Rebuild what a client has lost, once its slices are bound and its programs compiled."""
         if client.slices.unbound or client.resuming is not None:
             return
-        if client.arrays.lost:
+        self.shares.prepare(client)
+        if client.arrays.lost or client.wanted:
             plan = self._plan(client)
             if self._waits_for_replicas(client, plan):
                 self._looks.start()
@@ -99,6 +102,7 @@ class Rebuilder(ControlPart):
                 return
             for number, error in plan.lost.items():
                 self._fail(client, (number,), error)
+                self.shares.failed(client, number, error)
             self.replays.carry_out(client, plan)
         self.replicas.top_up(client)
 
@@ -107,7 +111,15 @@ class Rebuilder(ControlPart):
             return number in self._islands.bindings or client.slices.may_borrow(number)
 
         replicas = self.replicas.of(client)
-        return plan_recovery(client.lineage, client.arrays, replicas, bound, self._env.now_s())
+        return plan_recovery(
+            client.lineage,
+            client.arrays,
+            replicas,
+            bound,
+            self._env.now_s(),
+            client.wanted,
+            self.shares.can_bring,
+        )
 
     def _waits_for_replicas(self, client: Client, plan: RecoveryPlan) -> bool:
         """Return whether hosts may come that have what is lost without them."""

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import arrays_in, store_of
-from pw.core.messages import FileSource, ReadArray, Restore, RunFailed, Source, UploadAgain
+from pw.core.messages import (
+    FileSource,
+    OfferSource,
+    ReadArray,
+    Restore,
+    RunFailed,
+    Source,
+    UploadAgain,
+)
 from pw.sched.control.array_states import Array, ArrayState
 from pw.sched.control.clients import Client
 from pw.sched.control.lineage import Record
@@ -21,6 +29,7 @@ from pw.sched.control.recovery.plan import RecoveryPlan
 from pw.sched.control.registry import ProgramRegistry
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart
+from pw.sched.control.shares import Shares
 
 
 @dataclass(eq=False)
@@ -29,10 +38,11 @@ class Replays(ControlPart):
 
     registry: ProgramRegistry
     runs: Runs
+    shares: Shares
 
     def carry_out(self, client: Client, plan: RecoveryPlan) -> None:
         """Carry out a plan, on slices that are bound and with programs that are compiled."""
-        if plan.restores or plan.uploads or plan.runs:
+        if client.arrays.lost and (plan.restores or plan.uploads or plan.runs):
             self._env.log(
                 "info",
                 "rebuilding",
@@ -45,8 +55,12 @@ class Replays(ControlPart):
         for number, sources in plan.restores.items():
             self._restore(client, number, sources, names)
         for number in plan.uploads:
-            name, array = self._bring(client, number, names)
             source = client.lineage.origins[number].source
+            is_taken = isinstance(source, OfferSource)
+            name, array = self._bring(client, number, names, by_run=is_taken)
+            if isinstance(source, OfferSource):
+                self.shares.ask(number, name)
+                continue
             if source is not None:
                 self.read(name, array, source)
                 continue
@@ -60,6 +74,7 @@ class Replays(ControlPart):
             if number in client.arrays.lost:
                 client.arrays.fail((number,), error)
                 self._env.send(client.address, RunFailed(0, (number,), error))
+            self.shares.failed(client, number, error)
         self._islands.release(client.number, temporary)
         self.registry.uninstall_retired(client)
 
@@ -86,8 +101,10 @@ class Replays(ControlPart):
             self._env.send(store_of(host), restore)
         self._env.count("arrays_restored")
 
-    def _bring(self, client: Client, number: int, names: dict[int, int]) -> tuple[int, Array]:
-        """Expect an array on its hosts; return it with its id.
+    def _bring(
+        self, client: Client, number: int, names: dict[int, int], *, by_run: bool = False
+    ) -> tuple[int, Array]:
+        """Expect an array on its hosts, `by_run` of another client or not; return it with its id.
 
         An array that the client does not hold, or that has failed for good, is only needed for runs
         that are repeated: it is discarded when it has arrived.
@@ -103,7 +120,8 @@ class Replays(ControlPart):
             array = client.arrays.discarded[number] = Array(
                 spec, *home, ArrayState.DISCARDED, frozenset(home[1])
             )
-        self._islands.place(array.island, number, spec)
+        if not by_run:
+            self._islands.place(array.island, number, spec)
         return number, array
 
     def read(self, number: int, array: Array, source: FileSource) -> None:
@@ -138,7 +156,11 @@ class Replays(ControlPart):
         homes = program.result_homes(self._islands.bindings)
         assert homes is not None, "slices are bound before anything is rebuilt"
         results = []
+        taken = self.shares.results(client, record) if client.wanted else {}
         for number, output, home in zip(record.results, program.body.outputs, homes, strict=True):
+            if number in taken:
+                results.append(taken[number])
+                continue
             array = client.arrays.get(number)
             if array is not None and array.is_lost:
                 client.arrays.replay(number, *home)
@@ -149,6 +171,8 @@ class Replays(ControlPart):
                 names.setdefault(number, name)
             temporary.append((name, Array(output.spec, *home)))
             results.append(name)
-        self._env.count("runs_repeated")
+        self._env.count("runs_handing_over" if taken else "runs_repeated")
         awaits = tuple(dict.fromkeys(arriving))
         self.runs.submit(client, client.new_id(), record, args, tuple(results), awaits)
+        if taken:
+            self.shares.submitted(record)

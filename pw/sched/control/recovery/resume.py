@@ -13,12 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pw.core.errors import ErrorReport, HostLost, ProtocolError
-from pw.core.messages import CreateArray, Resumed, Run
+from pw.core.messages import CreateArray, OfferSource, Resumed, Run
 from pw.sched.control.array_states import NOWHERE, Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.sessions import ControlPart, handles_client
+from pw.sched.control.shares import Shares
 from pw.sched.control.slices import Slices
 
 PATIENCE_S = 5.0
@@ -34,11 +35,14 @@ class Resumptions(ControlPart):
     slices: Slices
     replicas: Replicas
     rebuilder: Rebuilder
+    shares: Shares
 
     def announced(self, client: Client, message: CreateArray) -> None:
         """The client had uploaded this input."""
         client.lineage.add_input(message.array, message.spec, message.source)
         client.arrays.announced(message.array)
+        if isinstance(message.source, OfferSource):
+            self.shares.taken_before(client, message.array, message.spec, message.source)
 
     def ran(self, client: Client, message: Run) -> None:
         """The client had sent this run."""

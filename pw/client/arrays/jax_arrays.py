@@ -1,0 +1,314 @@
+"""`jax.Array`s on virtual devices become `pw.Array`s, and back: no bytes move.
+
+JAX's arrays belong to the session of its gateway, pw's arrays to the session of this process. Each gets
+arrays of its own, which are views of the other's (`pw.sched.control.shares`): they are deleted, donated
+and checkpointed apart. The gateway is asked by plugin programs (`pw.gateway.plugins`). For each slice of the
+gateway this process has one that is bound to the same physical devices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future
+from threading import RLock, Thread
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.ifrt_programs import ifrt_programs
+
+from pw.client.arrays.array import Array
+from pw.client.arrays.devices import Slice
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.signature import ArrayType, is_key
+from pw.client.connection import current, jax_backend
+from pw.core.errors import ArrayDeleted, CheckpointFailed, Error, PlacementError, ShardingError
+
+TOKEN_BYTES = 16
+SHARDINGS_KEPT = 4096
+
+
+class Front:
+    """JAX's virtual devices, and this process's slices on the same physical devices.
+
+    Args:
+        client: JAX's client of the gateway.
+        session: the session of this process.
+
+    Raises:
+        Error: the session is connected to another cluster.
+    """
+
+    def __init__(self, client: Any, session: Any) -> None:
+        self.client = client
+        self.session = session
+        self._devices: dict[int, list[Any]] = {}
+        """JAX's devices by the numbers of the gateway's slices."""
+        for device in client.devices():
+            self._devices.setdefault(device.pw_slice, []).append(device)
+        there = client.devices()[0].pw_cluster
+        if there not in (session.address, session.endpoint):
+            raise Error(
+                f"this process is connected to {session.address or 'an embedded cluster'}, and JAX's devices "
+                f"belong to {there or 'one that other processes cannot reach'}; call pw.disconnect(), and "
+                "then pw.connect() without an address"
+            )
+        self._slices: dict[int, Slice] = {}
+        self._numbers: dict[int, int] = {}
+        """The gateway's slices by those of this process."""
+        self._known: dict[Any, NamedSharding] = {}
+        self._originals: dict[NamedSharding, Any] = {}
+
+    def slice(self, number: int) -> Slice:
+        """Return this process's slice on the devices of a slice of the gateway."""
+        found = self._slices.get(number)
+        if found is None:
+            bound = self.session.allocate_slice(len(self._devices[number]), like=number)
+            found = self._slices[number] = Slice(self.session, bound)
+            self._numbers[found.id] = number
+        return found
+
+    # --- shardings ------------------------------------------------------------------------------------
+
+    def from_jax(self, sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding of pw with the same shards. Raises ShardingError, PlacementError."""
+        is_named = isinstance(sharding, jax.sharding.NamedSharding)
+        key = sharding if is_named else (sharding, shape)
+        found = self._known.get(key)
+        if found is None:
+            if is_named:
+                found = NamedSharding(
+                    self._mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec
+                )
+            else:
+                found = self._even(sharding, shape)
+            if len(self._known) >= SHARDINGS_KEPT:
+                self._known.clear()
+                self._originals.clear()
+            self._known[key] = found
+            self._originals.setdefault(found, sharding)
+        return found
+
+    def _mesh(self, devices: Any, names: Sequence[str]) -> Mesh:
+        numbers = {device.pw_slice for device in devices.flat}
+        if len(numbers) > 1:
+            raise PlacementError(
+                "a jax.Array over devices of several islands cannot become a pw.Array, whose devices belong to "
+                "one island; make a jax mesh for each island (device.slice_index)"
+            )
+        own = self.slice(numbers.pop()).devices
+        grid = np.empty(devices.shape, object)
+        for place, device in np.ndenumerate(devices):
+            grid[place] = own[device.pw_index]
+        return Mesh(grid, tuple(names))
+
+    def _even(self, sharding: Any, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding over a mesh with an axis for each dimension, and one for the copies."""
+        parts = sharding.shard_shape(shape)
+        counts = [size // part if part else 1 for size, part in zip(shape, parts, strict=True)]
+        copies = sharding.num_devices // max(1, math.prod(counts))
+        grid = np.empty((*counts, copies), object)
+        for device, index in sharding.devices_indices_map(shape).items():
+            at = tuple(
+                (one.start or 0) // part if part else 0
+                for one, part in zip(index, parts, strict=True)
+            )
+            free = [copy for copy in range(copies) if grid[*at, copy] is None]
+            if not free:
+                raise ShardingError(f"{sharding} does not divide an array of shape {shape} evenly")
+            grid[*at, free[0]] = device
+        names = [f"axis{dimension}" for dimension in range(len(shape))]
+        mesh = self._mesh(grid, (*names, "copies"))
+        return NamedSharding(mesh, PartitionSpec(*names))
+
+    def to_jax(self, sharding: NamedSharding) -> Any:
+        """Return the sharding of JAX with the same shards. Raises PlacementError for other devices."""
+        number = self._numbers.get(sharding.mesh.slice.id)
+        if number is None or sharding.mesh.slice is not self._slices[number]:
+            raise PlacementError(
+                f"an array on {sharding.mesh!r} lies on devices that JAX does not have; move it first, with "
+                "pw.put(x, sharding=pw.jax.sharding_of(s)), where s is a sharding over jax.devices()"
+            )
+        found = self._originals.get(sharding)
+        if found is None:
+            devices = self._devices[number]
+            grid = np.empty(sharding.mesh.devices.shape, object)
+            for place, device in np.ndenumerate(sharding.mesh.devices):
+                grid[place] = devices[device.index]
+            mesh = jax.sharding.Mesh(grid, sharding.mesh.axis_names)
+            found = jax.sharding.NamedSharding(mesh, sharding.spec)
+        return found
+
+    # --- arrays ---------------------------------------------------------------------------------------
+
+    def _plugin(self, name: str, args: Sequence[Any] = (), **asked: Any) -> Any:
+        """Run a program of the gateway; all arguments have as many shards."""
+        if args:
+            asked["devices"] = {"device_ids": [device.id for device in args[0].sharding.device_set]}
+        program = ifrt_programs.make_plugin_program(json.dumps({name: asked}))
+        options = ifrt_programs.make_plugin_compile_options()
+        made = self.client.compile_ifrt_program(program, options)
+        return made.execute_sharded(args, with_tokens=True)
+
+    def taken(self, arrays: Sequence[Any]) -> list[Array]:
+        """Return arrays of pw with the shards of arrays of JAX."""
+        types = [self._type(array) for array in arrays]
+        made: dict[int, Array] = {}
+        for places in _grouped(types):
+            token = secrets.token_bytes(TOKEN_BYTES)
+            given = [_base(arrays[at]) for at in places]
+            self._plugin("pw_offer", given, token=token.hex())
+            specs = [types[at].spec for at in places]
+            numbers = self.session.handovers.take(token, specs)
+            for at, number in zip(places, numbers, strict=True):
+                made[at] = Array(self.session, number, types[at])
+        return [made[at] for at in range(len(arrays))]
+
+    def _type(self, array: Any) -> ArrayType:
+        if array.is_deleted():
+            raise ArrayDeleted(
+                f"the jax.Array {array.aval.str_short()} was deleted or donated before this use; keep a "
+                "copy, or do not donate it"
+            )
+        kind = array.sharding.memory_kind
+        if kind not in (None, next(iter(array.sharding.device_set)).default_memory().kind):
+            raise PlacementError(
+                f"a jax.Array in the memory {kind!r} cannot become a pw.Array; move it first, with "
+                "jax.device_put(x, jax.memory.Space.Device)"
+            )
+        return ArrayType.of(array.aval, self.from_jax(array.sharding, array.shape))
+
+    def given(self, arrays: Sequence[Array]) -> list[Any]:
+        """Return arrays of JAX with the shards of arrays of pw."""
+        from jax._src.interpreters import pxla
+
+        for array in arrays:
+            array._check_usable()
+            array._check_owner(self.session)
+        types = [array._type for array in arrays]
+        shardings = [self.to_jax(type_.sharding) for type_ in types]
+        made: dict[int, Any] = {}
+        for places in _grouped(types):
+            token = secrets.token_bytes(TOKEN_BYTES)
+            self.session.handovers.offer([(arrays[at]._id, types[at].spec) for at in places], token)
+            described, avals = [], []
+            for at in places:
+                spec = types[at].spec
+                described.append(
+                    {
+                        "dtype": spec.dtype,
+                        "shape": spec.shape,
+                        "shard": spec.sharding.shard_shape(spec.shape),
+                        "devices": [device.id for device in shardings[at]._device_assignment],
+                        "replicated": not any(spec.sharding.spec),
+                    }
+                )
+                is_weak = types[at].key_impl is None and types[at].aval.weak_type
+                avals.append(jax.core.ShapedArray(spec.shape, spec.dtype, weak_type=is_weak))
+            results = self._plugin("pw_take", token=token.hex(), arrays=described)
+            own = [shardings[at] for at in places]
+            handlers = pxla.global_avals_to_results_handler(avals, own, True).handlers
+            for at, array in zip(places, results.consume_with_handlers(handlers), strict=True):
+                made[at] = _as_key(array, types[at])
+        return [made[at] for at in range(len(arrays))]
+
+    def checkpoint(self, arrays: Sequence[Any]) -> Future[None]:
+        """Have the gateway's session make replicas of arrays of JAX; returns when they are safe."""
+        by_count: dict[int, list[Any]] = {}
+        for array in arrays:
+            by_count.setdefault(array.sharding.num_devices, []).append(_base(array))
+        ends = [self._plugin("pw_checkpoint", given).consume_token() for given in by_count.values()]
+        done: Future[None] = Future()
+
+        def wait() -> None:
+            try:
+                for end in ends:
+                    end.block_until_ready()
+            except Exception as error:  # noqa: BLE001 - JAX raises what the gateway says
+                done.set_exception(CheckpointFailed(str(error)))
+            else:
+                done.set_result(None)
+
+        Thread(target=wait, name="pw-jax-checkpoint", daemon=True).start()
+        return done
+
+
+_fronts: dict[Any, Front] = {}
+_making = RLock()
+
+
+def front() -> Front:
+    """Return JAX's devices as this process's session has them; connects it to their cluster.
+
+    Raises:
+        Error: JAX has no virtual devices, or the session is connected to another cluster.
+    """
+    client = jax_backend.client()
+    if client is None:
+        raise Error(
+            "JAX has no virtual devices in this process; start the script with JAX_PLATFORMS=pw, or call "
+            "pw.jax.connect() before the first use of JAX"
+        )
+    session = current.runtime()
+    with _making:
+        for other in [known for known in _fronts if not known.alive]:
+            del _fronts[other]
+        found = _fronts.get(session)
+        if found is None:
+            found = _fronts[session] = Front(client, session)
+        return found
+
+
+def is_remote(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX on virtual devices."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, (Array, jax.core.Tracer)):
+        return False
+    client = jax_backend.client()
+    if client is None:
+        return False
+    devices: Any = leaf.sharding.device_set  # also of deleted arrays
+    return next(iter(devices)).client is client
+
+
+def taken(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves with arrays of pw in the place of arrays of JAX on virtual devices."""
+    places = [at for at, leaf in enumerate(leaves) if type(leaf) is not Array and is_remote(leaf)]
+    changed = list(leaves)
+    if places:
+        for at, array in zip(places, front().taken([leaves[at] for at in places]), strict=True):
+            changed[at] = array
+    return changed
+
+
+def given(leaves: Sequence[Any]) -> list[Any]:
+    """Return the leaves with arrays of JAX in the place of arrays of pw."""
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Array)]
+    changed = list(leaves)
+    if places:
+        for at, array in zip(places, front().given([leaves[at] for at in places]), strict=True):
+            changed[at] = array
+    return changed
+
+
+def _grouped(types: Sequence[ArrayType]) -> list[list[int]]:
+    """Group places by the slice and the number of shards of the type there: an offer is of one slice."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for at, type_ in enumerate(types):
+        placement = type_.spec.placement
+        places.setdefault((placement.slice, len(placement.devices)), []).append(at)
+    return list(places.values())
+
+
+def _base(array: Any) -> Any:
+    """Return the unsigned integers of typed keys, and any other array itself."""
+    return array._base_array if is_key(array.dtype) else array
+
+
+def _as_key(array: Any, type_: ArrayType) -> Any:
+    if type_.key_impl is None:
+        return array
+    return jax.random.wrap_key_data(array, impl=type_.key_impl)

@@ -1,0 +1,69 @@
+"""Arrays that one session hands to another of the same cluster: no bytes move (`pw.sched.control.shares`)."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+
+from pw.core.errors import ErrorReport
+from pw.core.messages import CreateArray, Offer, OfferSource
+from pw.core.sharding import ArraySpec
+
+TOKEN_BYTES = 16
+
+
+class Handovers:
+    """Offers and takes arrays; from any thread.
+
+    Args:
+        lock: held while a message gets its number and is posted, so that numbers go up.
+        ids: returns so many new ids.
+        tell: sends a message to the controller.
+    """
+
+    def __init__(
+        self,
+        lock: contextlib.AbstractContextManager[object],
+        ids: Callable[[int], Sequence[int]],
+        tell: Callable[[object], None],
+    ) -> None:
+        self._lock = lock
+        self._ids = ids
+        self._tell = tell
+
+    def offer(self, arrays: Sequence[tuple[int, ArraySpec]], token: bytes = b"") -> bytes:
+        """Let another session take these arrays, all of one slice; returns the token with which it does.
+
+        They may be deleted and donated afterwards. An offer that no session takes ends after a minute; until
+        then a call that donates one of the arrays waits.
+        """
+        token = token or secrets.token_bytes(TOKEN_BYTES)
+        with self._lock:
+            (number,) = self._ids(1)
+            ids, specs = tuple([one for one, _ in arrays]), tuple([spec for _, spec in arrays])
+            self._tell(Offer(number, token, ids, specs))
+        return token
+
+    def refuse(self, token: bytes, error: ErrorReport) -> None:
+        """Fail the arrays that another session takes with this token: they cannot be offered."""
+        with self._lock:
+            (number,) = self._ids(1)
+            self._tell(Offer(number, token, (), (), error))
+
+    def take(self, token: bytes, specs: Sequence[ArraySpec]) -> list[int]:
+        """Take all arrays of an offer, before or after it is made; returns their ids here at once.
+
+        Args:
+            token: of the offer; or 16 new random bytes, with which the other session then offers.
+            specs: for each offered array its spec here: other meshes and shapes name the same shards, on the
+                same physical devices (see `allocate_slice(like=...)`).
+
+        The arrays fail with ArrayLost if there is no such offer within a minute, and with PlacementError or
+        ShardingError if a spec does not fit.
+        """
+        with self._lock:
+            made = list(self._ids(len(specs)))
+            for index, (number, spec) in enumerate(zip(made, specs, strict=True)):
+                self._tell(CreateArray(number, spec, source=OfferSource(token, index)))
+        return made

@@ -1,0 +1,430 @@
+"""Arrays that one client hands to another, without moving bytes: offers, and what is taken of them.
+
+Theory of operation. The *giver* offers arrays under a token (`Offer`). The *taker* announces an array of
+its own for each of them (`CreateArray` with an `OfferSource`). Either may come first. A taken array
+*arrives*, like an upload: the giver runs a view of the offered arrays (`pw.core.views`), in the order of its
+stream, and the results of that run are arrays of the taker. So the order with the giver's runs and
+deletes, the memory of shards that several arrays name, and donation are those of every view.
+
+The giver's lineage keeps a record of that run until the taker needs none of the arrays any more. When the
+taker has lost one, its recovery asks for it (`ask`), and the giver's recovery runs the record again. If the
+giver has left, only replicas bring such an array back.
+
+Until the first of these runs is submitted, offered arrays that the giver deletes stay, and its runs that
+donate one wait (`pw.sched.control.stream`), but not for long. An offer or an array that waits alone for too
+long ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from pw.core.errors import ArrayDeleted, ArrayLost, Error, ErrorReport, NotOwner, PlacementError
+from pw.core.ids import client_of
+from pw.core.messages import Delete, Offer, OfferSource
+from pw.core.program import Program
+from pw.core.sharding import ArraySpec, Placement
+from pw.core.ticker import Ticker
+from pw.core.views import view_program
+from pw.sched.control.array_states import Array
+from pw.sched.control.clients import Client
+from pw.sched.control.lineage import Record
+from pw.sched.control.registry import ProgramRegistry
+from pw.sched.control.runs import Runs
+from pw.sched.control.sessions import ControlPart
+
+ALONE_S = 240.0
+"""How long an offer waits for its taker, and a taken array for its offer: the other client may have to wait
+for its runs in flight first."""
+GUARDED_S = 30.0
+"""How long an offer keeps its arrays from being donated and deleted meanwhile."""
+LOOK_S = 1.0
+"""How often to look for those that have waited too long."""
+TOKEN_BYTES = 16
+VIEWS_KEPT = 64
+"""Programs of each giver that stay installed."""
+
+_ENDED = ErrorReport.of(
+    ArrayLost(
+        "the session that handed the array over has ended, and there are no replicas of it; call pw.checkpoint "
+        "on the arrays that your program cannot do without"
+    )
+)
+_ALONE = ErrorReport.of(
+    ArrayLost(
+        f"no session has offered the array within {ALONE_S:.0f} s: the call that hands it over was not made "
+        "there, or has failed. Hand it over again"
+    )
+)
+_REUSED = ErrorReport.of(
+    NotOwner(
+        "the array was taken already, or never offered; each offer can be taken once. Hand it over again"
+    )
+)
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """An offer, or what is taken of one, or both."""
+
+    token: bytes
+    until_s: float
+    """When it ends if only one side has come."""
+    giver: Client | None = None
+    offer: Offer | None = None
+    taker: int = 0
+    """The taker's number."""
+    taken: dict[int, tuple[int, ArraySpec]] = field(default_factory=dict)
+    """The taker's arrays by their place in the offer."""
+    asked: dict[int, int] = field(default_factory=dict)
+    """The taker's arrays that it waits for before the offer has come, and the names under which."""
+    error: ErrorReport | None = None
+    """Why there is nothing to take."""
+    untaken: int = 0
+    """How many arrays have still to hear it; negative if that is not known."""
+    record: Record | None = None
+    """The run that makes the taker's arrays."""
+    guarded: tuple[int, ...] = ()
+    """Offered arrays that stay until that run is submitted."""
+    guarded_until_s: float = 0.0
+    deleted: list[int] = field(default_factory=list)
+    """Those of them that the giver has deleted."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both sides have come."""
+        return self.offer is not None and len(self.taken) == len(self.offer.arrays)
+
+
+@dataclass(eq=False)
+class Shares(ControlPart):
+    """All offers and taken arrays; see the module."""
+
+    registry: ProgramRegistry
+    runs: Runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._shares: dict[bytes, Share] = {}
+        self._of: dict[int, Share] = {}
+        """By the taker's arrays."""
+        self._asked_of: dict[int, None] = {}
+        """Givers that have something new to do, by number."""
+        self._timer = Ticker(self._env, LOOK_S, self._end_lonely)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    # --- offered --------------------------------------------------------------------------------------
+
+    def offer(self, client: Client, message: Offer) -> None:
+        """A client offers arrays."""
+        if client_of(message.run) != client.number or message.run <= client.last_run:
+            self._env.count("messages_duplicate")
+            return
+        client.last_run = message.run
+        error = _why_not(client, message)
+        share = self._offered(client, message, error)
+        if share is not None:
+            share.guarded, share.guarded_until_s = message.arrays, self._env.now_s() + GUARDED_S
+            client.offered.update(message.arrays)
+            self._match(share)
+
+    def offered_before(self, client: Client, message: Offer) -> None:
+        """A client of an earlier controller had offered arrays."""
+        client.last_run = max(client.last_run, message.run)
+        for array, spec in zip(message.arrays, message.specs, strict=False):
+            client.lineage.add_known(array, spec)
+        share = self._offered(client, message, None)
+        if share is not None:
+            self._match(share)
+
+    def _offered(self, client: Client, message: Offer, error: ErrorReport | None) -> Share | None:
+        share = self._share(message.token)
+        if share.giver is not None or share.error is not None or len(message.token) != TOKEN_BYTES:
+            self._env.count("messages_refused")
+            client.lineage.refuse_run(message.run)
+            return None
+        if error is None and any(index >= len(message.arrays) for index in share.taken):
+            error = _REUSED
+        share.giver, share.offer = client, message
+        client.lineage.hold(message.arrays)
+        if error is not None:
+            self._end(share, error)
+            self._refuse(share, message, error)
+            return None
+        return share
+
+    def _refuse(self, share: Share, message: Offer, error: ErrorReport) -> None:
+        """Have those who take an offer that cannot be made hear why."""
+        untaken = len(message.arrays) - len(share.taken) if message.arrays else -1
+        if untaken > 0 or (untaken < 0 and not share.taken):
+            self._shares[share.token] = refused = Share(share.token, share.until_s)
+            refused.error, refused.untaken = error, untaken
+
+    def _share(self, token: bytes) -> Share:
+        share = self._shares.get(token)
+        if share is None:
+            share = Share(token, self._env.now_s() + ALONE_S)
+            self._shares[token] = share
+            self._timer.start()
+        return share
+
+    def keep(self, client: Client, arrays: tuple[int, ...]) -> tuple[int, ...]:
+        """Delete offered arrays later; return those that can be deleted now."""
+        if not client.offered:
+            return arrays
+        for share in self._shares.values():
+            if share.giver is client and share.guarded:
+                later = [array for array in arrays if array in share.guarded]
+                share.deleted += later
+                arrays = tuple([array for array in arrays if array not in later])
+        return arrays
+
+    # --- taken ----------------------------------------------------------------------------------------
+
+    def take(self, client: Client, number: int, spec: ArraySpec, source: OfferSource) -> None:
+        """A client takes an array, under this number."""
+        self.taken_before(client, number, spec, source)
+        self.ask(number, number)
+
+    def taken_before(
+        self,
+        client: Client,
+        number: int,
+        spec: ArraySpec,
+        source: OfferSource,
+    ) -> None:
+        """Note which array a client takes; it does not wait for it yet."""
+        share = self._share(source.token)
+        offer = share.offer
+        if (
+            len(source.token) != TOKEN_BYTES
+            or share.taker not in (0, client.number)
+            or share.giver is client
+            or source.index < 0
+            or source.index in share.taken
+            or (offer is not None and source.index >= len(offer.arrays))
+        ):
+            if share.offer is None and not share.taken:
+                del self._shares[source.token]
+            return
+        share.taker = client.number
+        share.taken[source.index] = number, spec
+        self._of[number] = share
+
+    def ask(self, number: int, name: int) -> None:
+        """Have a taken array arrive under this name: its own number, or one that only recovery knows."""
+        share = self._of.get(number)
+        if share is None:
+            self.runs.handed.append((name, _REUSED if name == number else _ENDED))
+            return
+        if share.error is not None:
+            self.runs.handed.append((name, share.error))
+            del self._of[number]
+            share.untaken -= 1
+            if not share.untaken:
+                del self._shares[share.token]
+            return
+        share.asked[number] = name
+        self._match(share)
+
+    def can_bring(self, number: int) -> bool:
+        """Return whether the giver of a taken array can make it again."""
+        share = self._of.get(number)
+        return share is not None and share.is_complete
+
+    def forgotten(self, arrays: list[int]) -> None:
+        """The taker does not need these arrays any more."""
+        for number in arrays:
+            share = self._of.pop(number, None)
+            if share is None:
+                continue
+            self._fail(share, number, _ENDED)
+            if share.record is not None and share.giver is not None:
+                share.giver.lineage.release((number,))
+            self._match(share)
+
+    # --- both sides have come -------------------------------------------------------------------------
+
+    def _match(self, share: Share) -> None:
+        giver = share.giver
+        if giver is None or not share.is_complete:
+            return
+        if not any(self._of.get(number) is share for number, _ in share.taken.values()):
+            self._end(share, _ENDED)
+        elif share.asked:
+            giver.wanted.update(share.asked)
+            share.asked.clear()
+            self._asked_of[giver.number] = None
+
+    def givers_asked(self) -> list[Client]:
+        """Return the givers that have something new to do, once."""
+        asked, self._asked_of = self._asked_of, {}
+        found = [self.sessions.get(number) for number in asked]
+        return [client for client in found if client is not None]
+
+    def prepare(self, giver: Client) -> None:
+        """Write records for what takers ask of a giver, whose slices are bound."""
+        for number, name in list(giver.wanted.items()):
+            share = self._of.get(number)
+            if share is None or not self._is_awaited(name):
+                giver.wanted.pop(number, None)
+            elif share.record is None and number in giver.wanted:
+                try:
+                    self._record(share, giver)
+                except Error as error:
+                    self._end(share, ErrorReport.of(error))
+
+    def _is_awaited(self, name: int) -> bool:
+        return self._awaited(name) is not None
+
+    def _awaited(self, name: int) -> Array | None:
+        taker = self.sessions.owner(name)
+        array = None if taker is None else taker.arrays.find(name)
+        return array if array is not None and array.awaited else None
+
+    def _record(self, share: Share, giver: Client) -> None:
+        offer = share.offer
+        assert offer is not None
+        program = self.registry.own(giver, self._view(share, offer), VIEWS_KEPT)
+        results = tuple([share.taken[index][0] for index in range(len(offer.arrays))])
+        share.record = giver.lineage.add_run(offer.run, program, offer.arrays, results)
+        giver.lineage.let_go(offer.arrays)
+        gone = [number for number in results if self._of.get(number) is not share]
+        giver.lineage.release(gone)
+
+    def _view(self, share: Share, offer: Offer) -> Program:
+        """Return the program that makes the taker's arrays, in terms of the giver's slice."""
+        bindings = self._islands.bindings
+        outputs, shards = [], []
+        for index, given in enumerate(offer.specs):
+            _, wanted = share.taken[index]
+            own = bindings.get(given.placement.slice)
+            others = bindings.get(wanted.placement.slice)
+            if own is None or others is None:
+                raise PlacementError(
+                    f"the array {given.short} cannot be handed over: its devices have been given back, or "
+                    "have not come back after a loss. Put it on other ones first, with pw.put"
+                )
+            here, there = own.located(given.placement), others.located(wanted.placement)
+            if set(here) != set(there):
+                raise PlacementError(
+                    f"the array {given.short} cannot be handed over: it lies on other devices than those that "
+                    "the other session names for it. Move it there first, with pw.put or jax.device_put"
+                )
+            on = {device: at for at, device in enumerate(own.devices)}
+            placement = Placement(given.placement.slice, tuple([on[device] for device in there]))
+            outputs.append(replace(wanted, placement=placement))
+            shards.append([(index, here.index(device)) for device in there])
+        return view_program(offer.specs, outputs, shards)
+
+    def results(self, giver: Client, record: Record) -> dict[int, int]:
+        """Return the names under which takers await results of a record that is about to run."""
+        names = {}
+        for number, output in zip(record.results, record.program.body.outputs, strict=True):
+            name = giver.wanted.get(number)
+            array = None if name is None else self._awaited(name)
+            if name is None or array is None:
+                continue
+            del giver.wanted[number]
+            if self._islands.located(array.spec) == self._islands.located(output.spec):
+                names[number] = name
+            else:
+                self.runs.handed.append((name, _ENDED))
+        return names
+
+    def submitted(self, record: Record) -> None:
+        """A record of a giver runs: its offered arrays need not stay any more."""
+        for number in record.results:
+            if (share := self._of.get(number)) is not None:
+                self._unguard(share)
+
+    def failed(self, giver: Client, number: int, error: ErrorReport) -> None:
+        """A giver cannot make what a taker asks for."""
+        if (name := giver.wanted.pop(number, None)) is not None:
+            self.runs.handed.append((name, error))
+            if (share := self._of.get(number)) is not None:
+                self._unguard(share)
+
+    # --- ends -----------------------------------------------------------------------------------------
+
+    def _fail(self, share: Share, number: int, error: ErrorReport) -> None:
+        name = share.asked.pop(number, None)
+        if share.giver is not None and name is None:
+            name = share.giver.wanted.pop(number, None)
+        if name is not None:
+            self.runs.handed.append((name, error))
+
+    def _unguard(self, share: Share) -> None:
+        """Let the giver delete and donate what it offered."""
+        giver, guarded = share.giver, share.guarded
+        if giver is None or not guarded:
+            return
+        share.guarded = ()
+        giver.offered.subtract(guarded)
+        giver.offered = +giver.offered
+        if deleted := self.keep(giver, tuple(share.deleted)):
+            giver.backlog.appendleft(Delete(deleted))  # in order with recovery
+        share.deleted.clear()
+
+    def _end(self, share: Share, error: ErrorReport) -> None:
+        """Forget a share; what the taker still waits for fails."""
+        self._shares.pop(share.token, None)
+        for number, _ in share.taken.values():
+            self._fail(share, number, error)
+            if self._of.pop(number, None) is not None and share.record is not None:
+                assert share.giver is not None
+                share.giver.lineage.release((number,))
+        if share.giver is not None and share.offer is not None and share.record is None:
+            share.giver.lineage.let_go(share.offer.arrays)
+            share.giver.lineage.refuse_run(share.offer.run)
+        self._unguard(share)
+
+    def _end_lonely(self) -> bool:
+        """End what has waited alone for too long; return whether something still waits."""
+        now_s = self._env.now_s()
+        alone = [share for share in self._shares.values() if not share.is_complete]
+        for share in alone:
+            if share.until_s <= now_s:
+                self._end(share, _ALONE)
+            elif share.guarded_until_s <= now_s:
+                self._unguard(share)
+        return any(share.until_s > now_s for share in alone)
+
+    def client_left(self, client: Client) -> None:
+        """End what a client has offered, and forget what it has taken."""
+        for share in list(self._shares.values()):
+            if share.giver is client:
+                share.guarded = ()  # the client's arrays leave with it
+                self._end(share, _ENDED)
+            elif share.taker == client.number:
+                self.forgotten([number for number, _ in share.taken.values()])
+
+
+def _why_not(client: Client, message: Offer) -> ErrorReport | None:
+    """Return why these arrays cannot be offered; an array that has failed can."""
+    if message.error is not None:
+        return message.error
+    error: Error | None = None
+    slices = {spec.placement.slice for spec in message.specs}
+    if len(message.arrays) != len(message.specs) or len(slices) != 1:
+        error = PlacementError("arrays of several slices, or none, were offered at once")
+    for number, spec in zip(message.arrays, message.specs, strict=False):
+        array = client.arrays.get(number)
+        if client_of(number) != client.number:
+            error = NotOwner(
+                f"the array {spec.short} belongs to another session than the one that offers it"
+            )
+        elif array is None:
+            error = ArrayDeleted(
+                f"the array {spec.short} was deleted or donated before it was handed over; keep a copy, or do "
+                "not donate it"
+            )
+        elif array.error is None and array.spec != spec:
+            error = PlacementError(
+                f"the array {spec.short} was offered with another layout than it has"
+            )
+    return None if error is None else ErrorReport.of(error)
