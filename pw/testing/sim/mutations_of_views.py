@@ -127,16 +127,18 @@ def _eager(cluster: SimCluster) -> None:
     shares.keep = _all
 
 
-@mutation("forget-takers", "shares", "census", "oracle", "actors never raise")
-def _negligent(cluster: SimCluster) -> None:
-    """A giver's record of what it handed over is dropped while the taker has the array."""
+@mutation("arrived-when-taken", "shares", "oracle", "liveness", "epochs last", "views")
+def _early(cluster: SimCluster) -> None:
+    """The controller counts a taken array as arrived before the giver has made it."""
     shares: Any = cluster.controller.shares
-    shares.forgotten = _nothing
+    ask = shares.ask
+
+    def early(number: int, name: int) -> None:
+        ask(number, name)
+        shares.runs.handed.append((name, None))
+
+    shares.ask = early
 
 
 def _all(client: Any, arrays: tuple[int, ...]) -> tuple[int, ...]:
     return arrays
-
-
-def _nothing(arrays: list[int]) -> None:
-    pass

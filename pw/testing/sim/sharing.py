@@ -7,7 +7,7 @@ any order. What is taken has the giver's values; it may be lost with the giver, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
@@ -16,15 +16,15 @@ from pw.core.errors import ArrayLost, ErrorReport, InsufficientDevices
 from pw.core.messages import AllocateSlice, CreateArray, Offer, OfferSource, SliceBound
 from pw.core.sharding import ArraySpec, Placement
 
-if TYPE_CHECKING:
-    from pw.testing.sim.workload import SimClient
+User = Any
+"""A `SimClient`, which imports this module."""
 
 
 @dataclass(slots=True)
 class Deal:
     """Arrays that one user hands to another."""
 
-    giver: SimClient
+    giver: User
     life: int
     """The giver's."""
     is_offered: bool = False
@@ -48,7 +48,7 @@ MOVED = "cannot be handed over"
 """Words of the error of an array whose devices are not those of the taker any more."""
 
 
-def give(giver: SimClient, takers: list[SimClient]) -> None:
+def give(giver: User, takers: list[User]) -> None:
     """Hand some arrays of one slice to another user; then perhaps delete one of them."""
     taker = giver.random.choice(takers)
     number = giver.random.choice(list(giver.slices))
@@ -106,7 +106,7 @@ def _like(spec: ArraySpec, slice: int) -> ArraySpec:
     return msgspec.structs.replace(spec, placement=Placement(slice, spec.placement.devices))
 
 
-def _ask_for_slice(giver: SimClient, taker: SimClient, number: int) -> None:
+def _ask_for_slice(giver: User, taker: User, number: int) -> None:
     taker.likes[number] = 0
     request = AllocateSlice(
         taker._id(), len(giver.slices[number].devices), None, None, None, like=number
