@@ -128,7 +128,7 @@ def test_pw_run_gives_a_script_a_cluster_of_islands(tmp_path: Path) -> None:
     [
         ({"PW_DEVICES": "0"}, "PW_DEVICES must be a number of 1 or more, not '0'"),
         ({"PW_DEVICES": "5", "PW_ISLANDS": "2"}, "5 devices do not divide over 2 islands"),
-        ({"PW_ADDRESS": "tcp://127.0.0.1:1"}, "no controller at tcp://127.0.0.1:1"),
+        ({"PW_ADDRESS": "tcp://127.0.0.1:1"}, "could not be reached at tcp://127.0.0.1:1"),
     ],
 )
 def test_devices_that_there_are_not_are_refused_in_words(
