@@ -53,9 +53,9 @@ def describe(
     has_completion: bool,
 ) -> Executable:
     """Return an executable whose shapes and shardings are the compiler's."""
-    inputs = tuple(_spec(placement, one) for one in facts.inputs)
-    results = []
     is_divided = _is_divided(code, len(devices))
+    inputs = tuple(_spec(placement, one, is_divided=is_divided) for one in facts.inputs)
+    results = []
     for one in facts.outputs:
         sharding = _op_sharding(one)
         parts = (1,) * len(one.shape)
@@ -68,8 +68,8 @@ def describe(
                 shape,
                 one.shape,
                 one.memory_kind or DEFAULT_MEMORY,
-                _is_replicated(one, len(devices)),
-                _spec(placement, one),
+                _is_replicated(one, len(devices), is_divided=is_divided),
+                _spec(placement, one, is_divided=is_divided),
                 one.sharding if one.sharding or is_divided else None,
             )
         )
@@ -133,13 +133,13 @@ def _op_sharding(one: ShardFacts) -> Any:
     return protos.message("xla.OpSharding").FromString(one.sharding) if one.sharding else None
 
 
-def _is_replicated(one: ShardFacts, devices: int) -> bool:
-    """Whether all shards are known to be equal."""
+def _is_replicated(one: ShardFacts, devices: int, *, is_divided: bool) -> bool:
+    """Whether all shards are known to be equal; `is_divided` says whether XLA divides the program."""
     sharding = _op_sharding(one)
     if devices == 1:
         return True
-    if sharding is None:
-        return False
+    if sharding is None:  # what "replicated" looks like without its fields
+        return is_divided
     if sharding.HasField("named_sharding"):
         named = sharding.named_sharding
         if named.unreduced_axes or named.manual_axes:
@@ -149,8 +149,8 @@ def _is_replicated(one: ShardFacts, devices: int) -> bool:
     return bool(sharding.type == kinds["REPLICATED"].number)
 
 
-def _spec(placement: Placement, one: ShardFacts) -> ArraySpec:
-    is_replicated = _is_replicated(one, len(placement.devices))
+def _spec(placement: Placement, one: ShardFacts, *, is_divided: bool) -> ArraySpec:
+    is_replicated = _is_replicated(one, len(placement.devices), is_divided=is_divided)
     memory = memory_of(one.memory_kind)
     return spec_of_shards(
         one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory
