@@ -133,7 +133,7 @@ def test_bytes_that_are_no_array_are_refused(data: bytes, shape: Any, strides: A
     [
         (statuses.Status("ABORTED", "words"), "ABORTED"),
         (errors.ArrayLost("words"), "DATA_LOSS"),
-        (errors.HostLost("words"), "UNAVAILABLE"),
+        (errors.HostLost("words"), "DATA_LOSS"),
         (errors.Disconnected("words"), "UNAVAILABLE"),
         (errors.ArgumentError("words"), "INVALID_ARGUMENT"),
         (errors.Cancelled("words"), "CANCELLED"),

@@ -228,7 +228,8 @@ class Bench:
 
     def client(self, number: int, share: float = 1.0, priority: int = 0) -> None:
         self.tell(AddClient(number, share, priority))
-        self.tell(InstallProgram(client_id(number, 1), Program("p", (), (), (), ()), (), ()))
+        body = Program("p", (Computation("f", b"", Placement(7, ()), (), ()),), (), (), ())
+        self.tell(InstallProgram(client_id(number, 1), body, (), ()))
 
     def submission(self, client: int, depends: tuple[int, ...] = (), **how: Any) -> Submit:
         self.runs += 1

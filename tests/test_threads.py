@@ -111,7 +111,15 @@ def test_counters_are_read_where_the_session_lives(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(BulkPlane, "counters", counters)
     thread = LoopThread("session")
-    runtime = cast(Any, SimpleNamespace(tick=lambda: None, grant=None, session_ended=None))
+    runtime = cast(
+        Any,
+        SimpleNamespace(
+            tick=lambda: None,
+            grant=None,
+            session_ended=None,
+            calls=SimpleNamespace(arrived=None),
+        ),
+    )
 
     def make() -> SessionOnNode:
         node = Node("client", thread.loop, LocalHub(thread.loop).network("client"))

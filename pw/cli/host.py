@@ -296,7 +296,7 @@ def _inherited(
         return []
     replicas = handover.unpack(parcel, supervisor.dropped)
     if replicas:
-        event = "begins with the replicas of the last incarnation"
+        event = "begins with the replicas of the runtime before it"
         log("info", event, name, replicas=len(replicas))
     return replicas
 

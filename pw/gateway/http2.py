@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
             kind, flags = whole[at + 3], whole[at + 4]
             number = int.from_bytes(whole[at + 5 : at + 9], "big") & WINDOW
             if size > FRAME_BYTES:
-                raise ProtocolViolation(FRAME_SIZE_ERROR, f"a frame of {size} bytes")
+                raise ProtocolViolation(FRAME_SIZE_ERROR, f"{size} bytes at once")
             if kind == DATA and not flags & PADDED and self._headers is None:
                 self._data_stream, self._data_left = number, size
                 self._data_ends = bool(flags & END_STREAM)
