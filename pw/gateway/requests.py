@@ -2,8 +2,8 @@
 
 The client goes on without waiting, and names results itself. So a request that fails stores its error
 under the handles of its results, and each use of them raises it. Requests are handled strictly in
-order; what waits for a host (a value to be ready, a fetch) is answered later, out of order. Two
-kinds overtake: the answers of host callbacks, for which runs may be waiting, and polls for them.
+order; what waits for a host (a value to be ready, a fetch) is answered later, out of order. A request
+that waits for a host buffer or a credit holds up those behind it.
 """
 
 from __future__ import annotations
