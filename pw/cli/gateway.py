@@ -24,6 +24,7 @@ from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
 from pw.gateway import choosing
+from pw.gateway.beside import ERROR
 from pw.gateway.devices import Devices
 from pw.gateway.server import Server
 from pw.transport.endpoints import parse
@@ -118,8 +119,14 @@ def serve(
         # The server and all sessions share one thread: a request costs no change of threads.
         thread = LoopThread("pw-gateway")
         cluster.callback(thread.stop)
-        wanted = choosing.Wanted.of(devices or None, islands, os.environ)
-        sessions = _Sessions(thread, address, wanted, share, priority, cluster)
+        try:
+            wanted = choosing.Wanted.of(devices or None, islands, os.environ)
+            sessions = _Sessions(thread, address, wanted, share, priority, cluster)
+        except Error as error:
+            if announce_fd < 0:
+                raise
+            os.write(announce_fd, f"{ERROR}{error}\n".encode())  # the script raises it
+            raise SystemExit(1) from None
         waiting = cluster.enter_context(ThreadPoolExecutor(CONNECTING, "pw-connect"))
 
         async def connect() -> _Session:

@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pw.client.connection.children import Child, read_announcement
+from pw.core.errors import ConnectionFailed
 from pw.gateway.functions import Functions
 from pw.transport.private import PrivateFolder
 
 SOCKET, FUNCTIONS = "gateway", "functions"
 START_S = 120.0
+ERROR = "error: "
+"""How the gateway announces that it cannot begin."""
 _INSECURE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 _FILES = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY"
 _LARGE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"
@@ -39,7 +42,7 @@ def client(arguments: Sequence[str]) -> Any:
         arguments: those of `pw gateway`, but for `--bind`.
 
     Raises:
-        ConnectionFailed: the gateway ended at once; its error is on standard error.
+        ConnectionFailed: the gateway could not begin, with its words.
     """
     from jax.extend.backend import ifrt_proxy
 
@@ -63,6 +66,8 @@ def client(arguments: Sequence[str]) -> Any:
         os.close(write)
     _running[child] = folder, files
     address = read_announcement(child, read, START_S)
+    if address.startswith(ERROR):
+        raise ConnectionFailed(address.removeprefix(ERROR))
     os.environ[_INSECURE] = "true"
     if files:
         os.environ[_FILES] = files
