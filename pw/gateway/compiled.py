@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pw.core.sharding import ArraySpec, Placement
@@ -40,8 +42,13 @@ class Executable:
     """It has no results; the runtime's computation has one more, which is ready when it has ended."""
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)
     """The registered programs, by the positions of the arguments that they donate."""
+    digest: bytes = field(init=False)
+    """The SHA-256 of the artifact."""
     last: tuple[Stored, ...] = ()
     """The results of the latest run, if runs call functions of the script."""
+
+    def __post_init__(self) -> None:
+        self.digest = hashlib.sha256(self.artifact).digest()
 
 
 def describe(
@@ -54,9 +61,11 @@ def describe(
 ) -> Executable:
     """Return an executable whose shapes and shardings are the compiler's."""
     is_divided = _is_divided(code, len(devices))
-    inputs = tuple(_spec(placement, one, is_divided=is_divided) for one in facts.inputs)
+    replicated = partial(_is_replicated, devices=len(devices), is_divided=is_divided)
+    inputs = tuple(_spec(placement, one, is_replicated=replicated(one)) for one in facts.inputs)
     results = []
     for one in facts.outputs:
+        is_replicated = replicated(one)
         sharding = _op_sharding(one)
         parts = (1,) * len(one.shape)
         if sharding is not None and len(devices) > 1:
@@ -68,8 +77,8 @@ def describe(
                 shape,
                 one.shape,
                 one.memory_kind or DEFAULT_MEMORY,
-                _is_replicated(one, len(devices), is_divided=is_divided),
-                _spec(placement, one, is_divided=is_divided),
+                is_replicated,
+                _spec(placement, one, is_replicated=is_replicated),
                 one.sharding if one.sharding or is_divided else None,
             )
         )
@@ -149,8 +158,7 @@ def _is_replicated(one: ShardFacts, devices: int, *, is_divided: bool) -> bool:
     return bool(sharding.type == kinds["REPLICATED"].number)
 
 
-def _spec(placement: Placement, one: ShardFacts, *, is_divided: bool) -> ArraySpec:
-    is_replicated = _is_replicated(one, len(placement.devices), is_divided=is_divided)
+def _spec(placement: Placement, one: ShardFacts, *, is_replicated: bool) -> ArraySpec:
     memory = memory_of(one.memory_kind)
     return spec_of_shards(
         one.shape, _dtype(one), placement, is_stacked=not is_replicated, memory=memory

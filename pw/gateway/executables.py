@@ -101,10 +101,9 @@ class Executables:
             facts = await self._facts(code, placement)
         made = describe(devices, placement, code, facts, has_completion=has_completion)
         if code.callbacks:
-            self._caller.know(hashlib.sha256(made.artifact).digest(), _functions(code))
+            self._caller.know(made.digest, _functions(code))
         self._program(made, facts.donated)
-        digest = hashlib.sha256(made.artifact).digest()
-        self._add(made, made.name, devices, digest, response)
+        self._add(made, made.name, devices, made.digest, response)
         functions = response.compile_response.loaded_host_callback_handles
         functions.extend(self._new_handle() for _ in code.callbacks)
 
@@ -138,10 +137,9 @@ class Executables:
         number = made.programs.get(donated)
         if number is None:
             outputs = tuple(result.spec for result in made.results)
-            digest = hashlib.sha256(made.artifact).digest()
             computation = Computation(
                 made.name,
-                digest,
+                made.digest,
                 made.placement,
                 made.inputs,
                 outputs,
@@ -157,7 +155,7 @@ class Executables:
                 tuple(Output(Value(0, at), spec) for at, spec in enumerate(outputs)),
                 donated,
             )
-            number = self._runs.runtime.register_program(body, {digest: made.artifact})
+            number = self._runs.runtime.register_program(body, {made.digest: made.artifact})
             made.programs[donated] = number
         return number
 
@@ -190,7 +188,7 @@ class Executables:
         arguments = [argument(one, spec) for one, spec in zip(args, made.inputs, strict=True)]
         if None in arguments:
             _check_places(made, args)
-        elif self._runs.has_credit():
+        elif self._runs.runtime.has_credit():
             self._run(made, args, arguments, given, body, response)
             return None
         return self._run_later(made, args, arguments, given, body, response)
@@ -336,11 +334,11 @@ class Executables:
 
     def _forget_functions(self, made: Executable) -> None:
         """Forget the functions that an executable calls, when its last run has ended."""
-        last, digest = made.last, hashlib.sha256(made.artifact).digest()
+        last = made.last
 
         def ended(_: object = None) -> None:
             made.last = ()
-            self._caller.forget(digest)
+            self._caller.forget(made.digest)
 
         if last:
             waiting = self._runs.runtime.wait([(one.number, one.spec) for one in last])

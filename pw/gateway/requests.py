@@ -77,8 +77,7 @@ class Client:
         self.buffers = HostBuffers(self._loop)
         self.arrays = ProxyArrays()
         self._devices = devices
-        self._runs = Runs(runtime, self._loop)
-        self._runs.placement = devices.placement
+        self._runs = Runs(runtime, self._loop, devices.placement)
         self._caller = Caller(functions, runtime.calls)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
         self._reshards = Reshards(devices, self._runs, transfers)
@@ -153,7 +152,7 @@ class Client:
                 raise statuses.unsupported(f"the gateway of pw does not support {kind or 'this'}")
             rest = handler(body, reply)
         except Exception as error:  # noqa: BLE001 - the reply carries it
-            self._fail(kind, body, metadata.op_id, reply, error)
+            self._fail(kind, body, metadata.op_id, error)
         else:
             if rest is None:
                 is_counted = kind not in _UNCOUNTED and not (
@@ -175,7 +174,7 @@ class Client:
         try:
             await rest
         except Exception as error:  # noqa: BLE001 - the reply carries it
-            self._fail(kind, body, operation, reply, error)
+            self._fail(kind, body, operation, error)
         else:
             self._answer(operation, reply)
         self._is_busy = False
@@ -196,7 +195,7 @@ class Client:
         self._working.add(task)
         task.add_done_callback(self._working.discard)
 
-    def _fail(self, kind: str, body: Any, operation: int, reply: Any, error: BaseException) -> None:
+    def _fail(self, kind: str, body: Any, operation: int, error: BaseException) -> None:
         """Store an error under the handles of a request's results, and answer with it."""
         named = _RESULTS.get(kind)
         if named is not None:

@@ -90,7 +90,7 @@ class Reshards:
     def unfilled(
         self, dtype: str, shape: tuple[int, ...], layout: Layout
     ) -> tuple[ProxyArray, list[_Part]] | None:
-        """Return a new array, and the parts that it consists of with the specs they shall have.
+        """Return a new array without values, and its parts with their specs.
 
         None if it lies on several islands, and one of them does not have all of it.
 

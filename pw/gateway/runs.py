@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from pw.client.connection.runtime import Runtime
 from pw.core.program import Output, Program, Value
-from pw.core.sharding import ArraySpec
+from pw.core.sharding import ArraySpec, Placement
 from pw.core.stablehlo import spec_of_shards
 from pw.gateway import statuses
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored, memory_of
@@ -27,10 +27,19 @@ MOVES_KEPT = 256
 
 
 class Runs:
-    """Runs programs, and stores, moves and reads arrays, for one client of the gateway."""
+    """Runs programs, and stores, moves and reads arrays, for one client of the gateway.
 
-    def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
+    `placement` returns the placement of JAX's devices.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        loop: asyncio.AbstractEventLoop,
+        placement: Callable[[tuple[int, ...]], Placement],
+    ) -> None:
         self.runtime = runtime
+        self._placement = placement
         self._loop = loop
         self._thread = threading.get_ident()
         self._moves: OrderedDict[tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]], int] = (
@@ -59,10 +68,6 @@ class Runs:
         self.then(future, settle)
         await here
         return future.result()
-
-    def has_credit(self, runs: int = 1) -> bool:
-        """Whether so many runs can be sent now."""
-        return self.runtime.has_credit(runs)
 
     async def credit(self) -> None:
         """Wait until a run can be sent."""
@@ -118,13 +123,10 @@ class Runs:
         return spec_of_shards(
             array.shard_shape,
             array.dtype,
-            self.placement(array.devices),
+            self._placement(array.devices),
             is_stacked=not array.is_replicated,
             memory=memory_of(array.memory),
         )
-
-    placement: Callable[[tuple[int, ...]], Any]
-    """Set by the owner: the placement of JAX's devices."""
 
     async def fitting(self, array: ProxyArray, wanted: ArraySpec) -> Stored:
         """Return the runtime's array of the same shards with this spec, also in another memory."""

@@ -66,9 +66,9 @@ class RunCredits:
         self.closed = True
         self._notify()
 
-    def has_credit(self, runs: int = 1) -> bool:
-        """Whether so many more runs may be sent."""
-        return self._started - self._ended + runs <= self.granted or self.closed
+    def has_credit(self) -> bool:
+        """Whether another run may be sent."""
+        return self._started - self._ended < self.granted or self.closed
 
     def uploaded(self, size_bytes: int) -> None:
         """Count an upload for the next run."""

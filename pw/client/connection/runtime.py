@@ -306,9 +306,9 @@ class Runtime:
             self._run_credits.started(run, results, self.programs.name(program))
             return made
 
-    def has_credit(self, runs: int = 1) -> bool:
-        """Whether so many runs may be sent now."""
-        return self._run_credits.has_credit(runs)
+    def has_credit(self) -> bool:
+        """Whether another run may be sent now."""
+        return self._run_credits.has_credit()
 
     def when_credit(self, call: Callable[[], object]) -> None:
         """Call `call` once, from any thread, when another run may be sent or the session has ended."""
