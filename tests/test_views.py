@@ -272,7 +272,8 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
         sources = [logs._id, *pieces[1:]]
         (mixed,) = arrays.view(sources, [spec], [[(n, 0) for n in range(DEVICES)]])
         # A gang of both hosts reads it, and only one of them has an error.
-        summed = total(arrays.handle(mixed, x))
+        held_view = arrays.handle(mixed, x)  # a dead handle would delete it
+        summed = total(held_view)
         if at == 0:
             expected = np.log(numbers(2, start)).sum() + numbers(8)[2:].sum()
             np.testing.assert_allclose(summed, expected, rtol=1e-5)
@@ -280,7 +281,7 @@ def test_views_over_two_hosts(two_hosts: pw.LocalCluster) -> None:
             with pytest.raises(pw.NaNFound, match="'log'"):
                 summed.block_until_ready()
             with pytest.raises(pw.NaNFound, match="'log'"):
-                arrays.runtime.wait([(mixed, spec)]).result(30)
+                held_view.block_until_ready()
     assert status().islands[0].formed == formed, "an error of one host holds up no gang"
 
     # A lost host: a view comes back, and so does one whose source is deleted.
