@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import enum
 import functools
@@ -20,6 +21,7 @@ from pw.core.compact import Compact
 from pw.core.errors import ProtocolError
 from pw.core.sharding import Placement
 from pw.transport import codec
+from tests.scripts import ROOT
 
 KINDS: tuple[type, ...] = typing.get_args(messages.Message)
 ENVELOPE = b"\x93\xa0\xa0"
@@ -200,3 +202,23 @@ def test_what_is_no_message_is_refused_before_it_is_sent(message: object) -> Non
 def decode_or_malformed(data: bytes) -> None:
     with contextlib.suppress(codec.MalformedFrame):
         assert isinstance(codec.decode(data), codec.Frame)
+
+
+def test_decoders_of_types_are_made_by_imports() -> None:
+    """Two threads that make the first decoder of a type at once crash: msgspec publishes it unfinished."""
+    found = []
+    for path in (ROOT / "pw").rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                found += [
+                    f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+                    for call in ast.walk(function)
+                    if isinstance(call, ast.Call) and makes_a_decoder(call)
+                ]
+    assert not found, "make a module's own `Decoder(kind).decode`:\n" + "\n".join(found)
+
+
+def makes_a_decoder(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    typed = any(keyword.arg == "type" for keyword in call.keywords)
+    return name.startswith("msgspec.") and (name.endswith(".Decoder") or typed)

@@ -46,6 +46,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
+_decode = msgspec.msgpack.Decoder(list[Entry]).decode
+
+
 def pack(replicas: Iterable[Replica]) -> Parcel:
     """Write arrays to a new anonymous file, all of them.
 
@@ -156,7 +159,7 @@ def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
         parcel.close()
     weakref.finalize(pages, dropped).atexit = False
     whole = np.frombuffer(pages, np.uint8)
-    index = msgspec.msgpack.decode(pages[parcel.index_offset :], type=list[Entry])
+    index = _decode(pages[parcel.index_offset :])
     replicas: list[Replica] = []
     for entry in index:
         dtype = dtype_of(entry.dtype)

@@ -59,6 +59,9 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     temporary_bytes: int
 
 
+_decode = msgspec.msgpack.Decoder(Stablehlo).decode
+
+
 def encode(code: Stablehlo) -> bytes:
     """Return the artifact of a computation of kind STABLEHLO."""
     return msgspec.msgpack.encode(code)
@@ -67,7 +70,7 @@ def encode(code: Stablehlo) -> bytes:
 def decode(artifact: bytes) -> Stablehlo:
     """Return what `encode` was given. Raises CompileError if it is something else."""
     try:
-        return msgspec.msgpack.decode(artifact, type=Stablehlo)
+        return _decode(artifact)
     except msgspec.MsgspecError as error:
         raise CompileError(f"the code of the function cannot be read: {error}") from error
 

@@ -49,6 +49,8 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 _LENGTH = struct.Struct(">Q")
+_decode_call = msgspec.msgpack.Decoder(_Call).decode
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
 def _packed(arrays: Sequence[Any]) -> tuple[_Array, ...]:
@@ -98,11 +100,10 @@ class Functions:
 
     def _serve(self, connection: socket.socket) -> None:
         lock = threading.Lock()
-        decoder = msgspec.msgpack.Decoder(_Call)
         with connection, connection.makefile("rb") as stream:
             while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
                 (size,) = _LENGTH.unpack(head)
-                call = decoder.decode(stream.read(size))
+                call = _decode_call(stream.read(size))
                 if not call.call:
                     self._known.pop(call.function, None)
                     continue
@@ -235,11 +236,10 @@ class Caller:
             await self._writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        decoder = msgspec.msgpack.Decoder(_Answer)
         try:
             while True:
                 (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                answer = decoder.decode(await reader.readexactly(size))
+                answer = _decode_answer(await reader.readexactly(size))
                 call = self._open.pop(answer.call, None)
                 if call is not None and answer.error:
                     self._calls.fail(call, answer.error)

@@ -103,6 +103,12 @@ class _Manifest(msgspec.Struct, frozen=True):
     files: dict[str, _SavedFile]
 
 
+# Made here, in one thread: two threads that make the first decoder of a type at once crash (msgspec).
+_decode_arrays = msgspec.json.Decoder(dict[str, SavedArray]).decode
+_decode_header = msgspec.json.Decoder(dict[str, _Entry]).decode
+_decode_manifest = msgspec.json.Decoder(_Manifest).decode
+
+
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
     """Turn errors into those for the user, which name the checkpoint."""
@@ -281,7 +287,7 @@ def _index_of(path: str) -> _SavedFile:
             f"a host has written {path}, and another one does not see it: the path must be on a file system "
             "that all hosts share"
         ) from None
-    arrays = msgspec.json.decode(entries["__metadata__"].pw, type=dict[str, SavedArray])
+    arrays = _decode_arrays(entries["__metadata__"].pw)
     return _SavedFile(os.path.getsize(path), arrays)
 
 
@@ -294,7 +300,7 @@ def header_of(path: str) -> tuple[dict[str, _Entry], int]:
                 f"{os.path.basename(path)} is damaged: it does not begin with a header"
             )
         header = opened.read(size_bytes)
-    return msgspec.json.decode(header, type=dict[str, _Entry]), 8 + size_bytes
+    return _decode_header(header), 8 + size_bytes
 
 
 def _sync(path: str) -> None:
@@ -314,7 +320,7 @@ def manifest_at(path: str) -> _Manifest:
     with named(f"there is no checkpoint at {path}"), open(name, "rb") as opened:
         data = opened.read()
     with named(f"{name} is not the manifest of a checkpoint"):
-        manifest = msgspec.json.decode(data, type=_Manifest)
+        manifest = _decode_manifest(data)
         if manifest.format != FORMAT:
             raise ValueError(f"it is {manifest.format!r}, not {FORMAT!r}")
         if manifest.version != VERSION:

@@ -224,12 +224,15 @@ def _in_order(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     )
 
 
+_decode = msgspec.msgpack.Decoder(tuple[Facts, bytes]).decode
+
+
 def _serialized(module: Module) -> bytes:
     return msgspec.msgpack.encode((module.facts, module.executable.serialize()))
 
 
 def _deserialized(devices: Sequence[jax.Device], is_straight: bool, saved: bytes) -> Module:
-    facts, data = msgspec.msgpack.decode(saved, type=tuple[Facts, bytes])
+    facts, data = _decode(saved)
     client: Any = devices[0].client
     loaded = client.deserialize_executable(data, _jax.DeviceList(tuple(devices)), None)
     return Module(loaded, facts, is_straight)
