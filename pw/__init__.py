@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from pw.client.checkpoint_files import restore
     from pw.client.connection.cluster import LocalCluster
     from pw.client.connection.current import connect, disconnect, stats, why
+    from pw.client.memory import memory
     from pw.client.status import status
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
@@ -90,6 +91,7 @@ _LAZY = {
     "Checkpoint": "pw.client.checkpoint",
     "restore": "pw.client.checkpoint_files",
     "drain": "pw.client.checkpoint",
+    "memory": "pw.client.memory",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
     "why": "pw.client.connection.current",
@@ -117,6 +119,7 @@ __all__ = [
     "Checkpoint",
     "restore",
     "drain",
+    "memory",
     "stats",
     "status",
     "why",

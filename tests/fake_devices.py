@@ -154,6 +154,9 @@ class FakeBackend:
     def counters(self) -> dict[str, int]:
         return {}
 
+    def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
+        return None, None
+
     def stage(self, value: Value) -> str:
         if value.error is not None or value.payload is not None:
             return "finished"

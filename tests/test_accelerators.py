@@ -67,14 +67,14 @@ def accelerator(process: int, limit_bytes: int | None) -> Any:
     )
 
 
-def join(hosts: tuple[str, ...], rank: int, devices: int) -> Any:
+def join(hosts: tuple[str, ...], rank: int, devices: int, bound_bytes: int | None = None) -> Any:
     """What becomes of a host that joins its island: its answer, or the error that it stops with."""
 
     async def run() -> Any:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         daemon: Any = None
-        host = HostRuntime("h1", daemon, loop, "cuda", devices, "127.0.0.1", None)
+        host = HostRuntime("h1", daemon, loop, "cuda", devices, "127.0.0.1", None, bound_bytes)
 
         def stop(reason: str, error: ErrorReport | None) -> None:
             ended.set_result(error)
@@ -89,13 +89,26 @@ def join(hosts: tuple[str, ...], rank: int, devices: int) -> Any:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(("own", "least"), [((80, 70), 70), ((None, 70), 70), ((None, None), None)])
+@pytest.mark.parametrize(
+    ("own", "bound_bytes", "least"),
+    [
+        ((80, 70), None, 70),
+        ((None, 70), None, 70),
+        ((None, None), None, None),
+        ((None, None), 60, 60),
+        ((80, 70), 60, 60),
+        ((80, 70), 75, 70),
+    ],
+)
 def test_a_host_of_several_tells_the_least_memory_of_its_own_devices(
-    monkeypatch: pytest.MonkeyPatch, own: tuple[int | None, ...], least: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    own: tuple[int | None, ...],
+    bound_bytes: int | None,
+    least: int | None,
 ) -> None:
     devices = [accelerator(0, 10), *(accelerator(1, limit_bytes) for limit_bytes in own)]
     monkeypatch.setattr(group, "join", lambda *where, **how: devices)
-    answer = join(("h0", "h1"), rank=1, devices=2)
+    answer = join(("h0", "h1"), rank=1, devices=2, bound_bytes=bound_bytes)
     assert isinstance(answer, IslandJoined)
     assert answer.memory_bytes == least
 

@@ -46,6 +46,7 @@ from pw.core.sharding import ArraySpec, Binding, DeviceAddress
 from pw.sched.control.programs import RegisteredProgram
 from pw.sched.island.admission import PATIENCE
 from pw.sched.island.memory import Claim, DeviceMemory
+from pw.sched.island.memory_report import counted, never_fits, no_room
 from pw.testing.sim.census import held
 from tests.actors import World
 from tests.scripted import LARGE, SMALL, chain, copy, join, split
@@ -409,7 +410,7 @@ def test_what_runs_keep_is_reserved_for_each_beside_the_temporaries_of_one() -> 
     first = ledger.reserve(program)
     assert ledger.memory.reserve(program, (), ()) is None
     assert ledger.used == 45
-    assert ledger.memory.never_fits(program, ()) is None
+    assert never_fits(ledger.memory, program, ()) is None
     ledger.memory.end(first)
     assert (ledger.used, ledger.memory.claims) == (0, 0)
 
@@ -447,7 +448,7 @@ def test_temporaries_that_become_known_count_for_the_runs_in_flight() -> None:
     ledger.memory.end(first)
     ledger.memory.withdraw(second)
     assert (ledger.used, ledger.memory.claims) == (0, 0)
-    error = ledger.memory.never_fits(program, ())
+    error = never_fits(ledger.memory, program, ())
     assert error
     assert "needs 75 B" in str(error)
 
@@ -475,8 +476,8 @@ def test_a_run_without_room_for_its_temporaries_is_told_how_much_it_needs() -> N
     ledger.memory.place(client_id(2, 1), (DEVICE,), 50)
     program = ledger.program(needs(5), 10)
     assert ledger.memory.reserve(program, (), ()) is None
-    assert ledger.memory.never_fits(program, ()) is None
-    assert "needs 15 B more" in str(ledger.memory.no_room(program, (), 1))
+    assert never_fits(ledger.memory, program, ()) is None
+    assert "needs 15 B more" in str(no_room(ledger.memory, program, (), 1).error)
 
 
 @settings(max_examples=200)
@@ -519,6 +520,10 @@ def test_the_count_is_right_whatever_happens(seed: int) -> None:
             ledger.memory.release(arrays.pop(dice.randrange(len(arrays))))
         largest = max((known[program] for program, _ in flying), default=0)
         assert ledger.memory.temporaries.sum() == largest
+        for told in counted(ledger.memory):
+            parts = (told.arrays_bytes, *(size for _, size in told.reserved), told.temporary_bytes)
+            assert sum(parts) == ledger.memory.used_bytes(told.device)
+            assert told.arrays_bytes >= 0
     for _, claim in flying:
         ledger.memory.end(claim)
     for array in arrays:

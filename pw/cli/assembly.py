@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.ids import RESOURCES, Address
@@ -66,6 +66,15 @@ class CoordinationActor(Actor):
     @handles(StopCoordination)
     def _stop(self, sender: Address, message: StopCoordination) -> None:
         self._services.stop(message.island, message.epoch)
+
+
+def memory_of(devices: Sequence[Any], bound_bytes: int | None) -> int | None:
+    """Return the memory of each of a host's JAX devices: the least that one has, at most `bound_bytes`.
+
+    None if nothing limits it: CPU devices do not say how much they have.
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in (*limits, bound_bytes) if limit is not None), default=None)
 
 
 def counters_of(node: Node, bulk: CountedBulk | None) -> dict[str, int]:

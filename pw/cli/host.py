@@ -22,7 +22,7 @@ import typer
 import uvloop
 
 from pw.cli import handover
-from pw.cli.assembly import add_host
+from pw.cli.assembly import add_host, memory_of
 from pw.cli.keeping import Keeper
 from pw.cli.process import (
     EXIT_AGAIN,
@@ -74,6 +74,7 @@ class HostRuntime:
     _local_devices: int
     _address: str
     _keeper: Keeper | None
+    _device_memory_bytes: int | None = None
     _hosts: tuple[str, ...] = ()
     _devices: list[object] = field(default_factory=list)
 
@@ -110,13 +111,12 @@ class HostRuntime:
                         words += f", or have CUDA_VISIBLE_DEVICES name {self._local_devices}"
                     raise PlacementError(words)
                 self._devices, self._hosts = list(devices), form.hosts
-                limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own]
                 answer = IslandJoined(
                     form.island,
                     form.epoch,
                     devices[0].device_kind,
                     local_count,
-                    min((limit for limit in limits if limit is not None), default=None),
+                    memory_of(own, self._device_memory_bytes),
                 )
             except Exception as error:  # noqa: BLE001  (the edge of a thread)
                 alone = len(form.hosts) == 1 or not isinstance(error, group.GroupError)
@@ -170,6 +170,7 @@ def serve(
     island_hosts: Annotated[int, typer.Option()] = 1,
     devices: Annotated[int, typer.Option()] = 1,
     platform: Annotated[str, typer.Option()] = "cpu",
+    device_memory: Annotated[int, typer.Option()] = 0,
     bind: Annotated[str, typer.Option()] = "",
     heartbeat: Annotated[float, typer.Option()] = 1.0,
     lease: Annotated[float, typer.Option()] = 10.0,
@@ -223,7 +224,9 @@ def serve(
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
     keeper = Keeper(name, loop, supervisor, daemon.stop) if supervisor is not None else None
-    runtime = HostRuntime(name, daemon, loop, platform, devices, address, keeper)
+    runtime = HostRuntime(
+        name, daemon, loop, platform, devices, address, keeper, device_memory or None
+    )
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
     cache = Path(compile_cache) if compile_cache else None

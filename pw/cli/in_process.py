@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.extend.backend
 
-from pw.cli.assembly import add_host
+from pw.cli.assembly import add_host, memory_of
 from pw.core.errors import ErrorReport
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.sharding import DeviceAddress
@@ -37,11 +37,13 @@ class InProcessHost:
         devices: Sequence[jax.Device],
         bulk: BulkPlane | None = None,
         ended: Callable[[], None] = lambda: None,
+        device_memory_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.stopped = ""
         self._ended = ended
         self._devices = list(devices)
+        self._device_memory_bytes = device_memory_bytes
         self.node = Node(name, loop, hub.network(name))
         self.bulk = bulk or BulkPlane(loop)
         self.backend = JaxBackend(
@@ -65,7 +67,7 @@ class InProcessHost:
     ) -> None:
         """Join at once: the island has one host."""
         device = self._devices[0]
-        memory = (device.memory_stats() or {}).get("bytes_limit")
+        memory = memory_of([device], self._device_memory_bytes)
         joined(
             IslandJoined(form.island, form.epoch, device.device_kind, len(self._devices), memory)
         )

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from pw.cli.process import configure_logging, run_app
+from pw.cli.process import configure_logging, run_app, size_of
 from pw.core.errors import Error
 
 app = typer.Typer(
@@ -58,6 +58,27 @@ def status(
         typer.echo(json.dumps(requests.status_document(address, told), indent=2))
     else:
         requests.show_status(address, told)
+
+
+@app.command()
+def memory(
+    address: Address = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document instead of tables; sizes in bytes.")
+    ] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Show the memory of each device: what lies there, whose it is, what is reserved, the largest arrays.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address or no controller answers.
+    """
+    from pw.cli import requests
+
+    told = requests.memory(_known(address), timeout)
+    if as_json:
+        typer.echo(json.dumps(requests.memory_document(address, told), indent=2))
+    else:
+        requests.show_memory(told)
 
 
 @app.command()
@@ -141,6 +162,13 @@ def run(
     devices_per_host: Annotated[
         int | None, typer.Option(min=1, help="CPU devices of each host. By default 8.")
     ] = None,
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of each device of the local cluster, as in 4GiB. By default unlimited.",
+        ),
+    ] = "",
     jax: Annotated[
         bool, typer.Option("--jax", help="The script's JAX uses the cluster (JAX_PLATFORMS=pw).")
     ] = False,
@@ -149,7 +177,7 @@ def run(
 
     The script finds the cluster in PW_ADDRESS. With --jax the script is plain JAX: `jax.devices()` are virtual
     devices of the cluster. Asking for islands, hosts or devices asks for a local
-    cluster, whatever PW_ADDRESS says. Signals are passed on to the script.
+    cluster, whatever PW_ADDRESS says, and so does --device-memory. Signals are passed on to the script.
 
     Exit codes: the script's own, or 128 + n if signal n ended it; 1 also, with one line on standard error, if
     there is no such script or cluster.
@@ -159,20 +187,24 @@ def run(
     if not os.path.isfile(script):
         raise Error(f"there is no script {script!r}")
     command = [sys.executable, script, *(args or ())]
-    shape = (islands, hosts_per_island, devices_per_host)
+    shape = (islands, hosts_per_island, devices_per_host, size_of(device_memory))
     environment = {"JAX_PLATFORMS": "pw"} if jax else {}
     if address and not any(shape):
         raise SystemExit(run_script(command, address, environment))
     source = context.get_parameter_source("address")
     if source is not None and source.name == "COMMANDLINE":
         raise Error(
-            "a cluster at an --address has its own islands; leave out --islands, --hosts-per-island "
-            "and --devices-per-host, or --address"
+            "a cluster at an --address has its own islands; leave out --islands, --hosts-per-island, "
+            "--devices-per-host and --device-memory, or --address"
         )
     from pw.client.connection.cluster import LocalCluster
 
     with LocalCluster(
-        islands or 1, hosts_per_island or 1, devices_per_host or DEVICES, connect=False
+        islands or 1,
+        hosts_per_island or 1,
+        devices_per_host or DEVICES,
+        device_memory=device_memory or None,
+        connect=False,
     ) as cluster:
         code = run_script(command, cluster.address, environment)
     raise SystemExit(code)

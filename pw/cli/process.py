@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import typer
 
 from pw.core.errors import ConnectionFailed, Error
+from pw.core.sizes import parse_size
 from pw.transport.endpoints import parse
 
 EXIT_OK = 0
@@ -76,6 +77,16 @@ def check_log_level(level: str) -> None:
     """Raise BadParameter unless `level` is a log level."""
     if level not in LOG_LEVELS:
         raise typer.BadParameter(f"no log level {level!r}; there are {', '.join(LOG_LEVELS)}")
+
+
+def size_of(device_memory: str) -> int | None:
+    """Return the bytes of `--device-memory`, None if it is not given. Raises BadParameter if it is no size."""
+    if not device_memory:
+        return None
+    try:
+        return parse_size(device_memory)
+    except ValueError as error:
+        raise typer.BadParameter(f"--device-memory {error}") from error
 
 
 def check_bind(bind: str, allow_remote: bool) -> None:

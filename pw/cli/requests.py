@@ -1,4 +1,4 @@
-"""What `pw` asks the controller, each time in a session of its own: status, why, cancel, drain."""
+"""What `pw` asks the controller, each time in a session of its own: status, memory, why, cancel, drain."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import msgspec
 
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
+from pw.client.memory import ClusterMemory
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
 from pw.core.errors import Error
 from pw.core.ids import client_id
-from pw.core.messages import Explanation, HostInfo, IslandInfo, Status
+from pw.core.messages import Explanation, HostInfo, IslandInfo, Memory, Status
 
 CONNECT_S = 3.0
 
@@ -72,6 +73,26 @@ def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
 def show_status(address: str, told: Status) -> None:
     """Print the state of a cluster as tables."""
     seen = ClusterStatus.of(told, address)
+    tables.show(seen.head, seen.tables())
+
+
+# --- pw memory -----------------------------------------------------------------------------------
+
+
+def memory(address: str, timeout_s: float) -> Memory:
+    """Return the memory of all devices of a cluster."""
+    with _session(address, timeout_s) as session:
+        return session.ask.memory(timeout_s)
+
+
+def memory_document(address: str, told: Memory) -> dict[str, Any]:
+    """Return the memory of all devices for JSON; all sizes are in bytes."""
+    return {"address": address, "devices": _plain(told.devices), "silent": list(told.silent)}
+
+
+def show_memory(told: Memory) -> None:
+    """Print the memory of all devices as tables."""
+    seen = ClusterMemory.of(told)
     tables.show(seen.head, seen.tables())
 
 

@@ -53,6 +53,7 @@ from pw.cli.process import (
     command,
     configure_logging,
     fail,
+    size_of,
 )
 from pw.cli.supervision import ChildLink, Parcel, Watch
 from pw.core.errors import Error
@@ -259,6 +260,14 @@ def serve(
         int, typer.Option(min=1, help="Devices of this host; on cpu, how many to make.")
     ] = 1,
     platform: Annotated[str, typer.Option(help="What the devices are: cpu, cuda or tpu.")] = "cpu",
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of each device that runs may use, as in 4GiB; by default what the device says that it "
+            "has, which CPU devices do not.",
+        ),
+    ] = "",
     spare: Annotated[
         bool,
         typer.Option(
@@ -343,6 +352,7 @@ def serve(
     if not island and not spare:
         raise typer.BadParameter("a host needs the name of its --island, unless it is a --spare")
     check_log_level(log_level)
+    bound_bytes = size_of(device_memory)
     if not controller.startswith(("tcp://", "ipc://")):
         raise typer.BadParameter(f"{controller!r} is no address; it looks like tcp://host:port")
     folder = PrivateFolder.of(controller)
@@ -358,6 +368,7 @@ def serve(
         *("--island-hosts", "0" if spare else str(island_hosts)),
         *("--devices", str(devices)),
         *("--platform", platform),
+        *("--device-memory", str(bound_bytes or 0)),
         *("--name", name),
         *("--bind", bind),
         *("--heartbeat", str(heartbeat)),

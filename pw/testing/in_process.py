@@ -34,6 +34,7 @@ class InProcessCluster:
     Args:
         islands: number of islands, called `island-0`, `island-1`, ...; each has one host.
         devices_per_island: JAX devices of each; islands get different ones.
+        device_memory_bytes: memory of each device that runs may use; None for what the device says.
         policy: scheduling policy among clients.
         codec: encode and decode every message on its way.
         connect: make a first client the runtime of this process.
@@ -47,6 +48,7 @@ class InProcessCluster:
         islands: int = 1,
         devices_per_island: int = 4,
         *,
+        device_memory_bytes: int | None = None,
         policy: str = "fifo",
         codec: bool = True,
         connect: bool = True,
@@ -78,6 +80,7 @@ class InProcessCluster:
                     f"host-{index}",
                     f"island-{index}",
                     devices[index * devices_per_island : (index + 1) * devices_per_island],
+                    device_memory_bytes=device_memory_bytes,
                 )
                 for index in range(islands)
             ]

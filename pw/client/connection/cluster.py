@@ -24,6 +24,7 @@ from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
 from pw.client.show.tables import Table, html
+from pw.core.sizes import parse_size
 from pw.core.watchdog import STALL_S
 from pw.transport import secret
 from pw.transport.private import PrivateFolder
@@ -87,6 +88,8 @@ class LocalCluster:
         spare_hosts: workers that wait for a free place in any island.
         platform: `cpu`, `cuda` or `tpu`. On `cuda` each worker is shown GPUs of its own, taken in order from
             those that CUDA_VISIBLE_DEVICES names, if it is set.
+        device_memory: memory of each device that runs may use, in bytes or as in `"4GiB"`; by default what the
+            device says that it has, which CPU devices do not.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
         lease_s: how long a silent client keeps what it owns, in seconds.
@@ -100,7 +103,7 @@ class LocalCluster:
 
     Raises:
         ConnectionFailed: a daemon ended or the islands were not formed in time.
-        ValueError: there are too few GPUs for so many workers.
+        ValueError: there are too few GPUs for so many workers, or `device_memory` is no size.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class LocalCluster:
         *,
         spare_hosts: int = 0,
         platform: str = "cpu",
+        device_memory: int | str | None = None,
         policy: str = "fifo",
         connect: bool = True,
         lease_s: float = 10.0,
@@ -129,6 +133,7 @@ class LocalCluster:
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        bound_bytes = None if device_memory is None else parse_size(str(device_memory))
         self.address = ""
         self.hosts: list[LocalHost] = []
         """The hosts of the islands as they were started, and after them the spare ones."""
@@ -157,6 +162,7 @@ class LocalCluster:
                 *("--controller", self.address),
                 *("--devices", str(devices_per_host)),
                 *("--platform", platform),
+                *([] if bound_bytes is None else ["--device-memory", str(bound_bytes)]),
                 *("--heartbeat", str(heartbeat_s)),
                 *("--lease", str(lease_s)),
                 "--standby" if standby else "--no-standby",

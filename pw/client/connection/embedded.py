@@ -24,6 +24,7 @@ from pw.client.connection.threads import LoopThread, SessionOnNode, incarnation
 from pw.client.session.thread_messages import Close
 from pw.core.errors import Error, HostLost
 from pw.core.ids import CONTROLLER
+from pw.core.sizes import parse_size
 from pw.transport import secret as secret_file
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
@@ -47,6 +48,15 @@ def device_count() -> int:
     if not text.isdigit() or not 1 <= int(text) <= 1024:
         raise Error(f"PW_EMBEDDED_DEVICES must be a number from 1 to 1024, not {text!r}")
     return int(text)
+
+
+def device_memory() -> int | None:
+    """Return the memory of each device in bytes. Raises Error if PW_EMBEDDED_DEVICE_MEMORY is no size."""
+    text = os.environ.get("PW_EMBEDDED_DEVICE_MEMORY", "")
+    try:
+        return parse_size(text) if text else None
+    except ValueError as error:
+        raise Error(f"PW_EMBEDDED_DEVICE_MEMORY: {error}") from None
 
 
 def start(runtime: Runtime) -> SessionOnNode:
@@ -154,6 +164,8 @@ def _start_worker(thread: LoopThread, controller: str, platform: str, devices: i
         *(["--no-standby"] if has_supervisor else ["--reconnect", str(RECONNECT_S)]),
     ]
     module = "pw.cli.worker" if has_supervisor else "pw.cli.host"
+    if (bound_bytes := device_memory()) is not None:
+        arguments += ["--device-memory", str(bound_bytes)]
     return KeptWorker(thread.loop, module, arguments)
 
 
@@ -161,6 +173,7 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
     from pw.cli.assembly import add_controller
     from pw.cli.in_process import InProcessHost
 
+    bound_bytes = device_memory()
     folder = PrivateFolder.make()
     secret = secret_file.create(folder.path)
     thread = LoopThread("pw-embedded")
@@ -185,7 +198,9 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
         import jax
 
         devices = jax.local_devices()
-        host = InProcessHost(thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended)
+        host = InProcessHost(
+            thread.loop, hub, HOST, ISLAND, devices, hosts_bulk, ended, bound_bytes
+        )
 
         def teardown() -> None:
             thread.call(host.close)

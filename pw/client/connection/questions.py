@@ -22,8 +22,10 @@ from pw.core.messages import (
     DrainHost,
     Explain,
     Explanation,
+    GetMemory,
     GetStats,
     GetStatus,
+    Memory,
     SaveArrays,
     Status,
 )
@@ -74,6 +76,10 @@ class Questions:
     def status(self, timeout_s: float = STATUS_S) -> Status:
         """Return the state of the cluster. Raises ConnectionFailed if the controller does not answer."""
         return self._answered(self._ask(GetStatus, Future[Status]()), timeout_s)
+
+    def memory(self, timeout_s: float = STATUS_S) -> Memory:
+        """Return the memory of all devices. Raises ConnectionFailed if the controller does not answer."""
+        return self._answered(self._ask(GetMemory, Future[Memory]()), timeout_s)
 
     def stats(self, timeout_s: float) -> dict[str, dict[str, int]]:
         """Return the counters of the controller and of each host."""

@@ -62,6 +62,7 @@ from pw.core.messages import (
     Fetched,
     GetStats,
     Inquire,
+    Memory,
     Ready,
     RequestFailed,
     RunFailed,
@@ -281,9 +282,9 @@ class Requests(Part):
             request.of.result = message
             self._settle(request.of)
 
-    @handles(Ready, Described, Status, Explanation, Stats)
+    @handles(Ready, Described, Status, Explanation, Memory, Stats)
     def _on_report(
-        self, sender: Address, message: Ready | Described | Status | Explanation | Stats
+        self, sender: Address, message: Ready | Described | Status | Explanation | Memory | Stats
     ) -> None:
         request = self._taken(message.request)
         if request is None:

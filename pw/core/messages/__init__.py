@@ -18,6 +18,7 @@ from pw.core.messages.files import *
 from pw.core.messages.gangs import *
 from pw.core.messages.islands import *
 from pw.core.messages.links import *
+from pw.core.messages.memory import *
 from pw.core.messages.reports import *
 from pw.core.messages.status import *
 from pw.core.messages.stores import *
@@ -38,5 +39,6 @@ Message = (
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
     | ReadArray | Offer | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
     | Explain | ExplainHost | HostReport | Explanation
+    | GetMemory | Memory | MeasureHost | HostMeasured
 )  # fmt: skip
 """All messages that may arrive from another process."""

@@ -287,6 +287,8 @@ class RunRefused(Base, frozen=True, tag=80):
     run: int
     error: ErrorReport
     results: tuple[int, ...] = ()
+    holders: tuple[tuple[int, int], ...] = ()
+    """The largest arrays where there is no room, and the bytes that they have there."""
 
 
 class ArrayPlaced(Base, frozen=True, tag=81):

@@ -7,12 +7,13 @@ replayed, or an array that is restored, replaces the entry.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pw.core.errors import ArrayDeleted, ErrorReport
 from pw.core.landing import Bulk
+from pw.core.messages import HeldArray
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import Backend, Value
 from pw.devices.host.replica_memory import Replica
@@ -95,15 +96,30 @@ class Arrays(dict[int, Entry]):
 
     def size_bytes(self) -> int:
         """Return the size of all shards on this host; one that several arrays name counts once."""
-        total = 0
+        return sum(entry.spec.shard_bytes for entry, _ in self._shards())
+
+    def on_devices(self) -> dict[int, list[HeldArray]]:
+        """Return the arrays on each device of this host; a shard that several name counts for the first."""
+        found: defaultdict[int, list[HeldArray]] = defaultdict(list)
+        for entry, ordinal in self._shards():
+            spec = entry.spec
+            if not spec.memory:
+                found[ordinal].append(HeldArray(entry.array, spec.short, spec.shard_bytes))
+        return found
+
+    def _shards(self) -> Iterator[tuple[Entry, int]]:
+        """Return each shard on this host: the array that names it, and its device."""
         seen: set[object] = set()
         for entry in self.values():
-            value, shards = entry.value, [d.ordinal for d in entry.devices if d.host == self._host]
-            buffers = value.buffers or {}
-            new = {buffers.get(ordinal, (value, ordinal)) for ordinal in shards} - seen
-            total += entry.spec.shard_bytes * len(new)
-            seen |= new
-        return total
+            value, buffers = entry.value, entry.value.buffers or {}
+            for device in entry.devices:
+                ordinal = device.ordinal
+                if device.host != self._host:
+                    continue
+                shard = buffers.get(ordinal, (value, ordinal))
+                if shard not in seen:
+                    seen.add(shard)
+                    yield entry, ordinal
 
     def snapshots(self, backend: Backend, held: set[tuple[int, Box]]) -> Iterator[Replica]:
         """Return the boxes that are ready on the devices, except those that are `held` already."""

@@ -280,6 +280,9 @@ class Backend(Protocol):
     def counters(self) -> dict[str, int]:
         """Return what this backend has done and holds."""
 
+    def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
+        """Return the bytes in use on a device of this host, and the most that were; None if it does not say."""
+
     def stage(self, value: Value) -> str:
         """Return how far the op that makes a value is, without waiting.
 

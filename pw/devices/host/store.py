@@ -20,6 +20,7 @@ from pw.devices.host.callbacks import Callbacks
 from pw.devices.host.checkpoint_files import Aside, Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.compiling import Compilations
+from pw.devices.host.measuring import Measuring
 from pw.devices.host.printing import Lines, Printing
 from pw.devices.host.replica_memory import Keeping, Replica
 from pw.devices.host.replicas import Replicas
@@ -74,6 +75,7 @@ class ObjectStore(Actor):
             self.replicas.memory,
             self.files,
             self.printing,
+            Measuring(env, backend, self.arrays),
         )
 
     def joins(self, island: str, epoch: int, secret: bytes) -> None:

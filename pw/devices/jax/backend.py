@@ -94,7 +94,7 @@ class JaxBackend:
         # The client has asked for the donation, and the worker's log does not reach it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         output = output or Output()
-        self._host = host
+        self._host, self._device = host, device
         self._layouts = layouts = Layouts(host, device)
         self._completions = completions = Completions(loop)
         failures = Failures(host)
@@ -194,6 +194,11 @@ class JaxBackend:
             "waiting": self._answers.watchers.waiting,
             "live_bytes": _live_bytes(),
         }
+
+    def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
+        """Return the bytes in use on a device, and the most that were; CPU devices do not say."""
+        stats = self._device(DeviceAddress(self._host, ordinal)).memory_stats() or {}
+        return stats.get("bytes_in_use"), stats.get("peak_bytes_in_use")
 
     def stage(self, value: Value) -> str:
         """How far the op that makes a value is; of a donated value, whether it was ready before."""

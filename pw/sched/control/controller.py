@@ -45,6 +45,7 @@ from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client, Resumption
+from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.islands import Islands
 from pw.sched.control.recovery.losses import Losses
@@ -106,6 +107,7 @@ class Controller(Actor):
         )
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
         explainer = Explainer(sessions, runs, stream, island_status, heard_s)
+        measured = MemoryReports(sessions, island_status)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
         in_order: Handlers = {
@@ -126,7 +128,7 @@ class Controller(Actor):
         # The order is the order of handling: `losses` marks what is lost before `rebuilder` brings
         # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
-        self.compose(sessions, resumptions, explainer, ends, uploads, stream, shares)
+        self.compose(sessions, resumptions, explainer, measured, ends, uploads, stream, shares)
 
     # --- clients come and go ----------------------------------------------------------------------
 

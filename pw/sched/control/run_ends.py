@@ -17,7 +17,7 @@ from functools import partial
 
 from pw.core.actor import Timer, handles
 from pw.core.errors import ArgumentError, Cancelled, ComputationTimeout, Error, ErrorReport
-from pw.core.ids import Address, arrays_in, run_name
+from pw.core.ids import Address, arrays_in, client_of, run_name
 from pw.core.messages import (
     Answered,
     Cancel,
@@ -28,6 +28,7 @@ from pw.core.messages import (
     SegmentDone,
 )
 from pw.sched.control.clients import Client
+from pw.sched.control.explain.memory import with_holders
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
@@ -78,7 +79,8 @@ class RunEnds(ControlPart):
     @handles(RunRefused)
     def _refused(self, sender: Address, message: RunRefused) -> None:
         """A scheduler cannot launch a run; if it seemed to have ended, its results fail now."""
-        error, results = message.error, message.results
+        asker, results = client_of(message.run), message.results
+        error = with_holders(self.sessions, asker, message.error, message.holders)
         if message.run not in self.runs.in_flight and results:
             client = self.sessions.owner(results[0])
             if client is None:

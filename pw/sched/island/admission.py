@@ -26,12 +26,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import ErrorReport, OutOfDeviceMemory
+from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.core.messages import (
     ArrayPlaced,
     IslandFormed,
     IslandLost,
+    IslandMeasured,
+    MeasureIsland,
     RemoveClient,
     ReserveRun,
     RunAdmitted,
@@ -41,6 +43,7 @@ from pw.core.messages import (
     UploadEnded,
 )
 from pw.sched.island.memory import Claim, DeviceMemory
+from pw.sched.island.memory_report import NoRoom, counted, never_fits, no_room
 
 PATIENCE = 32
 """How many admissions may pass a run that does not fit."""
@@ -118,6 +121,13 @@ class Admission(Part):
     def _client_removed(self, sender: Address, message: RemoveClient) -> None:
         if self.memory is not None:
             self.memory.forget(message.client)
+
+    @handles(MeasureIsland)
+    def _measure(self, sender: Address, message: MeasureIsland) -> None:
+        memory = self.memory
+        limit_bytes = None if memory is None else memory.capacity_bytes
+        devices = () if memory is None else counted(memory)
+        self.env.send(sender, IslandMeasured(message.request, self.island, limit_bytes, devices))
 
     def reservation(self, submit: Submit) -> Reservation | None:
         """Return a run's way to admission; None if memory limits it nowhere."""
@@ -209,9 +219,9 @@ class Admission(Part):
         )
         if reservation.claim is None:
             reservation.tried_at = memory.frees
-            error = memory.never_fits(reservation.program, reservation.args)
-            if error is not None:
-                self._refuse(reservation, error)
+            why = never_fits(memory, reservation.program, reservation.args)
+            if why is not None:
+                self._refuse(reservation, why)
             else:
                 self._blocked.setdefault(reservation.run, reservation)
             return False
@@ -234,13 +244,14 @@ class Admission(Part):
         if not memory.arriving.isdisjoint(reservation.hopes):
             return
         client = client_of(reservation.run)
-        self._refuse(reservation, memory.no_room(reservation.program, reservation.args, client))
+        self._refuse(reservation, no_room(memory, reservation.program, reservation.args, client))
 
-    def _refuse(self, reservation: Reservation, error: OutOfDeviceMemory) -> None:
+    def _refuse(self, reservation: Reservation, why: NoRoom) -> None:
         self._blocked.pop(reservation.run, None)
         self._refused.add(reservation.run)
         self.env.count("runs_refused")
-        self.env.send(CONTROL, RunRefused(reservation.run, ErrorReport.of(error)))
+        error = ErrorReport.of(why.error)
+        self.env.send(CONTROL, RunRefused(reservation.run, error, holders=why.holders))
 
     def segments_ended(self, reservation: Reservation, count: int = 1) -> None:
         """So many segments of a run have ended here, or were cancelled."""

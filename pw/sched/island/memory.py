@@ -29,12 +29,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pw.core.errors import OutOfDeviceMemory
 from pw.core.ids import client_of
 from pw.core.peak import IslandMemory, OutputMemory
 from pw.core.sharding import DeviceAddress
 
-_Bytes = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +47,7 @@ class _DeviceSet:
 
 
 @dataclass(slots=True, eq=False)
-class _Buffer:
+class Buffer:
     """The memory of an array, on each of its devices."""
 
     on: _DeviceSet
@@ -59,7 +58,7 @@ class _Buffer:
     """How many runs in flight read it."""
     is_counted: bool = False
     """Whether it is counted; a result of a run in flight is part of the run's reservation."""
-    shards: dict[DeviceAddress, _Buffer] | None = None
+    shards: dict[DeviceAddress, Buffer] | None = None
     """Of a view, or divided for one: the buffer on each device. These are counted instead, and it is one of
     their `names` until no array and no run has it any more."""
 
@@ -68,13 +67,13 @@ class _Buffer:
         """Whether an array or a run in flight has it."""
         return bool(self.names or self.readers)
 
-    def whole(self) -> Iterable[_Buffer]:
+    def whole(self) -> Iterable[Buffer]:
         """Return the buffers that are counted for it: itself, or one for each device."""
         return (self,) if self.shards is None else self.shards.values()
 
 
 @dataclass(slots=True, eq=False)
-class _Needs:
+class Needs:
     """The memory that a run of a program needs."""
 
     name: str
@@ -82,10 +81,10 @@ class _Needs:
     devices: npt.NDArray[np.intp]
     group: npt.NDArray[np.intp]
     outputs: list[tuple[OutputMemory, _DeviceSet]]
-    peaks: _Bytes
+    peaks: Bytes
     """Reserved for the run itself on each device."""
     temporary_bytes: tuple[int, ...] = ()
-    temporaries: _Bytes | None = None
+    temporaries: Bytes | None = None
     """Added by its temporaries on each device; None if there are none."""
     runs: int = 0
     """How many of its runs hold a reservation."""
@@ -95,32 +94,34 @@ class _Needs:
 class Claim:
     """The reservation of one run."""
 
+    client: int
     devices: npt.NDArray[np.intp]
-    peaks: _Bytes
-    needs: _Needs | None = None
-    read: list[_Buffer] = field(default_factory=list)
-    donated: list[tuple[int, _Buffer]] = field(default_factory=list)
-    results: list[tuple[int, _Buffer]] = field(default_factory=list)
+    peaks: Bytes
+    needs: Needs | None = None
+    read: list[Buffer] = field(default_factory=list)
+    donated: list[tuple[int, Buffer]] = field(default_factory=list)
+    results: list[tuple[int, Buffer]] = field(default_factory=list)
 
 
 class DeviceMemory:
     """Counts the buffers and reservations on each device of an island."""
 
     def __init__(self, island: str, capacity_bytes: int) -> None:
-        self._island = island
-        self._capacity_bytes = capacity_bytes
+        self.island = island
+        self.capacity_bytes = capacity_bytes
+        """Of each device."""
         self._numbers: dict[DeviceAddress, int] = {}
-        self._used: _Bytes = np.zeros(0, np.int64)
-        self.temporaries: _Bytes = np.zeros(0, np.int64)
+        self._used: Bytes = np.zeros(0, np.int64)
+        self.temporaries: Bytes = np.zeros(0, np.int64)
         """The part of `_used` that is reserved for the temporaries of all runs in flight."""
-        self._computing: set[_Needs] = set()
+        self._computing: set[Needs] = set()
         """Programs that need temporaries and have runs in flight."""
         self._device_sets: dict[tuple[DeviceAddress, ...], _DeviceSet] = {}
         self._unsettled: set[_DeviceSet] = set()
-        self._buffers: dict[int, _Buffer] = {}
-        self._programs: dict[int, _Needs] = {}
-        self.claims = 0
-        """How many runs hold a reservation."""
+        self.buffers: dict[int, Buffer] = {}
+        self.programs: dict[int, Needs] = {}
+        self.reserved: set[Claim] = set()
+        """The reservations of runs."""
         self.frees = 0
         """Goes up whenever memory may have become free."""
         self.arriving: set[int] = set()
@@ -131,11 +132,11 @@ class DeviceMemory:
     def install(self, program: int, name: str, memory: IslandMemory | None) -> None:
         """Remember the needs of a program; without `memory` it needs none."""
         if memory is None:
-            self._programs.pop(program, None)
+            self.programs.pop(program, None)
             return
         sizes = [len(group) for group in memory.groups]
         numbers = np.repeat(np.arange(len(sizes)), sizes)
-        self._programs[program] = _Needs(
+        self.programs[program] = Needs(
             name,
             memory,
             self._numbered(device for group in memory.groups for device in group),
@@ -146,7 +147,7 @@ class DeviceMemory:
 
     def add_temporaries(self, program: int, temporary_bytes: tuple[int, ...]) -> None:
         """A host has reported the temporaries of a program's computations."""
-        needs = self._programs.get(program)
+        needs = self.programs.get(program)
         if needs is not None and temporary_bytes:
             known = needs.temporary_bytes or (0,) * len(temporary_bytes)
             needs.temporary_bytes = tuple(map(max, known, temporary_bytes))
@@ -159,13 +160,13 @@ class DeviceMemory:
 
     def uninstall(self, program: int) -> None:
         """Forget a program; its runs in flight keep their reservations."""
-        self._programs.pop(program, None)
+        self.programs.pop(program, None)
 
     # --- arrays --------------------------------------------------------------------------------------
 
     def place(self, array: int, devices: tuple[DeviceAddress, ...], shard_bytes: int) -> None:
         """Count an array that is uploaded, before it has arrived."""
-        buffer = _Buffer(self._device_set(devices), shard_bytes)
+        buffer = Buffer(self._device_set(devices), shard_bytes)
         self._name(array, buffer)
         self._count(buffer)
         self.arriving.add(array)
@@ -177,29 +178,29 @@ class DeviceMemory:
     def release(self, array: int) -> None:
         """Remove an array; its bytes are free when no run in flight reads them."""
         self.arriving.discard(array)
-        buffer = self._buffers.pop(array, None)
+        buffer = self.buffers.pop(array, None)
         if buffer is not None:
             buffer.names -= 1
             self._let_go(buffer)
 
     def forget(self, client: int) -> None:
         """Remove all arrays and programs of a client."""
-        for array in [array for array in self._buffers if client_of(array) == client]:
+        for array in [array for array in self.buffers if client_of(array) == client]:
             self.release(array)
-        for program in [program for program in self._programs if client_of(program) == client]:
-            del self._programs[program]
+        for program in [program for program in self.programs if client_of(program) == client]:
+            del self.programs[program]
 
-    def _name(self, array: int, buffer: _Buffer) -> None:
+    def _name(self, array: int, buffer: Buffer) -> None:
         buffer.names += 1
         self.release(array)
-        self._buffers[array] = buffer
+        self.buffers[array] = buffer
 
-    def _count(self, buffer: _Buffer) -> None:
+    def _count(self, buffer: Buffer) -> None:
         buffer.is_counted = True
         buffer.on.unsettled_bytes += buffer.shard_bytes
         self._unsettled.add(buffer.on)
 
-    def _let_go(self, buffer: _Buffer) -> None:
+    def _let_go(self, buffer: Buffer) -> None:
         if buffer.is_needed:
             return
         if buffer.shards is not None:
@@ -210,7 +211,7 @@ class DeviceMemory:
             self._uncount(buffer)
             self.frees += 1
 
-    def _uncount(self, buffer: _Buffer) -> None:
+    def _uncount(self, buffer: Buffer) -> None:
         buffer.is_counted = False
         buffer.on.unsettled_bytes -= buffer.shard_bytes
         self._unsettled.add(buffer.on)
@@ -218,15 +219,15 @@ class DeviceMemory:
     # --- views ---------------------------------------------------------------------------------------
 
     def _view(
-        self, output: OutputMemory, on: _DeviceSet, given: Mapping[int, _Buffer | None]
-    ) -> _Buffer:
+        self, output: OutputMemory, on: _DeviceSet, given: Mapping[int, Buffer | None]
+    ) -> Buffer:
         """Return the buffer of a view, which names shards of the arguments."""
-        view = _Buffer(on, output.shard_bytes, is_counted=True, shards={})
+        view = Buffer(on, output.shard_bytes, is_counted=True, shards={})
         assert view.shards is not None
         for device, source in zip(output.devices, output.shards, strict=True):
             buffer = given.get(source)
             if buffer is None:  # a small host value, which hosts make for this run
-                shard = _Buffer(self._device_set((device,)), output.shard_bytes)
+                shard = Buffer(self._device_set((device,)), output.shard_bytes)
                 self._count(shard)
             else:
                 shard = self._divided(buffer)[device]
@@ -234,11 +235,11 @@ class DeviceMemory:
             view.shards[device] = shard
         return view
 
-    def _divided(self, buffer: _Buffer) -> dict[DeviceAddress, _Buffer]:
+    def _divided(self, buffer: Buffer) -> dict[DeviceAddress, Buffer]:
         """Return the buffer on each device."""
         if buffer.shards is None:
             buffer.shards = {
-                device: _Buffer(self._device_set((device,)), buffer.shard_bytes, names=1)
+                device: Buffer(self._device_set((device,)), buffer.shard_bytes, names=1)
                 for device in buffer.on.addresses
             }
             if buffer.is_counted:
@@ -253,39 +254,40 @@ class DeviceMemory:
         self, program: int, args: Sequence[int | bytes], results: Sequence[int]
     ) -> Claim | None:
         """Reserve a run's peak. Return None if it does not fit."""
-        self.claims += 1
-        needs = self._programs.get(program)
+        needs = self.programs.get(program)
         if needs is None:
-            return Claim(np.zeros(0, np.intp), np.zeros(0, np.int64))
-        peaks = self._peaks(needs, args)
-        more = self._with_temporaries(needs, peaks)
-        used = self._settled()[needs.devices] + more
-        if ((used > self._capacity_bytes) & (more > 0)).any():
-            self.claims -= 1
+            claim = Claim(client_of(program), np.zeros(0, np.intp), np.zeros(0, np.int64))
+            self.reserved.add(claim)
+            return claim
+        peaks = self.peaks_of(needs, args)
+        more = self.with_temporaries(needs, peaks)
+        used = self.settled()[needs.devices] + more
+        if ((used > self.capacity_bytes) & (more > 0)).any():
             return None
         self._used[needs.devices] = used
         if needs.temporaries is not None and not needs.runs:
             self._computing.add(needs)
             self.temporaries[needs.devices] += more - peaks
         needs.runs += 1
-        claim = Claim(needs.devices, peaks, needs)
-        given = {index: self._given(args[index]) for index in needs.memory.inputs}
+        claim = Claim(client_of(program), needs.devices, peaks, needs)
+        self.reserved.add(claim)
+        given = {index: self.given(args[index]) for index in needs.memory.inputs}
         for buffer in given.values():
             if buffer is not None:
                 buffer.readers += 1
                 claim.read.append(buffer)
         for index in needs.memory.donated:
             array = args[index]
-            if isinstance(array, int) and (donated := self._buffers.pop(array, None)) is not None:
+            if isinstance(array, int) and (donated := self.buffers.pop(array, None)) is not None:
                 donated.names -= 1
                 claim.donated.append((array, donated))
-        made: dict[int, _Buffer] = {}
+        made: dict[int, Buffer] = {}
         for output, on in needs.outputs:
             if output.shards:
                 buffer = self._view(output, on, given)
             else:
                 same = made.get(output.same_as_output) or given.get(output.same_as_input)
-                buffer = same or _Buffer(on, output.shard_bytes)
+                buffer = same or Buffer(on, output.shard_bytes)
             made[output.output] = buffer
             self._name(results[output.output], buffer)
             claim.results.append((results[output.output], buffer))
@@ -303,15 +305,15 @@ class DeviceMemory:
     def withdraw(self, claim: Claim) -> None:
         """A run was cancelled before it began: give its donated arrays back."""
         for array, buffer in claim.results:
-            if self._buffers.get(array) is buffer:
+            if self.buffers.get(array) is buffer:
                 self.release(array)
         for array, buffer in claim.donated:
-            if array not in self._buffers:
+            if array not in self.buffers:
                 self._name(array, buffer)
         self._close(claim)
 
     def _close(self, claim: Claim) -> None:
-        self.claims -= 1
+        self.reserved.discard(claim)
         self.frees += 1
         self._used[claim.devices] -= claim.peaks
         needs = claim.needs
@@ -324,26 +326,27 @@ class DeviceMemory:
             buffer.readers -= 1
             self._let_go(buffer)
 
-    def _given(self, arg: int | bytes) -> _Buffer | None:
-        return self._buffers.get(arg) if isinstance(arg, int) else None
+    def given(self, arg: int | bytes) -> Buffer | None:
+        """Return the buffer of an argument; None of a small value, or of an array that is not counted."""
+        return self.buffers.get(arg) if isinstance(arg, int) else None
 
-    def _peaks(self, needs: _Needs, args: Sequence[int | bytes]) -> _Bytes:
-        """The program's peak, plus donated buffers that stay because another array has them."""
+    def peaks_of(self, needs: Needs, args: Sequence[int | bytes]) -> Bytes:
+        """Return the program's peak, plus donated buffers that stay because another array has them."""
         peaks = needs.peaks
         for index in needs.memory.donated:
-            buffer = self._given(args[index])
+            buffer = self.given(args[index])
             if buffer is not None and (buffer.names > 1 or buffer.shards is not None):
                 # Hosts donate a copy.
                 shared = np.isin(needs.devices, buffer.on.devices)
                 peaks = peaks + shared * buffer.shard_bytes
         return peaks
 
-    def _with_temporaries(self, needs: _Needs, peaks: _Bytes) -> _Bytes:
-        """What a run adds to `_used`: its peak, and temporaries beyond those reserved already."""
+    def with_temporaries(self, needs: Needs, peaks: Bytes) -> Bytes:
+        """Return what a run adds to `_used`: its peak, and temporaries beyond those reserved already."""
         if needs.temporaries is None or needs.runs:
             return peaks
         beyond = needs.temporaries - self.temporaries[needs.devices]
-        more: _Bytes = peaks + np.maximum(beyond, 0)
+        more: Bytes = peaks + np.maximum(beyond, 0)
         return more
 
     def _share_temporaries(self) -> None:
@@ -355,62 +358,22 @@ class DeviceMemory:
         self._used += largest - self.temporaries
         self.temporaries = largest
 
-    # --- refusals ------------------------------------------------------------------------------------
-
-    def never_fits(self, program: int, args: Sequence[int | bytes]) -> OutOfDeviceMemory | None:
-        """Return the error if a run would not even fit alone with its arguments."""
-        needs = self._programs[program]
-        peaks = self._peaks(needs, args)
-        inputs = np.zeros_like(self._used)
-        given = (self._given(args[index]) for index in needs.memory.inputs)
-        for shard in {one for buffer in given if buffer is not None for one in buffer.whole()}:
-            inputs[shard.on.devices] += shard.shard_bytes
-        if needs.temporaries is not None:
-            peaks = peaks + needs.temporaries
-        alone = peaks + inputs[needs.devices]
-        worst = int(alone.argmax()) if alone.size else 0
-        if not alone.size or alone[worst] <= self._capacity_bytes:
-            return None
-        return OutOfDeviceMemory(
-            f"program {needs.name!r} needs {_size(alone[worst])} on "
-            f"{self._device(needs.devices[worst])}, {_size(inputs[needs.devices[worst]])} of it for "
-            f"its arguments, and the device has {_size(self._capacity_bytes)}. Divide its arrays over "
-            "more devices, donate arguments that are not used again, or make it smaller"
-        )
-
-    def no_room(self, program: int, args: Sequence[int | bytes], client: int) -> OutOfDeviceMemory:
-        """Return the error of a run that does not fit, with the arrays that hold the memory."""
-        needs = self._programs[program]
-        peaks = self._with_temporaries(needs, self._peaks(needs, args))
-        used = self._settled()[needs.devices] + peaks
-        worst = int(np.where(peaks > 0, used, -1).argmax())
-        number = needs.devices[worst]
-        own_bytes = other_bytes = 0
-        own = others = 0
-        seen: set[_Buffer] = set()
-        held = ((array, one) for array, named in self._buffers.items() for one in named.whole())
-        for array, buffer in held:
-            if not buffer.is_counted or buffer in seen or number not in buffer.on.devices:
-                continue
-            seen.add(buffer)
-            if client_of(array) == client:
-                own, own_bytes = own + 1, own_bytes + buffer.shard_bytes
-            else:
-                others, other_bytes = others + 1, other_bytes + buffer.shard_bytes
-        return OutOfDeviceMemory(
-            f"program {needs.name!r} needs {_size(peaks[worst])} more on {self._device(number)}, which "
-            f"has {_size(self._capacity_bytes)}: {_size(own_bytes)} are held by {own} live arrays of "
-            f"this client, {_size(other_bytes)} by {others} arrays of other clients, and nothing is "
-            "running there that would free any. Delete arrays that are not used any more, donate "
-            "arguments, or move arrays to other devices or to host memory"
-        )
+    @property
+    def claims(self) -> int:
+        """How many runs hold a reservation."""
+        return len(self.reserved)
 
     # --- devices -------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> tuple[DeviceAddress, ...]:
+        """All devices that anything was counted on, in the order of their numbers."""
+        return tuple(self._numbers)
 
     def used_bytes(self, device: DeviceAddress) -> int:
         """Return the bytes of buffers and reservations on a device."""
         number = self._numbers.get(device)
-        return 0 if number is None else int(self._settled()[number])
+        return 0 if number is None else int(self.settled()[number])
 
     def _numbered(self, devices: Iterable[DeviceAddress]) -> npt.NDArray[np.intp]:
         numbers = [self._numbers.setdefault(device, len(self._numbers)) for device in devices]
@@ -427,7 +390,8 @@ class DeviceMemory:
             on = self._device_sets[devices] = _DeviceSet(devices, self._numbered(devices))
         return on
 
-    def _settled(self) -> _Bytes:
+    def settled(self) -> Bytes:
+        """Return the bytes of buffers and reservations on each device."""
         for on in self._unsettled:
             if on.unsettled_bytes:
                 self._used[on.devices] += on.unsettled_bytes
@@ -435,14 +399,7 @@ class DeviceMemory:
         self._unsettled.clear()
         return self._used
 
-    def _device(self, number: int) -> str:
+    def device_in_words(self, number: int) -> str:
+        """Return the name of a device for an error."""
         device = list(self._numbers)[number]
-        return f"device {device.ordinal} of host {device.host} (island {self._island})"
-
-
-def _size(size_bytes: int) -> str:
-    """Return bytes in words."""
-    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= one:
-            return f"{size_bytes / one:.2f} {unit}"
-    return f"{size_bytes} B"
+        return f"device {device.ordinal} of host {device.host} (island {self.island})"

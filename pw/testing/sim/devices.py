@@ -171,6 +171,10 @@ class SimBackend:
         """Return the bytes of all buffers."""
         return {"device_bytes": sum(self._buffers.live_bytes.values())}
 
+    def allocated_bytes(self, ordinal: int) -> tuple[int | None, int | None]:
+        """Return the bytes of the buffers on a device."""
+        return self._buffers.live_bytes[ordinal], None
+
     def stage(self, value: Value) -> str:
         """How far a value is."""
         if value.error is None and value.payload is None:

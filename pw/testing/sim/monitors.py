@@ -250,7 +250,7 @@ class Monitors:
             return result
 
         def reserved(program: int, args: Any, results: Any) -> Any:
-            needs = memory._programs.get(program)
+            needs = memory.programs.get(program)
             is_view = needs is not None and any(one.shards for one in needs.memory.outputs)
             # A small host value is no array: hosts make it for the view.
             if is_view and all(isinstance(arg, int) for arg in args):
@@ -285,4 +285,4 @@ class Monitors:
 
 def _counted_bytes(memory: Any) -> int:
     """Return what a scheduler counts on all devices of its island together."""
-    return int(memory._settled().sum())
+    return int(memory.settled().sum())

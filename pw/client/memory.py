@@ -1,0 +1,125 @@
+"""`pw.memory()`: what lies in the memory of devices, and whose it is, as an object and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pw.client.connection import current
+from pw.client.show.tables import Table, html, plain, renderable
+from pw.core.messages import ArrayMemory, DeviceUse, Memory, OwnerMemory
+from pw.core.sizes import size_in_words
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["ArrayMemory", "ClusterMemory", "DeviceUse", "OwnerMemory", "memory"]
+
+MEMORY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClusterMemory:
+    """The memory of all devices at the time of the question; prints as tables."""
+
+    devices: tuple[DeviceUse, ...]
+    """Of the islands that are ready, by island and host."""
+    silent: tuple[str, ...]
+    """Hosts that did not answer: their devices have no `arrays_bytes`."""
+
+    @classmethod
+    def of(cls, told: Memory) -> ClusterMemory:
+        """Return the controller's answer."""
+        return cls(told.devices, told.silent)
+
+    @property
+    def head(self) -> str:
+        """One line about all devices."""
+        held = sum(device.arrays_bytes or 0 for device in self.devices)
+        reserved = sum(device.reserved_bytes for device in self.devices)
+        sizes = f"{size_in_words(held)} of arrays, {size_in_words(reserved)} reserved"
+        line = f"{len(self.devices)} devices: {sizes}"
+        return f"{line}; no answer from {', '.join(self.silent)}" if self.silent else line
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the tables of devices, owners and largest arrays."""
+        devices = [
+            (
+                *_place(d),
+                _words(d.limit_bytes, "unlimited"),
+                _words(d.free_bytes, ""),
+                _words(d.arrays_bytes, "no answer"),
+                size_in_words(d.reserved_bytes),
+                size_in_words(d.temporary_bytes),
+                _words(d.in_use_bytes, ""),
+                _words(d.peak_bytes, ""),
+            )
+            for d in self.devices
+        ]
+        owners = [
+            (
+                *_place(d),
+                o.client,
+                o.name,
+                o.arrays,
+                size_in_words(o.arrays_bytes),
+                size_in_words(o.reserved_bytes),
+            )
+            for d in self.devices
+            for o in d.owners
+        ]
+        arrays = [
+            (
+                *_place(d),
+                f"{a.client}.{a.array}",
+                a.type,
+                a.program or "(uploaded)",
+                size_in_words(a.size_bytes),
+            )
+            for d in self.devices
+            for a in d.largest
+        ]
+        place = ("island", "host", "device")
+        counts = ("limit", "free", "arrays", "reserved", "temporaries", "in use", "peak")
+        return (
+            Table("Devices", (*place, *counts), tuple(devices)),
+            Table(
+                "Owners",
+                (*place, "client", "name", "arrays", "bytes", "reserved"),
+                tuple(owners),
+            ),
+            Table("Largest arrays", (*place, "array", "type", "made by", "bytes"), tuple(arrays)),
+        )
+
+    def __repr__(self) -> str:
+        return plain(self.head, self.tables())
+
+    def __rich__(self) -> Group:
+        return renderable(self.head, self.tables())
+
+    def _repr_html_(self) -> str:
+        return html(self.head, self.tables())
+
+
+def _place(device: DeviceUse) -> tuple[str, str, int]:
+    return device.island, device.host, device.device
+
+
+def _words(size_bytes: int | None, without: str) -> str:
+    return without if size_bytes is None else size_in_words(size_bytes)
+
+
+def memory(timeout_s: float = MEMORY_S) -> ClusterMemory:
+    """Return what lies in the memory of each device: whose it is, what is reserved, the largest arrays.
+
+    In a terminal the result prints as tables, in a notebook it shows as such; a script reads its attributes,
+    as in `min(device.free_bytes for device in pw.memory().devices)` on devices with a limit. All sizes are in
+    bytes for one device. A host that does not answer within 0.8 s is in `silent`.
+
+    Args:
+        timeout_s: how long to wait for the controller's answer, in seconds.
+
+    Raises:
+        ConnectionFailed: the controller has not answered within `timeout_s`, or is gone for good.
+    """
+    return ClusterMemory.of(current.runtime().ask.memory(timeout_s))
