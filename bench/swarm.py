@@ -21,7 +21,6 @@ from typing import Any
 
 import uvloop
 
-from pw.client.connection.threads import incarnation
 from pw.core import messages
 from pw.core.actor import Actor, Env, handles
 from pw.core.compact import Compact
@@ -33,7 +32,7 @@ from pw.transport.connection import Connection
 from pw.transport.endpoints import parse
 from pw.transport.link import Versions
 from pw.transport.node import Node as ActorNode
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.stream_network import StreamNetwork, incarnation
 
 HEARTBEAT_S = 1.0
 ARTIFACT = b"a computation that is never compiled"

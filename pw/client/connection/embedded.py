@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pw.client.connection.children import KeptWorker
-from pw.client.connection.threads import LoopThread, SessionOnNode, incarnation
+from pw.client.connection.threads import LoopThread, SessionOnNode
 from pw.client.session.thread_messages import Close
 from pw.core.errors import Error, HostLost
 from pw.core.ids import CONTROLLER
@@ -30,7 +30,7 @@ from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
 from pw.transport.private import PrivateFolder
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.stream_network import StreamNetwork, incarnation
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime

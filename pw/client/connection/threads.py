@@ -27,7 +27,7 @@ from pw.transport.endpoints import address_towards
 from pw.transport.node import Node
 from pw.transport.private import beside as private_folder
 from pw.transport.secret import of_cluster
-from pw.transport.stream_network import StreamNetwork
+from pw.transport.stream_network import StreamNetwork, incarnation
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime
@@ -218,11 +218,6 @@ def _check_running(children: Sequence[Daemon]) -> None:
 
 def _leave_it() -> None:
     """End nothing: the thread belongs to other sessions, too."""
-
-
-def incarnation() -> int:
-    """A number that grows with every start on this machine."""
-    return time.time_ns()
 
 
 def remote(address: str, beside: LoopThread | None = None) -> Callable[[Runtime], SessionOnNode]:

@@ -20,13 +20,14 @@ from pw.core.errors import ArrayLost, ErrorReport
 from pw.core.ids import Address, client_of
 from pw.core.messages import CANCELLED, Discard, Launch, RegisterHost, Replicate
 from pw.core.plan import Receive
+from pw.core.waits import RECONNECT_S
 from pw.core.watchdog import STALL_S, Watchdog
 from pw.devices.host.backend import Backend, Build, Part, Value
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.installs import Installs
 from pw.devices.host.interpreter import Interpreter
 from pw.devices.host.launch_order import LaunchOrder
-from pw.devices.host.membership import RECONNECT_S, HostProcess, Membership
+from pw.devices.host.membership import HostProcess, Membership
 from pw.devices.host.program import NO_SEGMENT, HostProgram, Inline
 from pw.devices.host.store import ObjectStore
 from pw.devices.host.why import Explanations

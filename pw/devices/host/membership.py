@@ -40,8 +40,6 @@ from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
 
-RECONNECT_S = 60.0
-"""How long a host looks for another controller."""
 REDIAL_S = 0.5
 """Time between two attempts."""
 ENDING_S = 2.0

@@ -41,6 +41,7 @@ from pw.core.messages import (
     Stats,
     Status,
 )
+from pw.core.waits import RECOVERY_S
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import Replicas
@@ -60,9 +61,6 @@ from pw.sched.control.shares import Shares
 from pw.sched.control.slices import Slices
 from pw.sched.control.stream import Handlers, Stream
 from pw.sched.control.uploads import Uploads
-
-RECOVERY_S = 60.0
-"""How long what needs a lost island waits for it, before it fails."""
 
 
 class Controller(Actor):
