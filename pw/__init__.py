@@ -40,6 +40,8 @@ from pw.core.errors import (
     OutOfHostMemory,
     PlacementError,
     ProtocolError,
+    PythonRefused,
+    ResultMismatch,
     ShardingError,
     TracerError,
     TracingError,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from pw.client.trace.pmap import pmap
     from pw.client.trace.program import program
     from pw.client.transfer import block_until_ready, get, put, ready
+    from pw.core.parts import Part
 
 __version__ = _installed.version(_installed.DISTRIBUTION)
 
@@ -81,6 +84,7 @@ _LAZY = {
     "pmap": "pw.client.trace.pmap",
     "program": "pw.client.trace.program",
     "host_function": "pw.client.trace.host_function",
+    "Part": "pw.core.parts",
     "Array": "pw.client.arrays.array",
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",
@@ -109,6 +113,7 @@ __all__ = [
     "pmap",
     "program",
     "host_function",
+    "Part",
     "Array",
     "put",
     "get",
@@ -147,6 +152,8 @@ __all__ = [
     "OutOfHostMemory",
     "PlacementError",
     "ProtocolError",
+    "PythonRefused",
+    "ResultMismatch",
     "ShardingError",
     "TracerError",
     "TracingError",

@@ -72,8 +72,16 @@ class CompileError(Error):
     """A host could not compile a computation."""
 
 
+class PythonRefused(CompileError):
+    """A host runs no Python functions of clients."""
+
+
 class ComputationFailed(Error):
     """A computation raised while it ran on a host."""
+
+
+class ResultMismatch(ComputationFailed):
+    """A host function or a stream made something else than it declared."""
 
 
 class NaNFound(Error, FloatingPointError):

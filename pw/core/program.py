@@ -24,6 +24,9 @@ class Kind(StrEnum):
     """Compile a StableHLO module with the caller's options (`pw.core.stablehlo`); it takes and gives shards."""
     PYTHON = "python"
     """Call a pickled Python function, if they allow it."""
+    STREAM = "stream"
+    """Make one element of a stream, in a Python process of its own, if they allow it. The arguments say which
+    element, so it can be made again; the last result says how the generator went on."""
     VIEW = "view"
     """Nothing: the results consist of shards of the arguments, where they lie."""
 
@@ -53,8 +56,13 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_python(self) -> bool:
-        """Whether it is a pickled Python function."""
-        return self.kind is Kind.PYTHON
+        """Whether it is pickled Python: a function, or a stream."""
+        return self.kind is Kind.PYTHON or self.kind is Kind.STREAM
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it makes the same results again of the same arguments."""
+        return self.kind is not Kind.PYTHON
 
     @property
     def is_view(self) -> bool:

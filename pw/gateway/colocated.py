@@ -12,6 +12,7 @@ from typing import Any
 
 import cloudpickle
 
+from pw.core.parts import Share
 from pw.core.program import Computation, Kind, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Sharding
 from pw.gateway import protos, shardings, statuses
@@ -124,7 +125,7 @@ class Function:
         self._loaded: Any = None
         """Kept as long as the program: an object of `colocated_python_class` lives as long as its methods."""
 
-    def __call__(self, *leaves: Any) -> list[Any]:
+    def __call__(self, share: Share, *leaves: Any) -> list[Any]:
         """Call the function with arrays on the host's CPU devices, in place of the client's devices."""
         import jax
         import numpy as np
@@ -138,7 +139,8 @@ class Function:
                 for leaf, spec in zip(leaves, specs, strict=True)
             ]
             args, kwargs = jax.tree.unflatten(structure, placed)
-            return [_on_host(np.asarray(leaf)) for leaf in jax.tree.leaves(fun(*args, **kwargs))]
+            made = jax.tree.leaves(fun(*args, **kwargs))
+            return share.taken([_on_host(np.asarray(leaf)) for leaf in made], whole=True)
 
     def _load(self, local: Sequence[Any]) -> Any:
         from jax.experimental.colocated_python import serialization

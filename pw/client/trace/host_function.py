@@ -8,6 +8,7 @@ pickled.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,25 +22,29 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.export import Traced
 from pw.client.trace.function import JitFunction
-from pw.core.errors import ArgumentError, TracingError
+from pw.client.trace.prefixes import mesh_in, on_mesh, spread
+from pw.core.errors import ArgumentError, ResultMismatch, TracingError
+from pw.core.host_calls import HostCall, Structure
 from pw.core.program import Computation, Kind
+from pw.core.trees import PlainTree, is_plain
 
 
 class _HostFunction(JitFunction[..., Any]):
     _kind = "pw.host_function"
 
     def __init__(
-        self, fun: Callable[..., Any], results: Any, mesh: Mesh | None, timeout: float | None
+        self,
+        fun: Callable[..., Any],
+        results: Any,
+        mesh: Mesh | None,
+        out_shardings: Any,
+        timeout: float | None,
     ) -> None:
         super().__init__(fun, mesh, timeout=timeout)
-        leaves, self._results_tree = tree_flatten(results)
-        for leaf in leaves:
-            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-                raise ArgumentError(
-                    f"result_shape_dtypes of {self._name!r} must be a tree of jax.ShapeDtypeStruct or "
-                    f"arrays, it has a {type(leaf).__name__} in it"
-                )
-        self._results = [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
+        avals, self._results_tree = declared(results, f"result_shape_dtypes of {self._name!r}")
+        self._results = avals
+        self._wanted = spread(out_shardings, results, f"out_shardings of {self._name!r}")
+        self._makes_part = takes_part(fun) and any(one is not None for one in self._wanted)
         self._known: dict[Any, Traced] = {}
         self._pickling = threading.Lock()
 
@@ -61,14 +66,17 @@ class _HostFunction(JitFunction[..., Any]):
         tree, signature, _, mesh, _ = key
         replicated = NamedSharding.replicated(mesh)
         inputs = tuple(ArrayType.of(aval_of(leaf), replicated) for leaf in signature)
-        outputs = tuple(ArrayType.of(aval, replicated) for aval in self._results)
+        outputs = output_types(self._results, self._wanted, mesh)
         for type_ in (*inputs, *outputs):
             if type_.key_impl is not None:
                 raise ArgumentError(
                     f"the host function {self._name!r} takes or gives typed PRNG keys, which have no "
                     "numpy form; pass jax.random.key_data of them"
                 )
-        artifact = cloudpickle.dumps(_flat(self.__wrapped__, tree, self._results_tree))
+        function = HostCall(
+            self.__wrapped__, structure(tree), structure(self._results_tree), self._makes_part
+        )
+        artifact = pickled(function, f"the host function {self._name!r}")
         computation = Computation(
             self._name,
             hashlib.sha256(artifact).digest(),
@@ -80,17 +88,69 @@ class _HostFunction(JitFunction[..., Any]):
         return Traced(computation, artifact, mesh, inputs, (), outputs, self._results_tree)
 
 
-def _flat(fun: Callable[..., Any], tree: Any, results_tree: Any) -> Callable[..., list[Any]]:
-    """Return `fun` as a function of numpy leaves; it runs on hosts, without importing pw."""
+def declared(tree: Any, what: str) -> tuple[list[Any], Any]:
+    """Return the abstract values of a tree of shapes and dtypes, and its structure. Raises ArgumentError."""
+    leaves, structure = tree_flatten(tree)
+    for leaf in leaves:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ArgumentError(
+                f"{what} must be a tree of jax.ShapeDtypeStruct or "
+                f"arrays, it has a {type(leaf).__name__} in it"
+            )
+    return [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], structure
 
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = tree_unflatten(tree, leaves)
-        results, found = tree_flatten(fun(*args, **kwargs))
-        if found != results_tree:
-            raise TypeError(f"it returned {found}, but result_shape_dtypes says {results_tree}")
-        return list(results)
 
-    return flat
+def output_types(avals: Sequence[Any], wanted: Sequence[Any], mesh: Mesh) -> tuple[ArrayType, ...]:
+    """Return the types of results with these shardings on `mesh`; None is replicated. Raises ShardingError."""
+    types = []
+    for aval, entry in zip(avals, wanted, strict=True):
+        sharding = NamedSharding.replicated(mesh) if entry is None else on_mesh(mesh, entry)
+        sharding.core.check(tuple(aval.shape))
+        types.append(ArrayType.of(aval, sharding))
+    return tuple(types)
+
+
+def takes_part(fun: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter called `part`."""
+    try:
+        return "part" in inspect.signature(fun).parameters
+    except (TypeError, ValueError):  # built-in functions do not say
+        return False
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """Return a pickle that a host can load. Raises ArgumentError."""
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise ArgumentError(
+            f"{what} cannot be sent to hosts, because something that it refers to cannot be pickled: "
+            f"{type(error).__name__}: {error}. Make that thing inside the function"
+        ) from error
+
+
+def structure(tree: Any) -> Structure:
+    """Return a tree's structure for hosts: without JAX where the tree has only plain nodes."""
+    skeleton = tree_unflatten(tree, range(tree.num_leaves))
+    return PlainTree(skeleton) if is_plain(skeleton) else _Tree(tree)
+
+
+class _Tree:
+    """A structure with nodes that only JAX knows; a host that loads it imports JAX."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """Return the tree with these leaves."""
+        return tree_unflatten(self._tree, leaves)
+
+    def leaves_of(self, value: Any) -> list[Any]:
+        """Return the leaves of a value with this structure. Raises ResultMismatch."""
+        leaves, found = tree_flatten(value)
+        if found != self._tree:
+            raise ResultMismatch(f"it returned {found}, but {self._tree} is declared")
+        return list(leaves)
 
 
 def host_function(
@@ -98,27 +158,44 @@ def host_function(
     result_shape_dtypes: Any,
     *,
     devices: Sequence[Any] | Any = None,
+    mesh: Mesh | None = None,
+    out_shardings: Any = None,
     timeout: float | None = None,
 ) -> Callable[..., Any]:
     """Make a Python function run on the hosts of `devices`, as a node like any computation.
 
-    It takes numpy arrays, and its results become arrays on the devices. If the devices are on
-    several hosts, each host calls it once, and it must return the same values there; if it raises
-    on one host, the call fails on all. A host runs one call at a time, beside its computations. Its
+    It takes numpy arrays, and its results become arrays on the devices. It runs in a process beside
+    the host's runtime, one for each client, with JAX on CPU; that process may die without harm to
+    others. If the devices are on several hosts, each host calls it once; if it raises on one host, the
+    call fails on all. A host runs one call of a client at a time, beside its computations. Its
     output, warnings and log records (from `WARNING` on) appear here as `(host) line`: see
     `pw.connect`.
 
+    With `out_shardings`, each host needs only its part of the results. A function with the keyword
+    parameter `part` makes only that: it gets a `pw.Part`, and returns arrays of the shapes that
+    `part.slices` has. Any other function returns whole results, the same on all hosts.
+
     Args:
         fun: takes numpy arrays (whole, in the tree of the call) and returns arrays.
-        result_shape_dtypes: the tree of results, as `jax.ShapeDtypeStruct`s (as for
+        result_shape_dtypes: the tree of whole results, as `jax.ShapeDtypeStruct`s (as for
             `jax.pure_callback`).
         devices: virtual devices, or one; by default as for `pw.jit`.
+        mesh: a mesh, in place of `devices`.
+        out_shardings: as for `pw.jit`; by default, the results are replicated.
         timeout: seconds that a call may take once it is launched, as for `pw.jit`.
 
     Raises:
-        ArgumentError: `result_shape_dtypes` is not a tree of shapes and dtypes.
-        CompileError: when a result is read, if a host does not allow Python functions.
+        ArgumentError: `result_shape_dtypes` is not a tree of shapes and dtypes; in the call, if
+            something that the function refers to cannot be pickled.
+        ShardingError: in the call, if a result cannot be split that way.
+        PythonRefused: when a result is read, if a host does not allow Python functions.
+        ResultMismatch: when a result is read, if it has another shape or dtype than declared.
         ComputationFailed: when a result is read, if the function raised; with its traceback.
     """
-    mesh = None if devices is None else mesh_of(devices)
-    return _HostFunction(fun, result_shape_dtypes, mesh, timeout)
+    if devices is not None and mesh is not None:
+        raise ArgumentError("pw.host_function takes devices= or mesh=, not both")
+    if devices is not None:
+        mesh = mesh_of(devices)
+    return _HostFunction(
+        fun, result_shape_dtypes, mesh or mesh_in(out_shardings), out_shardings, timeout
+    )

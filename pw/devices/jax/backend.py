@@ -102,7 +102,7 @@ class JaxBackend:
         self._answers = answers = Answers(layouts, completions, failures)
         self._builds = Builds(layouts, completions, answers, failures)
         self._python = PythonFunctions(
-            layouts, answers, failures, output, allow_python, completions.fail
+            host, layouts, answers, failures, output, allow_python, completions.fail
         )
         self._executables = Executables(compile_cache)
         self._calls = Calls(completions)
@@ -239,7 +239,7 @@ class JaxBackend:
                 *self._answers.watchers.close(),
                 self.enqueuer.guard_thread,
                 self._builds.thread,
-                self._python.thread,
+                *self._python.close(),
             ],
             _CLOSE_TIMEOUT_S,
         )

@@ -229,7 +229,7 @@ class Compiler:
         raises."""
         if computation.is_python:
             wish: Any = key
-            function = self._python.load(computation, artifact, devices)
+            function = self._python.load(key, computation, artifact, devices)
             self._made[wish] = _Made(Executable(function, (), computation.name), None, set())
         elif computation.kind is Kind.STABLEHLO:
             client = owner_of(key)

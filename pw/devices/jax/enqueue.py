@@ -75,7 +75,9 @@ class Enqueuer:
         """Make a computation known under `key`; None makes it unknown."""
         self._quick.forget(key)
         if executable is None:
-            self.executables.pop(key, None)
+            known = self.executables.pop(key, None)
+            if known is not None and type(known.call) is PythonFunction:
+                self._python.forget(known.call)
             return
         self.executables[key] = executable
         if executable.is_straight and not executable.donated and executable.device is not None:

@@ -1,91 +1,151 @@
 """Runs clients' Python functions on a host, if the host's owner allows them.
 
-A function takes and returns numpy arrays. It runs on a thread of its own, so neither the loop nor
-the execute thread waits for it; its results are `building` until it has returned.
+A function takes and returns numpy arrays. It runs in a process of its own (`pw.devices.python`): one
+for all functions of a client, and one for each stream. A thread for each process waits for it, so
+neither the loop nor the execute thread does; results are `building` until the function has returned.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
+import jax
+import msgspec
 import numpy as np
 
-from pw.core.errors import CompileError, ComputationFailed
+from pw.core.errors import ErrorReport, PythonRefused
 from pw.core.messages import ThreadReport
-from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, DeviceAddress, dtype_of
-from pw.devices.host.backend import Execute
+from pw.core.parts import Share, share_of
+from pw.core.program import Computation, Kind
+from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
+from pw.devices.host.backend import Execute, relative
 from pw.devices.host.output import Output
 from pw.devices.host.program import owner_of
 from pw.devices.jax.answers import Answers
-from pw.devices.jax.layouts import Layouts, host_shards, local_shards, put
+from pw.devices.jax.layouts import Layouts, aligned_empty, host_shards, local_shards, put
 from pw.devices.jax.threads import QueueThread
 from pw.devices.jax.values import Failures, awaited, fail
+from pw.devices.python.process import FunctionRaised, ProcessEnded, PythonProcess
+from pw.devices.python.wire import Load
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A Python process, the thread that waits for it, and the keys of its functions."""
+
+    process: PythonProcess
+    thread: QueueThread[Callable[[], None]]
+    keys: set[bytes] = field(default_factory=set)
+    calling: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PythonFunction:
-    """An unpickled function and the layout of its results."""
+    """A function that a process knows, and the layout of its results on this host."""
 
-    name: str
-    flat: Callable[..., list[Any]]
+    key: bytes
+    share: Share
     outputs: tuple[ArraySpec, ...]
     devices: tuple[DeviceAddress, ...]
+    is_repeatable: bool
+    worker: _Worker
 
 
 @dataclass(eq=False)
 class PythonFunctions:
     """Loads and calls Python functions."""
 
+    _host: str
     _layouts: Layouts
     _answers: Answers
     _failures: Failures
     _output: Output
     _allowed: bool
     _failed: Callable[[BaseException], None]
-    _calling: str = ""
 
     def __post_init__(self) -> None:
-        self.thread = QueueThread("pw-python", self._call, self._failed)
+        self._lock = threading.Lock()
+        self._workers: dict[Hashable, _Worker] = {}
 
     def load(
-        self, computation: Computation, artifact: bytes, devices: tuple[DeviceAddress, ...]
+        self,
+        key: bytes,
+        computation: Computation,
+        artifact: bytes,
+        devices: tuple[DeviceAddress, ...],
     ) -> PythonFunction:
-        """Unpickle a function. Raises CompileError if this host does not allow that, or it fails."""
+        """Give a function to its process. Raises PythonRefused if this host does not allow that."""
         if not self._allowed:
-            raise CompileError(
+            raise PythonRefused(
                 f"{computation.name!r} is a Python function, and this host runs none from clients; its "
                 "owner can start it with pw-worker --allow-python"
             )
-        try:
-            flat = cloudpickle.loads(artifact)
-        except BaseException as error:  # a client's code may raise anything; the host goes on
-            raise CompileError(
-                f"the Python function {computation.name!r} cannot be loaded here: "
-                f"{type(error).__name__}: {error}. What it imports must be installed on the host"
-            ) from error
-        return PythonFunction(computation.name, flat, computation.outputs, devices)
+        is_stream = computation.kind is Kind.STREAM
+        # The last result of a stream differs by device, and not by the part of the data.
+        counted = len(computation.outputs) - 1 if is_stream else None
+        share = share_of(computation.name, computation.outputs, devices, self._host, counted)
+        owner = owner_of(key)
+        name: Hashable = (owner, computation.artifact, share.index) if is_stream else owner
+        with self._lock:
+            worker = self._workers.get(name)
+            if worker is None:
+                worker = self._workers[name] = _Worker(
+                    PythonProcess(_environment, aligned_empty),
+                    QueueThread("pw-python", lambda job: job(), self._failed),
+                )
+            worker.keys.add(key)
+            worker.process.load(Load(key, artifact, share))
+        return PythonFunction(key, share, computation.outputs, devices, is_stream, worker)
+
+    def forget(self, function: PythonFunction) -> None:
+        """Drop a function after the calls so far; end its process after its last function."""
+        worker = function.worker
+        with self._lock:
+            worker.keys.discard(function.key)
+            is_last = not worker.keys
+            if is_last:
+                self._workers = {k: w for k, w in self._workers.items() if w is not worker}
+        if is_last:
+            worker.thread.put(worker.process.close)
+            worker.thread.stop()
+        else:
+            worker.thread.put(lambda: worker.process.drop(function.key))
 
     def call(self, function: PythonFunction, op: Execute) -> None:
-        """Have a function called on the thread; on the execute thread."""
+        """Have a function called on its thread; on the execute thread."""
         called = threading.Event()
         for value in op.args:
             value.shared = True
         for value in op.results:
             value.building = called
-        self.thread.put((function, op))
+        function.worker.thread.put(lambda: self._call(function, op))
 
     def whereabouts(self) -> list[ThreadReport]:
-        """What the thread does now."""
-        return self.thread.whereabouts(f"the Python function {self._calling!r}")
+        """What the threads do now."""
+        with self._lock:
+            workers = list(self._workers.values())
+        return [
+            report
+            for worker in workers
+            for report in worker.thread.whereabouts(
+                f"the Python function {worker.calling!r} in process {worker.process.pid}"
+            )
+        ]
 
-    def _call(self, item: tuple[PythonFunction, Execute]) -> None:
-        function, op = item
-        self._calling = function.name
+    def close(self) -> list[QueueThread[Any]]:
+        """End all processes; return the threads, which end soon."""
+        with self._lock:
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.process.close()
+        return [worker.thread for worker in workers]
+
+    def _call(self, function: PythonFunction, op: Execute) -> None:
+        name = function.worker.calling = function.share.name
         try:
             for value in op.args:
                 awaited(value)
@@ -95,31 +155,63 @@ class PythonFunctions:
             else:
                 with self._output.on_behalf_of(owner_of(op.key)):
                     self._fill(function, op)
-        except BaseException as error:  # noqa: BLE001 - a user's function may raise anything
-            fail(op.results, self._failures.report(error, function.name))
+        except FunctionRaised as error:
+            fail(op.results, self._reported(error.report, name))
+        except BaseException as error:  # noqa: BLE001 - it belongs to the results
+            fail(op.results, self._failures.report(error, name))
         finally:
             for value in op.results:
                 value.building.set()
                 self._answers.tell(value)
 
+    def _reported(self, report: ErrorReport, name: str) -> ErrorReport:
+        words = report.message
+        if report.kind != PythonRefused.__name__:
+            words = f"the computation {name!r} failed: {words}"
+        return msgspec.structs.replace(report, message=words, where=self._host)
+
     def _fill(self, function: PythonFunction, op: Execute) -> None:
         """Run the function and fill the results. Raises what the function raises."""
         shards = [next(iter(local_shards(value.payload).values())) for value in op.args]
-        made = function.flat(*[np.asarray(shard) for shard in shards])
+        given = [np.asarray(shard) for shard in shards]
+        process, share = function.worker.process, function.share
+        try:
+            made = process.call(function.key, given, self._output.write)
+        except ProcessEnded:
+            if not function.is_repeatable:
+                raise
+            made = process.call(function.key, given, self._output.write)
         arrays = []
-        for index, (result, spec) in enumerate(zip(made, function.outputs, strict=True)):
-            host_array = np.asarray(result)
-            if host_array.shape != spec.shape or host_array.dtype != dtype_of(spec.dtype):
-                raise ComputationFailed(
-                    f"result {index} of the host function {function.name!r} is "
-                    f"{host_array.dtype}{list(host_array.shape)}, but result_shape_dtypes says "
-                    f"{spec.dtype}{list(spec.shape)}"
-                )
+        for result, region, spec in zip(made, share.boxes, function.outputs, strict=True):
             layout = self._layouts.of(spec, function.devices)
-            positions = tuple(layout.local)
-            box = tuple((0, size) for size in spec.shape)
-            # A copy: the function may keep its result, and change it.
-            parts = [(positions, box, host_array.copy())]
-            arrays.append(put(spec, layout, host_shards(spec, positions, parts)))
+            parts = [
+                (positions, relative(box), result[_inside(box, region)])
+                for box, positions in host_boxes(spec, function.devices, self._host)
+            ]
+            arrays.append(put(spec, layout, host_shards(spec, tuple(layout.local), parts)))
         for value, array in zip(op.results, arrays, strict=True):
             value.payload = array
+
+
+def _inside(box: Box, region: Box) -> tuple[slice, ...]:
+    """Return a box as an index of the region that contains it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(box, region, strict=True)
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What differs in a Python process: JAX has the host's CPU devices there, and no accelerator."""
+    try:
+        devices = len(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        devices = 1
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if "host_platform_device_count" not in flag]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_ENABLE_X64": "1",  # a host must not narrow the types that a client has declared
+        "XLA_FLAGS": " ".join(kept),
+    }

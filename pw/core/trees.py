@@ -1,0 +1,78 @@
+"""Trees of dicts, lists and tuples, taken apart and put together without JAX.
+
+A *skeleton* is a tree with the numbers of its leaves in their places. Processes that run clients'
+functions use it, because to import JAX there takes a second and a hundred megabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pw.core.errors import ResultMismatch
+
+_NODES = (dict, list, tuple, type(None))
+
+
+def is_plain(skeleton: Any) -> bool:
+    """Whether a tree has no nodes but dicts, lists, tuples and None."""
+    if type(skeleton) is int:
+        return True
+    if type(skeleton) is dict:
+        return all(map(is_plain, skeleton.values()))
+    return skeleton is None or (type(skeleton) in _NODES and all(map(is_plain, skeleton)))
+
+
+class PlainTree:
+    """The structure of a tree with only plain nodes."""
+
+    def __init__(self, skeleton: Any) -> None:
+        self._skeleton = skeleton
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """Return the tree with these leaves."""
+        return _filled(self._skeleton, leaves)
+
+    def leaves_of(self, value: Any) -> list[Any]:
+        """Return the leaves of a value with this structure. Raises ResultMismatch."""
+        found: dict[int, Any] = {}
+        if not _match(self._skeleton, value, found):
+            raise ResultMismatch(
+                f"it returned {_shown(value)}, but {_shown(self._skeleton)} is declared"
+            )
+        return [found[number] for number in range(len(found))]
+
+
+def _filled(skeleton: Any, leaves: Sequence[Any]) -> Any:
+    if type(skeleton) is int:
+        return leaves[skeleton]
+    if skeleton is None:
+        return None
+    if type(skeleton) is dict:
+        return {key: _filled(below, leaves) for key, below in skeleton.items()}
+    return type(skeleton)(_filled(below, leaves) for below in skeleton)
+
+
+def _match(skeleton: Any, value: Any, found: dict[int, Any]) -> bool:
+    if type(skeleton) is int:
+        found[skeleton] = value
+        return not isinstance(value, _NODES)
+    if type(value) is not type(skeleton):
+        return False
+    if skeleton is None:
+        return True
+    if len(value) != len(skeleton):
+        return False
+    if type(skeleton) is dict:
+        return all(key in value and _match(skeleton[key], value[key], found) for key in skeleton)
+    return all(_match(below, given, found) for below, given in zip(skeleton, value, strict=True))
+
+
+def _shown(tree: Any) -> str:
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{key!r}: {_shown(below)}" for key, below in tree.items()) + "}"
+    if isinstance(tree, list):
+        return "[" + ", ".join(map(_shown, tree)) + "]"
+    if isinstance(tree, tuple):
+        return "(" + ", ".join(map(_shown, tree)) + ("," if len(tree) == 1 else "") + ")"
+    return "None" if tree is None else "*"

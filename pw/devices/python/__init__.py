@@ -1,0 +1,1 @@
+"""Processes on a host that run clients' Python functions; nothing here imports JAX."""

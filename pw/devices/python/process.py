@@ -1,0 +1,179 @@
+"""A Python process beside the host: clients' functions cannot hold its interpreter lock, or end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pw.core.errors import ComputationFailed, ErrorReport
+from pw.devices.python.wire import (
+    BUFFER_BYTES,
+    Call,
+    Drop,
+    Empty,
+    Load,
+    Raised,
+    Returned,
+    Wrote,
+    described,
+    receive,
+    send,
+)
+
+_END_S = 5.0
+"""How long the end of a process is waited for, before it is killed."""
+
+
+class FunctionRaised(Exception):
+    """A function raised in its process."""
+
+    def __init__(self, report: ErrorReport) -> None:
+        super().__init__(report.message)
+        self.report = report
+
+
+class ProcessEnded(FunctionRaised):
+    """A Python process ended in the middle of a call."""
+
+
+class PythonProcess:
+    """Runs functions in a process that it starts when needed, and again after its end.
+
+    One thread calls `call`; any thread may call the other methods.
+
+    Args:
+        environment: what differs from this process's environment.
+        empty: makes memory for results.
+    """
+
+    def __init__(self, environment: Callable[[], dict[str, str]], empty: Empty) -> None:
+        self._environment = environment
+        self._empty = empty
+        self._lock = threading.Lock()
+        self._calling = threading.Lock()
+        """Held while a thread uses the socket."""
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loads: dict[bytes, Load] = {}
+        self._known: set[bytes] = set()
+        """Keys that the running process knows."""
+        self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """The number of the running process; 0 if there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    def load(self, load: Load) -> None:
+        """Have a function known, and the process started."""
+        with self._lock:
+            self._loads[load.key] = load
+            if self._link is None and not self._closed:
+                self._start()
+
+    def drop(self, key: bytes) -> None:
+        """Forget a function; on the thread of `call`."""
+        with self._lock:
+            self._loads.pop(key, None)
+            link = self._link if key in self._known else None
+            self._known.discard(key)
+        if link is not None:
+            with contextlib.suppress(OSError):
+                send(link, Drop(key))
+
+    def call(
+        self,
+        key: bytes,
+        arrays: Sequence[np.ndarray[Any, Any]],
+        wrote: Callable[[bool, str], None],
+    ) -> list[np.ndarray[Any, Any]]:
+        """Call a function; `wrote` takes what it writes meanwhile.
+
+        Raises:
+            FunctionRaised: the function raised, or could not be loaded.
+            ProcessEnded: the process ended; the next call starts another one.
+        """
+        with self._lock:
+            load = self._loads[key]
+            if self._link is None and not self._closed:
+                self._start()
+            link = self._link
+            is_known = key in self._known
+            self._known.add(key)
+        name = load.share.name
+        if link is None:
+            raise ProcessEnded(_failed(f"the host ended before it called {name!r}"))
+        try:
+            with self._calling:
+                if not is_known:
+                    send(link, load)
+                send(link, Call(key, described(arrays)), arrays)
+                while True:
+                    frame, made = receive(link, self._empty)
+                    if isinstance(frame, Wrote):
+                        wrote(frame.is_error, frame.text)
+                    elif isinstance(frame, Raised):
+                        raise FunctionRaised(frame.report)
+                    elif isinstance(frame, Returned):
+                        return made
+        except (OSError, EOFError):
+            words = f"the Python process of the host {self._ended()} while it ran {name!r}"
+            raise ProcessEnded(_failed(f"{words}; the next call starts another one")) from None
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+        with self._calling:  # a call ends with its process
+            self._ended()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            path = [entry or os.getcwd() for entry in sys.path]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **self._environment()}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pw.devices.python.child", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C in a terminal is for the client
+            )
+        self._link = ours
+        self._known = set()
+
+    def _ended(self) -> str:
+        """Forget the process; return how it ended."""
+        with self._lock:
+            process, self._process = self._process, None
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if process is None:
+            return "ended"
+        try:
+            code = process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+def _failed(words: str) -> ErrorReport:
+    return ErrorReport(ComputationFailed.__name__, words)
