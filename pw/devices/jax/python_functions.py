@@ -128,13 +128,13 @@ class PythonFunctions:
         """What the threads do now."""
         with self._lock:
             workers = list(self._workers.values())
-        return [
-            report
-            for worker in workers
-            for report in worker.thread.whereabouts(
-                f"the Python function {worker.calling!r} in process {worker.process.pid}"
-            )
-        ]
+        reports = []
+        for worker in workers:
+            what = f"the Python function {worker.calling!r}"
+            for report in worker.thread.whereabouts(what):
+                stack = worker.process.stack() or report.stack
+                reports.append(msgspec.structs.replace(report, stack=stack))
+        return reports
 
     def close(self) -> list[QueueThread[Any]]:
         """End all processes; return the threads, which end soon."""

@@ -1,16 +1,16 @@
 """The process that runs one client's Python functions, or one stream, on a host.
 
-It ends when its host ends, even in the middle of a call: a thread watches the socket for that.
+It ends when its host ends, even in the middle of a call: a thread waits for that, and for questions.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import sys
 import threading
+import traceback
 from typing import Any
 
 import cloudpickle
@@ -29,6 +29,9 @@ from pw.devices.python.wire import (
     receive,
     send,
 )
+
+STACK_FRAMES = 12
+"""Calls shown of a function that is at work."""
 
 
 class _Link:
@@ -125,18 +128,24 @@ def _reported(error: BaseException) -> ErrorReport:
     return ErrorReport.of(error.with_traceback(trace), kind=ComputationFailed)
 
 
-def _end_with(link: socket.socket) -> None:
-    """End this process when the host ends."""
-    poll = select.poll()
-    poll.register(link, 0)  # only the end is reported
-    poll.poll()
+def _answer(questions: socket.socket, worker: int) -> None:
+    """Tell the host where in the code the main thread is; end this process when the host ends."""
+    while questions.recv(1):
+        frame = sys._current_frames().get(worker)
+        calls = traceback.extract_stack(frame)
+        below = [call for call in calls if call.filename not in (__file__, "<frozen runpy>")]
+        lines = [
+            f"{os.sep.join(call.filename.split(os.sep)[-2:])}:{call.lineno} in {call.name}"
+            for call in below[-STACK_FRAMES:]
+        ]
+        questions.send("\n".join(lines).encode())
     os._exit(0)
 
 
 def main() -> None:
-    """Serve the host at the other end of the descriptor that is given as an argument."""
-    link = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+    """Serve the host at the other ends of the two descriptors that are given as arguments."""
+    link, questions = (socket.socket(fileno=int(text)) for text in sys.argv[1:])
+    threading.Thread(target=_answer, args=(questions, threading.get_ident()), daemon=True).start()
     to_host = _Link(link)
     sys.stdout = _Stream(to_host, False, sys.stdout)
     sys.stderr = _Stream(to_host, True, sys.stderr)

@@ -29,6 +29,11 @@ from pw.devices.python.wire import (
     send,
 )
 
+_ANSWER_S = 0.1
+"""How long a process may take to say where it is; the host's loop waits for it."""
+
+_ANSWER_BYTES = 1 << 16
+
 _END_S = 5.0
 """How long the end of a process is waited for, before it is killed."""
 
@@ -62,6 +67,7 @@ class PythonProcess:
         self._calling = threading.Lock()
         """Held while a thread uses the socket."""
         self._link: socket.socket | None = None
+        self._questions: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._loads: dict[bytes, Load] = {}
         self._known: set[bytes] = set()
@@ -72,6 +78,17 @@ class PythonProcess:
     def pid(self) -> int:
         """The number of the running process; 0 if there is none."""
         return 0 if self._process is None else self._process.pid
+
+    def stack(self) -> tuple[str, ...]:
+        """Return where in the code the process is, if it answers at once."""
+        try:
+            with self._lock:
+                if self._questions is None:
+                    return ()
+                self._questions.send(b"?")
+                return tuple(self._questions.recv(_ANSWER_BYTES).decode().splitlines())
+        except OSError:
+            return ()
 
     def load(self, load: Load) -> None:
         """Have a function known, and the process started."""
@@ -141,28 +158,33 @@ class PythonProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        questions, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        questions.settimeout(_ANSWER_S)
+        with theirs, answers:
+            ends = (theirs.fileno(), answers.fileno())
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             path = [entry or os.getcwd() for entry in sys.path]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **self._environment()}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pw.devices.python.child", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-m", "pw.devices.python.child", *map(str, ends)],
+                pass_fds=ends,
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # a Ctrl-C in a terminal is for the client
             )
-        self._link = ours
+        self._link, self._questions = ours, questions
         self._known = set()
 
     def _ended(self) -> str:
         """Forget the process; return how it ended."""
         with self._lock:
             process, self._process = self._process, None
-            link, self._link = self._link, None
-        if link is not None:
-            link.close()
+            open_ends = (self._link, self._questions)
+            self._link = self._questions = None
+        for end in open_ends:
+            if end is not None:
+                end.close()
         if process is None:
             return "ended"
         try:
