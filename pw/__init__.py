@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from pw.client.checkpoint_files import restore
     from pw.client.connection.cluster import LocalCluster
     from pw.client.connection.current import connect, disconnect, stats, why
+    from pw.client.feeding.stream import Stream, stream
     from pw.client.memory import memory
     from pw.client.status import status
     from pw.client.trace.host_function import host_function
@@ -85,6 +86,8 @@ _LAZY = {
     "program": "pw.client.trace.program",
     "host_function": "pw.client.trace.host_function",
     "Part": "pw.core.parts",
+    "stream": "pw.client.feeding.stream",
+    "Stream": "pw.client.feeding.stream",
     "Array": "pw.client.arrays.array",
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",
@@ -114,6 +117,8 @@ __all__ = [
     "program",
     "host_function",
     "Part",
+    "stream",
+    "Stream",
     "Array",
     "put",
     "get",

@@ -1,0 +1,1 @@
+"""Streams: generators that feed programs."""
