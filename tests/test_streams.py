@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -284,3 +285,61 @@ def test_a_stream_goes_on_from_a_state(mesh: pw.Mesh, tmp_path: Path) -> None:
     back = pw.restore(tmp_path / "saved", {"x": last, "stream": stream})["stream"]
     assert [int(next(back)[0]) for _ in range(3)] == [50, 51, 52]
     assert log.read_text().split()[:3] == ["50", "51", "52"], "nothing is skipped"
+
+
+# --- on real processes -----------------------------------------------------------------------------
+
+
+def parts(*, part: Any) -> Iterator[Any]:
+    """Random rows of this part; each host draws those of all, so that rows do not depend on the hosts."""
+    import numpy
+
+    draw = numpy.random.default_rng(5)
+    while True:
+        yield draw.random((8, 64), numpy.float32)[part.slices]
+
+
+def trained(mesh: pw.Mesh, steps: int, disturb: Callable[[int], object]) -> np.ndarray:
+    """The weights after so many steps on the stream."""
+    like = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    stream = pw.stream(parts, like, sharding=pw.NamedSharding(mesh, P("x")))
+    step = pw.jit(
+        lambda w, x: w + jnp.tanh(x @ w).mean(0) * 0.1,
+        mesh=mesh,
+        in_shardings=(P(), P("x")),
+        out_shardings=P(),
+        donate_argnums=0,
+    )
+    w = pw.put(np.eye(64, dtype=np.float32), sharding=pw.NamedSharding(mesh, P()))
+    for number in range(steps):
+        w = step(w, next(stream))
+        if number == steps // 3:
+            pw.checkpoint(w).result(60)
+        disturb(number)
+    return np.asarray(w)
+
+
+@pytest.mark.processes
+def test_a_host_killed_in_the_middle_of_a_stream_changes_nothing() -> None:
+    with pw.LocalCluster(
+        hosts_per_island=2, devices_per_host=1, allow_python=True, standby=True
+    ) as cluster:
+        mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+        calm = trained(mesh, 12, lambda number: None)
+
+        def disturb(number: int) -> None:
+            if number in (2, 7):  # before the checkpoint, and after it
+                os.kill(cluster.hosts[number == 7].runtime_pid(), signal.SIGKILL)
+
+        np.testing.assert_array_equal(trained(mesh, 12, disturb), calm)
+
+
+@pytest.mark.processes
+def test_where_hosts_run_no_python_the_client_makes_the_elements() -> None:
+    with pw.LocalCluster(devices_per_host=2):
+        mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
+        stream = pw.stream(counting(3), LIKE, sharding=rows(mesh))
+        assert [int(batch["number"]) for batch in stream] == [0, 1, 2]
+        assert stream.where == "client"
+        with pytest.raises(pw.PythonRefused, match="--allow-python"):
+            next(pw.stream(counting(3), LIKE, sharding=rows(mesh), where="hosts"))
