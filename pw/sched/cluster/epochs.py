@@ -334,7 +334,8 @@ class Epochs(Part):
         if island.state == "waiting" or not island.invited:
             self._stay(island, lost)
             return
-        was_ready = island.state == "ready"
+        # A spare may form the next epoch before the end of this one is told.
+        was_ready, epoch = island.state == "ready", island.epoch
         remaining = [node for node in island.hosts if node != lost]
         island.state = "waiting"
         island.invited = False
@@ -343,16 +344,16 @@ class Epochs(Part):
         if lost:
             self._await_restart(island, lost, may_return)
         for node in remaining:
-            self.env.send(executor_of(node), LeaveIsland(island.name, island.epoch, reason))
+            self.env.send(executor_of(node), LeaveIsland(island.name, epoch, reason))
         if island.expected_hosts > 1:
-            self.env.send(SERVICES, StopCoordination(island.name, island.epoch))
+            self.env.send(SERVICES, StopCoordination(island.name, epoch))
         if was_ready:
             error = HostLost(f"island {island.name!r} stopped: {reason}")
             report = ErrorReport.of(error)
-            self.env.send(CONTROL, IslandLost(island.name, island.epoch, report, lost))
+            self.env.send(CONTROL, IslandLost(island.name, epoch, report, lost))
         self.announce()
-        self.env.call_later(REJOIN_S, Overdue(island.name, island.epoch))
-        self.env.call_later(MOVE_S, partial(self._move, island.name, island.epoch))
+        self.env.call_later(REJOIN_S, Overdue(island.name, epoch))
+        self.env.call_later(MOVE_S, partial(self._move, island.name, epoch))
         self._fill(island)
 
     def _stay(self, island: Island, lost: str) -> None:
