@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pw.core.actor import Actor, Env, handles
+from pw.core.events import Sink
 from pw.core.ids import RESOURCES, Address
 from pw.core.landing import Bulk
 from pw.core.messages import (
@@ -92,6 +93,7 @@ def add_controller(
     recovery_s: float = RECOVERY_S,
     stall_s: float = STALL_S,
     first_client: int = 1,
+    events: Sink | None = None,
 ) -> CoordinationServices:
     """Give `node` the actors of a controller process.
 
@@ -104,6 +106,7 @@ def add_controller(
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
         first_client: number of the first client; another one for each start at an address.
+        events: takes what happens in the cluster; None to publish nothing.
 
     Returns:
         The coordination services; close them when the node is closed.
@@ -144,6 +147,7 @@ def add_controller(
             heard_s=node.network.heard_s,
             first_client=first_client,
             waiting_hosts=resources.waiting_hosts,
+            events=events,
         ),
     )
     return services
@@ -180,7 +184,10 @@ def add_host(
     )
     if output is not None:
         output.written = lambda: node.post_threadsafe("store", Written())
-    coordinator = node.add("coordinator", lambda env: ShardCoordinator(env, backend, bulk))
+    coordinator = node.add(
+        "coordinator",
+        lambda env: ShardCoordinator(env, backend, bulk, lambda: counters_of(node, bulk)),
+    )
     return node.add(
         "executor",
         lambda env: HostExecutor(

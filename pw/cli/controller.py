@@ -24,6 +24,7 @@ from pw.cli.process import (
     configure_logging,
     host_of,
 )
+from pw.cli.publisher import Publisher, check_events
 from pw.core.ids import CONTROLLER
 from pw.core.waits import RECOVERY_S
 from pw.core.watchdog import STALL_S
@@ -59,6 +60,14 @@ def serve(
             min=1.0, help="Seconds that work waits for an island to come back, before it fails."
         ),
     ] = RECOVERY_S,
+    events: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Publish events there: ipc:///path in a directory that only you can enter, or "
+            "tcp://address:port, which every process that reaches it can read. By default nowhere.",
+        ),
+    ] = "",
     stall_after: Annotated[float, typer.Option(min=0.1, help=STALL_HELP)] = STALL_S,
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
@@ -80,6 +89,8 @@ def serve(
     configure_logging(log_level)
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
+    if events:
+        check_events(events, allow_remote)
     folder = PrivateFolder.of(bind)
     network = StreamNetwork(
         loop,
@@ -89,6 +100,7 @@ def serve(
         silence_s=lease,
         secret=of_cluster(bind, secret_file),
     )
+    publisher = Publisher(loop, events) if events else None
     node = Node(CONTROLLER, loop, network)
     services = add_controller(
         node,
@@ -99,8 +111,11 @@ def serve(
         recovery_s=recovery_timeout,
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,
+        events=publisher,
     )
     log("info", "listening", CONTROLLER, endpoint=network.endpoint, policy=policy)
+    if publisher is not None:
+        log("info", "publishes events", CONTROLLER, endpoint=publisher.endpoint)
     if announce_fd >= 0:
         os.write(announce_fd, f"{network.endpoint}\n".encode())
         os.close(announce_fd)
@@ -110,6 +125,8 @@ def serve(
     def teardown() -> None:
         node.close()
         services.leave()
+        if publisher is not None:
+            publisher.close()
         if folder is not None:
             folder.leave()
 

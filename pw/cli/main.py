@@ -82,6 +82,33 @@ def memory(
 
 
 @app.command()
+def events(
+    topics: Annotated[
+        list[str] | None, typer.Argument(help="Topics, as run or host. By default all.")
+    ] = None,
+    address: Address = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="End after so many events. By default never.")
+    ] = None,
+    timeout: Timeout = 3.0,
+) -> None:
+    """Print what happens in a cluster, while it happens, until Ctrl-C.
+
+    The controller must publish events (pw-controller --events). A line with "lost" says that this command was
+    too slow, and how many events it has not got.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address, no controller answers, or it
+    publishes no events.
+    """
+    from pw.cli import events as reader
+
+    reader.check_topics(topics or ())
+    endpoint = reader.endpoint_of(_known(address), timeout)
+    reader.show(endpoint, topics or (), as_json=as_json, limit=limit)
+
+
+@app.command()
 def why(
     address: Address = "",
     as_json: Annotated[
@@ -263,7 +290,7 @@ def sim(
         str,
         typer.Option(
             help="The faults: calm, tenants, slow, clients, memory, devices, network, drains, crashes, "
-            "slices, restarts, chaos, or all of them one after the other."
+            "slices, restarts, events, chaos, or all of them one after the other."
         ),
     ] = "chaos",
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the cluster.")] = None,

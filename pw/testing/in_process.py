@@ -22,6 +22,7 @@ from pw.cli.in_process import InProcessHost
 from pw.client.connection import current
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, SessionOnNode
+from pw.core.events import Sink
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.local import LocalHub
@@ -36,6 +37,7 @@ class InProcessCluster:
         devices_per_island: JAX devices of each; islands get different ones.
         device_memory_bytes: memory of each device that runs may use; None for what the device says.
         policy: scheduling policy among clients.
+        events: takes the events of the controller.
         codec: encode and decode every message on its way.
         connect: make a first client the runtime of this process.
 
@@ -50,6 +52,7 @@ class InProcessCluster:
         *,
         device_memory_bytes: int | None = None,
         policy: str = "fifo",
+        events: Sink | None = None,
         codec: bool = True,
         connect: bool = True,
     ) -> None:
@@ -71,7 +74,11 @@ class InProcessCluster:
             self.hub = LocalHub(loop, codec=codec)
             self.controller = self._node(CONTROLLER)
             self._services = add_controller(
-                self.controller, loop, secret=secrets.token_bytes(32), policy=policy
+                self.controller,
+                loop,
+                secret=secrets.token_bytes(32),
+                policy=policy,
+                events=events,
             )
             self.hosts = [
                 InProcessHost(

@@ -92,6 +92,7 @@ class LocalCluster:
             device says that it has, which CPU devices do not.
         policy: scheduling policy among clients: `fifo`, `share` or `priority`.
         connect: connect this process (`pw.connect`) once all islands are formed.
+        events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a silent client keeps what it owns, in seconds.
         standby: each worker keeps its next runtime ready, for a fast restart; it takes some 80 MB each.
         heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
@@ -117,6 +118,7 @@ class LocalCluster:
         device_memory: int | str | None = None,
         policy: str = "fifo",
         connect: bool = True,
+        events: bool = False,
         lease_s: float = 10.0,
         heartbeat_s: float = 1.0,
         standby: bool = False,
@@ -140,6 +142,8 @@ class LocalCluster:
         self._children: list[Child] = []
         self._folder = PrivateFolder.make()
         secret.create(self._folder.path)
+        self.events = f"ipc://{self._folder.path}/events" if events else ""
+        """Where the controller publishes events; empty if it does not."""
         self._runtime: Runtime | None = None
         self._previous: Runtime | None = None
         self._platform, self._devices_per_host = platform, devices_per_host
@@ -155,6 +159,7 @@ class LocalCluster:
                     *("--bind", self._folder.controller),
                     *("--policy", policy),
                     *("--lease", str(lease_s)),
+                    *(["--events", self.events] if events else []),
                     *common,
                 ]
             )

@@ -19,6 +19,7 @@ from pw.core.messages.gangs import *
 from pw.core.messages.islands import *
 from pw.core.messages.links import *
 from pw.core.messages.memory import *
+from pw.core.messages.observing import *
 from pw.core.messages.reports import *
 from pw.core.messages.status import *
 from pw.core.messages.stores import *
@@ -39,6 +40,6 @@ Message = (
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
     | ReadArray | Offer | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
     | Explain | ExplainHost | HostReport | Explanation
-    | GetMemory | Memory | MeasureHost | HostMeasured
+    | GetMemory | Memory | MeasureHost | HostMeasured | Observe | Observed
 )  # fmt: skip
 """All messages that may arrive from another process."""

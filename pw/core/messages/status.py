@@ -97,6 +97,8 @@ class Status(Base, frozen=True, tag=48):
     clients: tuple[ClientInfo, ...]
     runs: tuple[RunInfo, ...]
     """The oldest runs of each client."""
+    events: str = ""
+    """Where the controller publishes events; empty if it does not."""
 
 
 class GetStats(Base, frozen=True, tag=49):

@@ -6,6 +6,7 @@ edge stand in `pw.devices.host.edge_states`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from pw.core.actor import Actor, Env, handles
@@ -16,6 +17,7 @@ from pw.devices.host.backend import Backend
 from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edges_in import EdgesIn
 from pw.devices.host.edges_out import EdgesOut
+from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
 
 ORPHAN_S = 30.0
@@ -28,13 +30,20 @@ EDGES_TOLD = 64
 class ShardCoordinator(Actor):
     """Moves the pieces of edges between this host and others."""
 
-    def __init__(self, env: Env, backend: Backend, bulk: Bulk) -> None:
+    def __init__(
+        self,
+        env: Env,
+        backend: Backend,
+        bulk: Bulk,
+        counters: Callable[[], dict[str, int]] = dict,
+    ) -> None:
         super().__init__(env)
+        observing = Observing(env, counters)
         self.runs = RunTable()
         self.early = EarlyMessages(env, self.runs)
         self.sending = EdgesOut(env, bulk, self.runs, self.early)
-        self.receiving = EdgesIn(env, backend, bulk, self.runs, self.early)
-        self.compose(self.sending, self.receiving, self.early)
+        self.receiving = EdgesIn(env, backend, bulk, self.runs, self.early, observing)
+        self.compose(self.sending, self.receiving, self.early, observing)
 
     def drop_client(self, client: int) -> None:
         """Drop a client that has left: launches on both ends complete, the rest is void after a while.

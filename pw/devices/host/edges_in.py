@@ -25,6 +25,7 @@ from pw.core.messages import (
     EdgeGone,
     EdgeProbe,
     EdgeReport,
+    Transferred,
 )
 from pw.core.packing import unpack
 from pw.core.plan import Receive, Route
@@ -35,6 +36,7 @@ from pw.devices.host.backend import Backend, Build, Op, Read, Value
 from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import Arrived, Incoming, ReceiveEvent, Receiving
 from pw.devices.host.edges_out import is_alone, shards_of, source_boxes
+from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
 
 PROBE_S = 2.0
@@ -50,6 +52,7 @@ class EdgesIn(Part):
     bulk: Bulk
     runs: RunTable
     early: EarlyMessages
+    observing: Observing
     _incoming: dict[tuple[int, int], Incoming] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -206,6 +209,8 @@ class EdgesIn(Part):
     def _complete(self, incoming: Incoming) -> None:
         """Forget an edge without missing routes, and build its value if none has failed."""
         del self._incoming[(incoming.run, incoming.receive.edge)]
+        if self.observing.is_on:
+            self._observe(incoming)
         if incoming.happens(ReceiveEvent.COMPLETE) is not Receiving.ARRIVED:
             return
         build = Build(incoming.value, incoming.receive.spec, incoming.devices, incoming.parts)
@@ -215,6 +220,21 @@ class EdgesIn(Part):
         # Ops that do not need a large value must not wait until it is built.
         build.done = lambda error: incoming.arrived(None)
         self.backend.submit([build])
+
+    def _observe(self, incoming: Incoming) -> None:
+        """Note the end of an edge from other hosts."""
+        receive = incoming.receive
+        routes = [route for route in receive.routes if route.source_host != self._host]
+        if routes:
+            transfer = Transferred(
+                incoming.run,
+                receive.edge,
+                tuple(route.source_host for route in routes),
+                sum(route_layout(route, receive.source)[1] for route in routes),
+                self.env.now_s() - incoming.since_s,
+                incoming.state is not Receiving.ARRIVING,
+            )
+            self.observing.ended(transfer)
 
     def lose(self, node: str, reason: str) -> None:
         """Fail all routes from a lost host."""

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 
 from pw.core.actor import Actor, Env, handles
+from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
 from pw.core.messages import (
     Attach,
@@ -49,6 +50,7 @@ from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.explain.memory import MemoryReports
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.islands import Islands
+from pw.sched.control.publishing import Publishing
 from pw.sched.control.recovery.losses import Losses
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.recovery.replay import Replays
@@ -80,6 +82,7 @@ class Controller(Actor):
         first_client: int = 1,
         waiting_hosts: Callable[[], tuple[HostInfo, ...]] = tuple,
         credits_at_once: int = CREDITS_AT_ONCE,
+        events: Sink | None = None,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -89,7 +92,7 @@ class Controller(Actor):
         self._waiting_hosts = waiting_hosts
         self._counters = counters
         self._islands = Islands(env)
-        sessions = self.sessions = Sessions(env, self._islands, secret, first_client)
+        sessions = self.sessions = Sessions(env, self._islands, secret, first_client, events)
         slices = self.slices = Slices(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions)
         runs = self.runs = Runs(sessions, credits_at_once)
@@ -127,6 +130,10 @@ class Controller(Actor):
         # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
         self.compose(sessions, resumptions, explainer, measured, ends, uploads, stream, shares)
+        self._publishing: Publishing | None = None
+        if events is not None:
+            self._publishing = Publishing(sessions, events, counters)
+            self.compose(self._publishing)
 
     # --- clients come and go ----------------------------------------------------------------------
 
@@ -167,6 +174,8 @@ class Controller(Actor):
         self.saves.client_left(client)
         self.shares.client_left(client)
         self.runs.client_left(client)
+        if self._publishing is not None:
+            self._publishing.client_left(client)
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
 
@@ -181,6 +190,8 @@ class Controller(Actor):
                 self._rebuilder.proceed(client)
             self._uploads.settle_taken()
             self._go_on()
+        if self._publishing is not None:
+            self._publishing.turn_ended()
         self.runs.send_credits()
 
     def _go_on(self) -> None:
@@ -253,6 +264,7 @@ class Controller(Actor):
                     for client in self.sessions.clients
                 ),
                 self.runs.status(),
+                "" if self.sessions.events is None else self.sessions.events.endpoint,
             ),
         )
 

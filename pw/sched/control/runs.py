@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from pw.core import events as published
 from pw.core.errors import ArrayLost, Error, ErrorReport
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
@@ -125,6 +126,8 @@ class Runs(ControlPart):
             self._env.now_s(),
             credited=donated is not None,
         )
+        if self._events is not None:
+            self._publish("began", self.in_flight[number], 0.0)
         for island, submit in program.submissions(number, args, results, awaits):
             self._env.send(scheduler_of(island), submit)
 
@@ -134,6 +137,14 @@ class Runs(ControlPart):
             if client_of(array) == client.number and array not in client.arrays:
                 client.arrays.add(array, Array.failed(error))
         self._env.count("runs_failed")
+        if self._events is not None:
+            known = client.programs.get(message.program)
+            name = run_name(message.run)
+            program = "" if known is None else known.body.name
+            refused = published.RunEvent(
+                "refused", name, name, client.number, program, error=error.message
+            )
+            self._events.publish(refused)
         client.lineage.refuse_run(message.run)
         self._env.send(client.address, RunFailed(message.run, message.results, error))
         self._credit(client.number)
@@ -150,8 +161,20 @@ class Runs(ControlPart):
     def end(self, run: RunInFlight) -> None:
         """A run has ended with all its values."""
         run.after(RunEvent.END)
+        if self._events is not None:
+            self._publish("ended", run, self._env.now_s() - run.began_s)
         self._hand(run, None)
         self._remove(run)
+
+    def _publish(self, what: str, run: RunInFlight, seconds: float, error: str = "") -> None:
+        assert self._events is not None
+        name, attempt = run_name(run.record.order), run_name(run.number)
+        program = run.record.program.body.name
+        self._events.publish(
+            published.RunEvent(
+                what, name, attempt, run.client, program, run.islands, seconds, error
+            )
+        )
 
     def _hand(self, run: RunInFlight, error: ErrorReport | None) -> None:
         """Note the end of a run that makes arrays of another client."""
@@ -172,6 +195,9 @@ class Runs(ControlPart):
         With a `reason`, the launched part of it must end as well, `grace_s` later at the latest.
         """
         run.after(event)
+        if self._events is not None:
+            what = "lost" if event is RunEvent.LOSE else "failed"
+            self._publish(what, run, self._env.now_s() - run.began_s, error.message)
         self._hand(run, error)
         for island in run.islands:
             self._islands.tell(island, CancelRun(run.number, reason, grace_s))

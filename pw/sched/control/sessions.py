@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pw.core.actor import Env, Part, handles
+from pw.core.events import ClientEvent, Sink
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.messages import AddClient, Attach, Attached, Directory, Evicted, RemoveClient
 from pw.core.messages.links import in_words
@@ -94,8 +95,17 @@ class ClientNumbers:
 class Sessions(Part):
     """The attached clients."""
 
-    def __init__(self, env: Env, islands: Islands, secret: bytes, first_client: int) -> None:
+    def __init__(
+        self,
+        env: Env,
+        islands: Islands,
+        secret: bytes,
+        first_client: int,
+        events: Sink | None = None,
+    ) -> None:
         self.env = env
+        self.events = events
+        """Takes what is published; None where nothing is."""
         self.islands = islands
         self._secret = secret
         self._clients: dict[int, Client] = {}
@@ -147,6 +157,8 @@ class Sessions(Part):
         self.islands.tell_all(AddClient(number, client.share, client.priority))
         event = "client attached again" if message.resume else "client attached"
         self.env.log("info", event, client=number, node=sender.node, name=message.name)
+        if self.events is not None:
+            self.events.publish(ClientEvent("attached", number, message.name))
         self.env.send(sender, self._directory)
         ready = tuple(sorted(self.islands.islands))
         ticket = ticket_for(self._secret, number)
@@ -156,6 +168,8 @@ class Sessions(Part):
     def leave(self, client: Client, reason: str) -> None:
         """Forget a client, and have all schedulers forget it."""
         self._numbers.left(client.number, reason)
+        if self.events is not None:
+            self.events.publish(ClientEvent("left", client.number, client.name, reason))
         del self._nodes[client.address.node], self._clients[client.number]
         self.islands.tell_all(RemoveClient(client.number))
 
@@ -182,6 +196,7 @@ class ControlPart(Part):
     def __post_init__(self) -> None:
         self._env = self.sessions.env
         self._islands = self.sessions.islands
+        self._events = self.sessions.events
 
 
 Method = TypeVar("Method", bound=Callable[..., None])

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pw.core.errors import INFRASTRUCTURE, ArrayLost, Error, ErrorReport, NotOwner
-from pw.core.ids import client_of, store_of
+from pw.core.events import TransferEvent
+from pw.core.ids import client_of, run_name, store_of
 from pw.core.messages import (
     CreateArray,
     DropUploads,
@@ -165,6 +166,8 @@ class Uploads(ControlPart):
             self.ends.fail(error, arrays=(number,))
         if array.awaited:
             return
+        if self._events is not None and array.input and array.error is None:
+            self._events.publish(_uploaded(client, number, array))
         was_discarded = client.arrays.arrive(number, array)
         if array.restored:
             self.replicas.arrived(client, number)
@@ -192,3 +195,9 @@ class Uploads(ControlPart):
         for client in self.sessions.clients:
             for reported in client.arrays.unannounced.values():
                 reported.pop(node, None)
+
+
+def _uploaded(client: Client, number: int, array: Array) -> TransferEvent:
+    sender = (str(client.number),)
+    size_bytes = array.spec.size_bytes
+    return TransferEvent("upload", run_name(number), -1, sender, array.hosts, size_bytes, None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pw.core.actor import Actor, Env, handles
-from pw.core.ids import CONTROLLER, RESOURCES, Address
+from pw.core.ids import CONTROLLER, RESOURCES, Address, run_name
 from pw.core.messages import (
     CoordinationStarted,
     IslandInfo,
@@ -19,6 +19,7 @@ from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.census import held
+from pw.testing.sim.events import EventLog
 from pw.testing.sim.host import SimHost, Site, silence_s
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import World
@@ -131,6 +132,11 @@ class SimCluster(Site):
 
         self.status = status
         self.resources = resources
+
+        def in_flight() -> set[str]:
+            return {run_name(number) for number in self.controller.runs.in_flight}
+
+        self.events = EventLog(self.world, in_flight) if self.world.profile.events else None
         self.controller = node.add(
             "controller",
             lambda env: Controller(
@@ -142,6 +148,7 @@ class SimCluster(Site):
                 status,
                 lambda: dict(node.counters),
                 first_client=1 + (self.starts - 1) * self.numbers_apart,
+                events=self.events,
             ),
         )
 

@@ -14,6 +14,7 @@
 | prompt | a host answers questions about ready values soon, whatever it computes |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
+| events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
 | liveness | when faults have stopped, all requests are answered and all islands are formed |
@@ -277,6 +278,10 @@ class Monitors:
                 raise Violation(
                     "memory", f"{island} counts {_counted_bytes(memory)} bytes in the end"
                 )
+        if self._cluster.events is not None:
+            self._cluster.events.check_end(
+                {c.number for c in self._cluster.controller.sessions.clients}
+            )
         held = self._cluster.census()
         if held:
             what = ", ".join(f"{name}: {count}" for name, count in sorted(held.items()))

@@ -46,6 +46,24 @@ from pw.testing.sim.host import SimHost
 
 __all__ = ["MUTATIONS", "Mutation"]
 
+# --- events ------------------------------------------------------------------------------------------
+
+
+@mutation("publish-no-lost-runs", "events", "events")
+def _silent(cluster: SimCluster) -> None:
+    """The controller publishes no end of the runs that a host took with it."""
+    runs: Any = cluster.controller.runs
+    publish = runs._publish
+    runs._publish = lambda what, *rest: None if what == "lost" else publish(what, *rest)
+
+
+@mutation("publish-recoveries-without-end", "events", "events")
+def _restless(cluster: SimCluster) -> None:
+    """A client that leaves while it recovers does so for ever."""
+    publishing: Any = cluster.controller._publishing
+    publishing.client_left = lambda client: None
+
+
 # --- gang scheduling ---------------------------------------------------------------------------------
 
 

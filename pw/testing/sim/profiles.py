@@ -56,6 +56,8 @@ class Profile:
     """For each act of a client, the probability that it makes views of its arrays."""
     shares: float = 0.0
     """For each act of a client, the probability that it hands arrays to another one."""
+    events: bool = False
+    """The controller publishes events, and the monitor follows them."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -125,6 +127,7 @@ PROFILES = {
         Profile("crashes", span_s=20.0, **_CRASHES),
         Profile("slices", span_s=20.0, slices_given_back=0.1, **(_CRASHES | _RESTARTS)),
         Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
+        Profile("events", span_s=20.0, events=True, **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
         Profile("views", runs=80, views=0.4),
         Profile(
             "views-lost",
