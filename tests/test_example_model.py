@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,30 +34,35 @@ def draw_batch(corpus: Corpus, step: int) -> Batch:
     return corpus.training_batch(seed=7, step=step, micro_batches=3, rows=4, context=CONFIG.context)
 
 
+# Compiled: without that, JAX compiles each operation alone, which takes longer.
+loss_of_whole = jax.jit(partial(whole_loss, CONFIG))
+gradients_of_whole = jax.jit(jax.value_and_grad(partial(whole_loss, CONFIG)))
+forward = jax.jit(partial(stage0_forward, CONFIG))
+loss_and_backward = jax.jit(partial(pipeline.loss_and_backward, CONFIG))
+backward = jax.jit(partial(pipeline.backward, CONFIG))
+zero_gradients = jax.jit(pipeline.zero_gradients)
+zero_gradients_and_loss = jax.jit(pipeline.zero_gradients_and_loss)
+
+
 def gradients_by_schedule(params: Any, batch: Batch, schedule: Schedule) -> Any:
     """Compute the gradients as the pipeline does, with its own tasks, on one device."""
-    gradients0 = pipeline.zero_gradients(params[0])
-    accumulator1 = pipeline.zero_gradients_and_loss(params[1])
+    gradients0 = zero_gradients(params[0])
+    accumulator1 = zero_gradients_and_loss(params[1])
     activations, activation_gradients = {}, {}
     for tick in merge(schedule):
         for task in tick:
             inputs, targets = batch.inputs[task.micro_batch], batch.targets[task.micro_batch]
             if task.kind is Kind.FORWARD:
-                activations[task.micro_batch] = stage0_forward(CONFIG, params[0], inputs)
+                activations[task.micro_batch] = forward(params[0], inputs)
             elif task.kind is Kind.LOSS:
-                accumulator1, activation_gradients[task.micro_batch] = pipeline.loss_and_backward(
-                    CONFIG, params[1], accumulator1, activations[task.micro_batch], targets
+                accumulator1, activation_gradients[task.micro_batch] = loss_and_backward(
+                    params[1], accumulator1, activations[task.micro_batch], targets
                 )
             else:
-                gradients0 = pipeline.backward(
-                    CONFIG, params[0], gradients0, inputs, activation_gradients[task.micro_batch]
+                gradients0 = backward(
+                    params[0], gradients0, inputs, activation_gradients[task.micro_batch]
                 )
     return gradients0, *accumulator1
-
-
-# Compiled: without that, JAX compiles each operation alone, which takes longer.
-loss_of_whole = jax.jit(partial(whole_loss, CONFIG))
-forward = jax.jit(partial(stage0_forward, CONFIG))
 
 
 def test_splitting_a_batch_gives_its_micro_batches(corpus: Corpus) -> None:
@@ -111,14 +115,9 @@ def test_the_stages_together_have_the_loss_of_the_whole(corpus: Corpus) -> None:
 def test_pipeline_gradients_equal_those_of_the_whole(corpus: Corpus, ahead: int) -> None:
     batch, params = draw_batch(corpus, 0), init_params(CONFIG, 0)
     rows = (batch.inputs.reshape(-1, CONFIG.context), batch.targets.reshape(-1, CONFIG.context))
-    loss, expected = jax.jit(jax.value_and_grad(partial(whole_loss, CONFIG)))(params, *rows)
+    loss, expected = gradients_of_whole(params, *rows)
     schedule = one_forward_one_backward(3, ahead)
-
-    @jax.jit
-    def walk(params: Any, inputs: Any, targets: Any) -> Any:
-        return gradients_by_schedule(params, Batch(inputs=inputs, targets=targets), schedule)
-
-    gradients0, gradients1, loss_sum = walk(params, batch.inputs, batch.targets)
+    gradients0, gradients1, loss_sum = gradients_by_schedule(params, batch, schedule)
     assert float(loss_sum / 3) == pytest.approx(float(loss), rel=1e-5)
     for measured, wanted in zip(
         jax.tree.leaves((gradients0, gradients1)), jax.tree.leaves(expected), strict=True
@@ -129,25 +128,14 @@ def test_pipeline_gradients_equal_those_of_the_whole(corpus: Corpus, ahead: int)
 def test_training_by_schedule_matches_the_reference(corpus: Corpus) -> None:
     params, schedule = init_params(CONFIG, 0), one_forward_one_backward(3)
     batches = [draw_batch(corpus, step) for step in range(3)]
-    optimizer = OPTIMIZER.build()
+    update = jax.jit(partial(pipeline.update, OPTIMIZER.build(), 3))
     states = [pipeline.initial_state(OPTIMIZER, stage) for stage in params]
-
-    @jax.jit
-    def step(states: Any, inputs: Any, targets: Any) -> Any:
-        stage_params = (states[0]["params"], states[1]["params"])
-        *gradients, loss_sum = gradients_by_schedule(
-            stage_params, Batch(inputs=inputs, targets=targets), schedule
-        )
-        new_states = [
-            pipeline.update(optimizer, 3, state, gradient)
-            for state, gradient in zip(states, gradients, strict=True)
-        ]
-        return new_states, loss_sum / 3
-
     losses = []
     for batch in batches:
-        states, loss = step(states, jnp.asarray(batch.inputs), jnp.asarray(batch.targets))
-        losses.append(float(loss))
+        stages = (states[0]["params"], states[1]["params"])
+        *gradients, loss_sum = gradients_by_schedule(stages, batch, schedule)
+        states = [update(*one) for one in zip(states, gradients, strict=True)]
+        losses.append(float(loss_sum / 3))
     np.testing.assert_allclose(
         losses, reference.train(CONFIG, OPTIMIZER, params, batches), rtol=1e-4
     )

@@ -1,17 +1,23 @@
-"""`jax.Array`s on virtual devices become `pw.Array`s, and back, in scripts of their own."""
+"""`jax.Array`s on virtual devices become `pw.Array`s, and back.
+
+JAX has virtual devices from its start, so the bodies of tests run in scripts of their own: one with a
+cluster of its own, one with hosts of another cluster. They start once, and get one body after the other.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import pw
-from tests.scripts import PRELUDE, ROOT
+from tests.daemons import Program, until
+from tests.scripts import PRELUDE
 
 DEVICES = 4
 
@@ -43,38 +49,84 @@ values = np.arange(64, dtype=np.float32).reshape(8, 8)
 """
 
 
-def run(body: str, timeout_s: float = 120.0, **variables: str) -> str:
-    """Run a script whose JAX has virtual devices; return what it prints."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PW_", "XLA_", "JAX_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + SETUP + textwrap.dedent(body)],
-        env=clean | {"JAX_PLATFORMS": "pw", "PYTHONPATH": str(ROOT)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+BODIES = """
+import json, traceback
+
+for line in open(sys.argv[1]):
+    body, said = json.loads(line)
+    words = ""
+    try:
+        exec(body, dict(globals()))
+    except BaseException:
+        words = traceback.format_exc()
+    with open(said + ".new", "w") as file:
+        file.write(words)
+    os.rename(said + ".new", said)
+"""
+
+
+class Bodies:
+    """A script that gets bodies through a named pipe, and runs one after the other.
+
+    Args:
+        folder: for its files; one of its own.
+        variables: environment variables, which say where it computes.
+    """
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self._said = (folder / f"said{number}" for number in itertools.count())
+        os.mkfifo(folder / "bodies")
+        self._pipe = os.open(folder / "bodies", os.O_RDWR)  # does not wait for the reader
+        code = PRELUDE + SETUP + BODIES
+        variables["JAX_PLATFORMS"] = "pw"
+        self.program = Program(folder, ["-c", code, str(folder / "bodies")], **variables)
+
+    def __call__(self, body: str) -> None:
+        """Run a body; fails with the error that it raises."""
+        said = next(self._said)
+        os.write(self._pipe, (json.dumps([textwrap.dedent(body), str(said)]) + "\n").encode())
+        ended = self.program.process.poll
+        until(lambda: said.exists() or ended() is not None, f"{body}\n{self.program.err}", 90)
+        assert said.exists(), self.program.err
+        assert not said.read_text(), said.read_text()
+
+    def close(self) -> None:
+        """End the script; fails if something is left of it."""
+        os.close(self._pipe)
+        try:
+            assert self.program.end() == 0, self.program.err
+            self.program.until_alone(bound_s=10)
+        finally:
+            self.program.kill()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[pw.LocalCluster]:
-    with pw.LocalCluster(
-        islands=1, hosts_per_island=2, devices_per_host=2, connect=False
-    ) as cluster:
-        yield cluster
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bodies]:
+    """The script whose cluster starts with it."""
+    bodies = Bodies(tmp_path_factory.mktemp("embedded"), PW_DEVICES=f"{DEVICES}")
+    yield bodies
+    bodies.close()
 
 
-@pytest.fixture(params=["embedded", "cluster"])
-def place(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What says where a script computes: in the cluster that starts with it, or on hosts of another."""
-    if request.param == "embedded":
-        return {"PW_DEVICES": f"{DEVICES}"}
-    return {"PW_ADDRESS": request.getfixturevalue("cluster").address}
+@pytest.fixture(scope="module")
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bodies]:
+    """The script whose devices are those of two hosts."""
+    with pw.LocalCluster(hosts_per_island=2, devices_per_host=2, connect=False) as cluster:
+        supervisor = str(cluster.hosts[0].pid)
+        where = {"PW_ADDRESS": cluster.address, "SUPERVISOR": supervisor}
+        bodies = Bodies(tmp_path_factory.mktemp("cluster"), **where)
+        yield bodies
+        bodies.close()
 
 
-def test_arrays_convert_without_moving_bytes(place: dict[str, str]) -> None:
+@pytest.fixture(params=["embedded", "on_a_cluster"])
+def run(request: pytest.FixtureRequest) -> Bodies:
+    """Each of the two scripts."""
+    bodies: Bodies = request.getfixturevalue(request.param)
+    return bodies
+
+
+def test_arrays_convert_without_moving_bytes(run: Bodies) -> None:
     run(
         """
         for sharding in (split, rows, whole, SingleDeviceSharding(jax.devices()[1])):
@@ -95,12 +147,11 @@ def test_arrays_convert_without_moving_bytes(place: dict[str, str]) -> None:
             assert y.sharding.mesh.shape == dict(getattr(sharding, "mesh", y.sharding.mesh).shape)
             del x, y, back
             until(lambda: held() == 0, "everything is deleted")
-        """,
-        **place,
+        """
     )
 
 
-def test_each_side_is_deleted_and_donated_apart(place: dict[str, str]) -> None:
+def test_each_side_is_deleted_and_donated_apart(run: Bodies) -> None:
     run(
         """
         add = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -133,13 +184,12 @@ def test_each_side_is_deleted_and_donated_apart(place: dict[str, str]) -> None:
             assert "float32[8,8] was deleted or donated" in str(error)
         else:
             raise AssertionError("x was deleted")
-        """,
-        **place,
+        """
     )
 
 
-def test_programs_and_functions_take_arrays_of_jax() -> None:
-    run(
+def test_programs_and_functions_take_arrays_of_jax(embedded: Bodies) -> None:
+    embedded(
         """
         double = pw.jit(lambda x: x * 2)
 
@@ -160,13 +210,12 @@ def test_programs_and_functions_take_arrays_of_jax() -> None:
         np.testing.assert_array_equal(pw.jax.to_jax(moved_to), values)
         assert pw.jax.to_jax(moved_to).sharding == rows
         np.testing.assert_array_equal(pw.get(pw.put(x)), values)
-        """,
-        PW_DEVICES=f"{DEVICES}",
+        """
     )
 
 
-def test_dtypes_keys_and_other_shardings() -> None:
-    run(
+def test_dtypes_keys_and_other_shardings(embedded: Bodies) -> None:
+    embedded(
         """
         jax.config.update("jax_enable_x64", True)
         for dtype in (bool, "int8", "uint64", "float64", "bfloat16", "complex64", "float8_e4m3fn"):
@@ -185,13 +234,13 @@ def test_dtypes_keys_and_other_shardings() -> None:
             assert pw.get(empty).shape == (n * 4, 0)
         weak = pw.jax.to_jax(pw.jax.from_jax(jnp.asarray(2.5)))
         assert weak.weak_type and weak == 2.5
-        """,
-        PW_DEVICES=f"{DEVICES}",
+        jax.config.update("jax_enable_x64", False)
+        """
     )
 
 
-def test_what_cannot_be_converted_says_why() -> None:
-    run(
+def test_what_cannot_be_converted_says_why(embedded: Bodies) -> None:
+    embedded(
         """
         def said(kind, words, call):
             try:
@@ -207,13 +256,12 @@ def test_what_cannot_be_converted_says_why() -> None:
         s = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
         x = jax.device_put(values, s)
         said(pw.PlacementError, "pinned_host", lambda: pw.jax.from_jax(x))
-        """,
-        PW_DEVICES=f"{DEVICES}",
+        """
     )
 
 
-def test_checkpoints_of_arrays_of_jax(cluster: pw.LocalCluster, tmp_path: object) -> None:
-    run(
+def test_checkpoints_of_arrays_of_jax(on_a_cluster: Bodies, tmp_path: Path) -> None:
+    on_a_cluster(
         f"""
         x = jax.device_put(values, split)
         jax.block_until_ready(x)
@@ -221,33 +269,28 @@ def test_checkpoints_of_arrays_of_jax(cluster: pw.LocalCluster, tmp_path: object
         pw.checkpoint({{"x": x, "n": 3}}, path="{tmp_path}/saved").result(30)
         read = pw.restore("{tmp_path}/saved", like={{"x": pw.jax.from_jax(x), "n": 0}})
         np.testing.assert_array_equal(pw.jax.to_jax(read["x"]), values)
-        """,
-        PW_ADDRESS=cluster.address,
+        """
     )
 
 
-def test_a_lost_host_is_a_pause() -> None:
-    with pw.LocalCluster(
-        islands=1, hosts_per_island=2, devices_per_host=2, connect=False
-    ) as cluster:
-        supervisor = cluster.hosts[0].pid
-        run(
-            f"""
-            import signal
+def test_a_lost_host_is_a_pause(on_a_cluster: Bodies) -> None:
+    on_a_cluster(
+        """
+        import signal
 
-            x = jax.device_put(values, split)
-            step = jax.jit(lambda x: x + 1)
-            x = step(step(x))
-            y = pw.jax.from_jax(x)
-            z = pw.jit(lambda y: y * 2)(y)
-            back = pw.jax.to_jax(z)
-            jax.block_until_ready(back)
-            del x, z
-            for pid in open("/proc/{supervisor}/task/{supervisor}/children").read().split():
-                os.kill(int(pid), signal.SIGKILL)
-            np.testing.assert_array_equal(pw.get(y), values + 2)
-            np.testing.assert_array_equal(back, (values + 2) * 2)
-            np.testing.assert_array_equal(step(pw.jax.to_jax(y)), values + 3)
-            """,
-            PW_ADDRESS=cluster.address,
-        )
+        x = jax.device_put(values, split)
+        step = jax.jit(lambda x: x + 1)
+        x = step(step(x))
+        y = pw.jax.from_jax(x)
+        z = pw.jit(lambda y: y * 2)(y)
+        back = pw.jax.to_jax(z)
+        jax.block_until_ready(back)
+        del x, z
+        supervisor = os.environ["SUPERVISOR"]
+        for pid in open(f"/proc/{supervisor}/task/{supervisor}/children").read().split():
+            os.kill(int(pid), signal.SIGKILL)
+        np.testing.assert_array_equal(pw.get(y), values + 2)
+        np.testing.assert_array_equal(back, (values + 2) * 2)
+        np.testing.assert_array_equal(step(pw.jax.to_jax(y)), values + 3)
+        """
+    )

@@ -939,7 +939,7 @@ def check_memory_is_free(world: World) -> None:
 @pytest.mark.parametrize("unlimited", ["", "a", "b", "c"])
 def test_runs_that_need_all_the_memory_of_several_islands_always_finish(unlimited: str) -> None:
     """Each island has room for one run. Runs cross in all directions, and none is refused."""
-    for seed in range(60):
+    for seed in range(30):
         limits = {i: None if i == unlimited else 2 * LARGE_SHARD + 8 for i in "abc"}
         world = cluster(seed, **limits)
         clients = [join(world, f"c{number}") for number in range(3)]
