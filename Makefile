@@ -28,7 +28,7 @@ demo: $(STAMP)  ## train a small language model through the runtime
 	@$(RUN) -m examples.train_lm
 
 test: lint  ## everything CI checks: format, lint, types, import contracts, tests
-	@$(RUN) -m pytest --numprocesses 2 --dist loadfile
+	@$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench

@@ -5,7 +5,8 @@ start inherit it, so a test that starts a worker says how many devices it has.
 
 XLA sizes its thread pool from the number of cores, and on a small machine collectives over more
 devices than threads wait for each other until the process aborts; `NPROC` and `PJRT_NPROC` give it
-enough threads whatever the machine.
+enough threads whatever the machine. What is compiled here runs once or twice, so it is not optimized:
+that halves the time of tests that compile a model.
 
 A runtime made of processes is tested by killing them, so the last check of a run is that none has
 survived it. The test process adopts the orphans of its descendants, so that a worker whose parent
@@ -35,6 +36,9 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("PJRT_NPROC", "64")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    quickly = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quickly}".strip()
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # What workers compile is kept for this run of the tests, and no longer.
@@ -49,6 +53,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 EXIT_GRACE_S = 5.0
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that start processes: they take longest, and workers end together."""
+    long = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session", autouse=True)

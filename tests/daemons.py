@@ -63,7 +63,7 @@ class Program:
     def err(self) -> str:
         return (self.folder / "err").read_text()
 
-    def until_says(self, text: str, bound_s: float = BOUND_S) -> None:
+    def until_says(self, text: str, bound_s: float = 90.0) -> None:
         """Wait until the program has written a whole line with `text` in it."""
 
         def said() -> bool:
@@ -77,7 +77,7 @@ class Program:
         )
         assert said(), f"ended ({self.process.returncode}): {self.err}"
 
-    def end(self, bound_s: float = BOUND_S) -> int:
+    def end(self, bound_s: float = 90.0) -> int:
         """Its exit code; negative if a signal ended it."""
         try:
             return self.process.wait(bound_s)
@@ -130,6 +130,12 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def left_in_shared_memory() -> list[str]:
+    """Return what clusters have left in shared memory; folders of gateways belong to other tests' scripts."""
+    names = [name for name in os.listdir("/dev/shm") if name.startswith("pw")]
+    return [name for name in names if not name.startswith("pw-jax-")]
 
 
 def send(pid: int, number: signal.Signals) -> None:

@@ -23,7 +23,7 @@ from pw.cli import handover
 from pw.cli.keeping import Keeper
 from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, Watch
 from pw.core.errors import ErrorReport
-from tests.daemons import ROOT, Program, send, until
+from tests.daemons import ROOT, Program, left_in_shared_memory, send, until
 
 BOX = ((0, 2), (3, 7))
 VALUES: dict[str, np.ndarray[Any, Any]] = {
@@ -465,7 +465,7 @@ def test_the_next_child_gets_what_the_last_one_left(supervised: Supervised) -> N
     assert len({first, second, third, fourth}) == 4
     supervised.tell("finish")
     assert program.end() == 0, program.err
-    assert [name for name in os.listdir("/dev/shm") if "pw" in name] == []
+    assert left_in_shared_memory() == []
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemons import Program
+from tests.daemons import Program, left_in_shared_memory
 
 pytestmark = [
     pytest.mark.processes,
@@ -92,10 +92,10 @@ def test_nothing_is_left_of_a_cluster_whose_script(how: str, ending: dict[str, P
         assert len(pids) >= 4  # script, controller, a supervisor and its runtime, at least
         assert sockets(script)
         os.killpg(script.process.pid, number)
-    assert script.end(10) == code, script.err
+    assert script.end(30) == code, script.err
     script.until_alone()
     assert sockets(script) == []
-    assert [name for name in os.listdir("/dev/shm") if name.startswith("pw")] == []
+    assert left_in_shared_memory() == []
     assert ("Traceback" in script.err) == (how in ("raises", "gets Ctrl-C")), script.err
 
 
@@ -187,11 +187,13 @@ def test_threads_hear_that_the_session_is_over(scripts: list[Program], tmp_path:
             for _ in range(4):
                 threading.Thread(target=ask, args=(current.runtime(),)).start()
             asked.wait()
+            os.write(1, b"asked\n")
             sys.exit(4)
         """,
     )
-    assert script.end(15) == 4, script.err
-    assert script.out == "told\n" * 4
+    script.until_says("asked")
+    assert script.end() == 4, script.err
+    assert script.out == "asked\n" + "told\n" * 4
     script.until_alone()
 
 
