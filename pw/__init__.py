@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from pw.client.connection.current import connect, disconnect, stats, why
     from pw.client.feeding.stream import Stream, stream
     from pw.client.memory import memory
+    from pw.client.pipeline.cutting import stage_boundary
+    from pw.client.pipeline.pipeline import Pipeline, pipeline
+    from pw.client.pipeline.schedule import Schedule
     from pw.client.status import status
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
@@ -88,6 +91,10 @@ _LAZY = {
     "Part": "pw.core.parts",
     "stream": "pw.client.feeding.stream",
     "Stream": "pw.client.feeding.stream",
+    "pipeline": "pw.client.pipeline.pipeline",
+    "Pipeline": "pw.client.pipeline.pipeline",
+    "stage_boundary": "pw.client.pipeline.cutting",
+    "Schedule": "pw.client.pipeline.schedule",
     "Array": "pw.client.arrays.array",
     "put": "pw.client.transfer",
     "get": "pw.client.transfer",
@@ -119,6 +126,10 @@ __all__ = [
     "Part",
     "stream",
     "Stream",
+    "pipeline",
+    "Pipeline",
+    "stage_boundary",
+    "Schedule",
     "Array",
     "put",
     "get",

@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, models cut into stages, and the programs that run them."""

@@ -1,0 +1,243 @@
+"""`stage_boundary`, and how one function with such marks is cut into stages.
+
+The function is traced as a whole, and its jaxpr is cut:
+
+- What depends on both the batch and the parameters belongs to the stage in which it was traced: the number
+  of marks before it.
+- What depends on the parameters alone, or on the batch alone (a transposed weight, a mask), belongs to each
+  stage that uses it. So a weight that two stages use, such as a tied embedding, is a parameter of both.
+- A value that a later stage uses travels through the stages between, as a part of their inputs and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.pipeline.graph import Graph, Literal, Name
+from pw.client.pipeline.stages import (
+    KEY,
+    Stage,
+    described,
+    is_float,
+    name_of,
+    takes_key,
+    tracing,
+)
+from pw.core.errors import ArgumentError
+
+
+def stage_boundary(x: Any) -> Any:
+    """Mark where `pw.pipeline` cuts a model: what is computed from the result belongs to the next stage.
+
+    Args:
+        x: a tree of arrays, which it returns. Elsewhere than in a pipeline it does nothing else.
+    """
+    leaves, tree = jax.tree.flatten(x)
+    return jax.tree.unflatten(tree, _mark.bind(*leaves)) if leaves else x
+
+
+_mark: Any = Primitive("pw_stage_boundary")
+_mark.multiple_results = True
+_mark.def_impl(lambda *values: list(values))
+_mark.def_abstract_eval(lambda *avals: list(avals))
+ad.primitive_jvps[_mark] = lambda primals, tangents: (_mark.bind(*primals), list(tangents))
+batching.primitive_batchers[_mark] = lambda values, dimensions: (
+    _mark.bind(*values),
+    dimensions,
+)
+mlir.register_lowering(_mark, lambda ctx, *values: list(values))
+
+
+def cut_stages(
+    function: Callable[..., Any],
+    mesh_of: Callable[[int, int], Mesh],
+    params: Any,
+    batch: Sequence[Any],
+    key: Any,
+) -> list[Stage]:
+    """Trace `function(params, *batch)` and cut it at its marks.
+
+    Args:
+        function: returns the loss.
+        mesh_of: returns the mesh of a stage, given its number and how many there are (0: not known).
+        params: a tree of `jax.ShapeDtypeStruct`s. Parameter i of a stage is leaf i of the whole tree.
+        batch: trees of shapes of one microbatch.
+        key: the type of a PRNG key, or None.
+
+    Raises:
+        ArgumentError: the function has no marks, or marks where it cannot be cut, or gives no loss.
+    """
+    name = name_of(function)
+
+    def flat(params: Any, batch: Any, key: Any) -> list[Any]:
+        named = {"key": key} if key is not None and takes_key(function) else {}
+        return jax.tree.leaves(function(params, *batch, **named))
+
+    with tracing(mesh_of(0, 0)):
+        closed = jax.make_jaxpr(flat)(params, tuple(batch), key)
+    loss = closed.out_avals
+    if len(loss) != 1 or loss[0].shape or not is_float(loss[0]):
+        raise ArgumentError(
+            f"{name!r} returns {described(loss)}; a pipeline needs the loss, one floating-point number: the "
+            "mean over the microbatch"
+        )
+    counts = [len(jax.tree.leaves(tree)) for tree in (params, tuple(batch), key)]
+    kinds = [("param", counts[0]), ("batch", counts[1]), ("key", counts[2])]
+    takes = [(kind, index) for kind, count in kinds for index in range(count)]
+    graph = Graph(closed, takes, [("y", 0)])
+    return _Cut(graph, name, mesh_of).stages()
+
+
+class _Cut:
+    """One function, cut at its marks."""
+
+    def __init__(self, graph: Graph, name: str, mesh_of: Callable[[int, int], Mesh]) -> None:
+        self._graph, self._name, self._mesh_of = graph, name, mesh_of
+        self._marks = [at for at, e in enumerate(graph.equations) if e.primitive is _mark]
+        for eqn in graph.equations:
+            if eqn.primitive is not _mark and _has_mark(eqn):
+                raise ArgumentError(
+                    f"{name!r} calls pw.stage_boundary inside of {eqn.primitive.name}; a model can be cut only "
+                    "outside of loops, branches and checkpoints"
+                )
+        if not self._marks:
+            raise ArgumentError(
+                f"{name!r} has no pw.stage_boundary(x), so there is nothing to cut; pass a list of stage "
+                "functions, or mark where the stages meet"
+            )
+        self._count = len(self._marks) + 1
+        self._source = self._sources()
+        self._stage = self._places()
+
+    def _sources(self) -> dict[Any, frozenset[str]]:
+        """Return for each variable whether it follows from parameters, from the batch, or from both."""
+        found: dict[Any, frozenset[str]] = {}
+        for variable, (kind, _) in self._graph.arguments.items():
+            found[variable] = frozenset([kind if kind == "param" else "batch"])
+        for eqn in self._graph.equations:
+            before = [found.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal)]
+            made = frozenset().union(*before)
+            found.update(dict.fromkeys(eqn.outvars, made))
+        return found
+
+    def _places(self) -> dict[Any, int]:
+        """Return the stage of each variable that belongs to one: the number of marks before it."""
+        places: dict[Any, int] = {}
+        for at, eqn in enumerate(self._graph.equations):
+            if eqn.primitive is _mark:
+                continue
+            if len(self._source[eqn.outvars[0]]) == 2:
+                stage = sum(mark < at for mark in self._marks)
+                places.update(dict.fromkeys(eqn.outvars, stage))
+        return places
+
+    def stages(self) -> list[Stage]:
+        """Return the stages."""
+        graph, last = self._graph, self._count - 1
+        loss = self._through(graph.results["y", 0])
+        if self._stage.get(loss) != last:
+            raise ArgumentError(
+                f"the loss of {self._name!r} does not depend on what follows its pw.stage_boundary number "
+                f"{last}; each stage has to add something to the loss"
+            )
+        carried: list[list[Any]] = [[] for _ in range(self._count)]
+        """What each stage takes from the one before."""
+        ends: list[list[Any]] = [[] for _ in range(self._count)]
+        ends[last] = [loss]
+        parts: list[set[int]] = []
+        for stage in range(last, -1, -1):
+            equations, starts = self._needed(stage, ends[stage])
+            parts.insert(0, equations)
+            if stage:
+                earlier = [v for v in starts if self._stage.get(v, stage) < stage]
+                carried[stage] = sorted(earlier, key=graph.position.__getitem__)
+                if not carried[stage]:
+                    raise ArgumentError(
+                        f"nothing that {self._name!r} computes before pw.stage_boundary number {stage} is "
+                        "used after it"
+                    )
+                ends[stage - 1] = carried[stage]
+        return [self._built(n, parts[n], carried[n], ends[n]) for n in range(self._count)]
+
+    def _needed(self, stage: int, ends: Sequence[Any]) -> tuple[set[int], dict[Any, None]]:
+        """Return the equations of a stage, and the variables that it starts from."""
+        equations: set[int] = set()
+        starts: dict[Any, None] = {}
+        waiting = list(ends)
+        seen: set[Any] = set()
+        while waiting:
+            variable = waiting.pop()
+            if isinstance(variable, Literal):
+                continue
+            variable = self._through(variable)
+            if variable in seen:
+                continue
+            seen.add(variable)
+            at = self._graph.position.get(variable)
+            if at is None or self._stage.get(variable, stage) < stage:
+                starts[variable] = None
+            elif at not in equations:
+                equations.add(at)
+                waiting += self._graph.equations[at].invars
+        return equations, starts
+
+    def _through(self, variable: Any) -> Any:
+        """Return the variable that a mark was put on."""
+        at = self._graph.position.get(variable)
+        while at is not None and self._graph.equations[at].primitive is _mark:
+            eqn = self._graph.equations[at]
+            variable = eqn.invars[eqn.outvars.index(variable)]
+            at = None if isinstance(variable, Literal) else self._graph.position.get(variable)
+        return variable
+
+    def _built(
+        self, number: int, equations: set[int], carried: Sequence[Any], ends: Sequence[Any]
+    ) -> Stage:
+        graph = self._graph
+        names: dict[Any, Name] = dict(graph.arguments)
+        names |= {variable: ("x", index) for index, variable in enumerate(carried)}
+        gives: dict[Name, Any] = {("y", index): end for index, end in enumerate(ends)}
+        marked = {
+            at: graph.equations[at].replace(
+                invars=[
+                    atom if isinstance(atom, Literal) else self._through(atom)
+                    for atom in graph.equations[at].invars
+                ]
+            )
+            for at in equations
+        }
+        name = f"{self._name}_{number}"
+        piece = graph.piece(name, equations, gives, names, marked)
+        mesh = self._mesh_of(number, self._count)
+        order = sorted(
+            range(len(piece.takes)), key=lambda at: (_ORDER[piece.takes[at][0]], piece.takes[at][1])
+        )
+        jaxpr = piece.closed.jaxpr
+        ordered = jaxpr.replace(invars=[jaxpr.invars[at] for at in order])
+        closed = jax.extend.core.ClosedJaxpr(ordered, piece.closed.consts)
+        takes = tuple(piece.takes[at] for at in order)
+        x = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in carried]
+        return Stage(number, self._name, mesh, closed, takes, piece.gives, x if number else None)
+
+
+_ORDER = {"param": 0, "x": 1, "batch": 2, KEY[0]: 3}
+
+
+def _has_mark(eqn: Any) -> bool:
+    """Whether a jaxpr inside of an equation has a mark."""
+    for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+        if _is_jaxpr(param):
+            inside = param.jaxpr if isinstance(param, jax.extend.core.ClosedJaxpr) else param
+            if any(one.primitive is _mark or _has_mark(one) for one in inside.eqns):
+                return True
+    return False
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))

@@ -1,0 +1,335 @@
+"""The two forms of a model: a list of stage functions, and one function with marks.
+
+Both give the stages of a traced model, and say which leaf of the user's parameters is which parameter
+("param", i) of which stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.pipeline.cutting import cut_stages
+from pw.client.pipeline.stages import (
+    Stage,
+    described,
+    inner,
+    is_float,
+    name_of,
+    takes_key,
+    trace_stages,
+)
+from pw.client.trace.function import JitFunction
+from pw.client.trace.prefixes import spread
+from pw.core.errors import ArgumentError
+
+Slot = tuple[int, int]
+Specs = dict[Slot, Any]
+"""The user's sharding, or None, of value i of a stage."""
+
+
+def shapes(tree: Any) -> Any:
+    """Return the shapes and dtypes of a tree of values."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+class Listed:
+    """A model that is a list of stage functions, with one tree of parameters for each.
+
+    Args:
+        functions: the stages.
+        meshes: where they run.
+        in_shardings: as for `pw.jit`, of the plain functions among them.
+        tied: groups of paths (stage, key, ...) of parameters that are one weight.
+    """
+
+    folds_stage = True
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        meshes: Sequence[Mesh] | None,
+        in_shardings: Any,
+        tied: Sequence[Sequence[tuple[Any, ...]]],
+    ) -> None:
+        self._functions = list(functions)
+        self._in_shardings = in_shardings
+        self._tied = [sorted(group, key=lambda path: path[0]) for group in tied]
+        self.name = "pipeline"
+        self.takes_key = any(map(takes_key, self._functions))
+        self.meshes = [self._mesh(number, meshes) for number in range(len(self._functions))]
+
+    def mesh(self, number: int, count: int) -> Mesh:
+        """Return the devices of a stage."""
+        return self.meshes[number]
+
+    def _mesh(self, number: int, meshes: Sequence[Mesh] | None) -> Mesh:
+        function, count = self._functions[number], len(self._functions)
+        if isinstance(function, JitFunction) and function._mesh is not None:
+            return function._mesh
+        if not meshes:
+            raise ArgumentError(
+                f"stage {number} ({name_of(function)!r}) has no devices: pass meshes=, or "
+                f"pw.jit({name_of(function)}, mesh=mesh)"
+            )
+        return mesh_of(meshes, number, count)
+
+    def trees(self, params: Any, batch: Sequence[Any]) -> list[Any]:
+        """Return the parameters of each stage."""
+        trees = list(params) if isinstance(params, (list, tuple)) else None
+        if trees is None or len(trees) != len(self._functions):
+            count = type(params).__name__ if trees is None else f"{len(trees)} trees"
+            raise ArgumentError(
+                f"the pipeline has {len(self._functions)} stages and takes as many trees of parameters, in "
+                f"a list or tuple, not {count}"
+            )
+        return trees
+
+    def whole(self, trees: Sequence[Any]) -> Any:
+        """Return the parameters in the user's form."""
+        return tuple(trees)
+
+    def numbered(self, trees: Sequence[Any]) -> list[dict[int, Any]]:
+        """Return the leaves of each stage's tree by their numbers."""
+        return [dict(enumerate(jax.tree.leaves(tree))) for tree in trees]
+
+    def trace(self, trees: Sequence[Any], batch: Sequence[Any], key: Any) -> list[Stage]:
+        """Trace the stages for a microbatch."""
+        return trace_stages(self._functions, self.meshes, shapes(list(trees)), batch, key)
+
+    def owners(self, trees: Sequence[Any]) -> dict[Slot, Slot]:
+        """Return for each copy of a tied parameter the one that is updated: that of the first stage."""
+        found: dict[Slot, Slot] = {}
+        for group in self._tied:
+            slots = [self._slot(trees, path) for path in group]
+            leaves = [jax.tree.leaves(trees[stage])[index] for stage, index in slots]
+            if len({(tuple(leaf.shape), leaf.dtype) for leaf in leaves}) > 1:
+                raise ArgumentError(
+                    f"the parameters {list(group)} are tied, but are {described(leaves)}"
+                )
+            found |= dict.fromkeys(slots[1:], slots[0])
+        return found
+
+    def _slot(self, trees: Sequence[Any], path: tuple[Any, ...]) -> Slot:
+        stage, *keys = path
+        for index, (found, _) in enumerate(jax.tree_util.tree_flatten_with_path(trees[stage])[0]):
+            if [_plain(key) for key in found] == keys:
+                return stage, index
+        raise ArgumentError(
+            f"tied= has {path!r}, but stage {stage} has no such parameter; a path is (stage, key, ...)"
+        )
+
+    def specs(
+        self, trees: Sequence[Any], stages: Sequence[Stage], batch: Sequence[Any]
+    ) -> tuple[Specs, Specs, Specs]:
+        """Return the user's shardings of parameters, of what stages take, and of parts of the batch."""
+        xs: Specs = {}
+        parts: Specs = {}
+        for number, stage in enumerate(stages):
+            wanted = self._entries(number, len(batch) - 1 if number == len(stages) - 1 else 0)
+            what = f"in_shardings of stage {number} ({stage.name!r})"
+            taken = stage.x if number else batch[0]
+            for index, spec in enumerate(spread(wanted[1], taken, what)):
+                (xs if number else parts)[number, index] = spec
+            if number == len(stages) - 1:
+                rest = spread(tuple(wanted[2:]), tuple(batch[1:]), what)
+                first = len(jax.tree.leaves(batch[0]))
+                parts |= {(number, first + index): spec for index, spec in enumerate(rest)}
+        return self.param_specs(trees), xs, parts
+
+    def param_specs(self, trees: Sequence[Any]) -> Specs:
+        """Return the user's shardings of parameters."""
+        found: Specs = {}
+        for number, tree in enumerate(trees):
+            what = f"in_shardings of stage {number} ({name_of(self._functions[number])!r})"
+            entries = enumerate(spread(self._entries(number, 0)[0], tree, what))
+            found |= {(number, index): spec for index, spec in entries}
+        return found
+
+    def _entries(self, number: int, more: int) -> list[Any]:
+        """Return the entry for each argument of a stage: the last one stands for all that follow."""
+        function = self._functions[number]
+        wanted = self._in_shardings
+        if isinstance(function, JitFunction) and function._in_shardings is not None:
+            wanted = function._in_shardings
+        return entries(wanted, 2 + more)
+
+    def loss(self, params: Any, batch: Sequence[Any], key: Any, microbatch: int) -> Any:
+        """Return the loss of one microbatch without a pipeline, in plain JAX."""
+        trees = self.trees(params, batch)
+        owners = self.owners(trees)
+        flat = [jax.tree.leaves(tree) for tree in trees]
+        for (stage, index), (owner, at) in owners.items():
+            flat[stage][index] = flat[owner][at]
+        x: Any = batch[0]
+        for number, function in enumerate(self._functions):
+            tree = jax.tree.unflatten(jax.tree.structure(trees[number]), flat[number])
+            named = {}
+            if key is not None and takes_key(function):
+                named = {"key": jax.random.fold_in(jax.random.fold_in(key, microbatch), number)}
+            rest = batch[1:] if number == len(self._functions) - 1 else ()
+            x = inner(function)(tree, x, *rest, **named)
+        return x
+
+
+class Marked:
+    """A model that is one function of (params, *batch) with calls of `pw.stage_boundary`."""
+
+    folds_stage = False
+
+    def __init__(
+        self, function: Callable[..., Any], meshes: Sequence[Mesh] | None, in_shardings: Any
+    ) -> None:
+        if not meshes:
+            raise ArgumentError(
+                f"{name_of(function)!r} has no devices to run on: pass meshes=, one for each stage"
+            )
+        self._function = inner(function)
+        self.name = name_of(function)
+        self._meshes = meshes
+        self._in_shardings = in_shardings
+        self.takes_key = takes_key(function)
+
+    def trees(self, params: Any, batch: Sequence[Any]) -> list[Any]:
+        """Return the parameters of each stage: the user's tree, with None for those of other stages."""
+        if not batch:
+            raise ArgumentError(
+                f"which stage of {self.name!r} has which parameters depends on the batch too: pass a batch, or "
+                "its shapes, behind the parameters"
+            )
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self.takes_key else None
+        stages = self._cut(shapes(params), batch, key)
+        leaves, tree = jax.tree.flatten(params)
+        used = [{index for kind, index in stage.takes if kind == "param"} for stage in stages]
+        used[0] |= set(range(len(leaves))) - set().union(*used)
+        return [
+            jax.tree.unflatten(tree, [v if at in own else None for at, v in enumerate(leaves)])
+            for own in used
+        ]
+
+    def whole(self, trees: Sequence[Any]) -> Any:
+        """Return the parameters in the user's form."""
+        flat = [jax.tree.leaves(tree, is_leaf=_is_none) for tree in trees]
+        structure = jax.tree.structure(trees[0], is_leaf=_is_none)
+        merged = [
+            next((v for v in leaf if v is not None), None) for leaf in zip(*flat, strict=True)
+        ]
+        return jax.tree.unflatten(structure, merged)
+
+    def numbered(self, trees: Sequence[Any]) -> list[dict[int, Any]]:
+        """Return the leaves of each stage's tree by their numbers in the whole tree."""
+        numbered: list[dict[int, Any]] = [{} for _ in trees]
+        flat = [jax.tree.leaves(tree, is_leaf=_is_none) for tree in trees]
+        number = 0
+        for leaf in zip(*flat, strict=True):
+            for own, value in zip(numbered, leaf, strict=True):
+                if value is not None:
+                    own[number] = value
+            number += any(value is not None for value in leaf)
+        return numbered
+
+    def trace(self, trees: Sequence[Any], batch: Sequence[Any], key: Any) -> list[Stage]:
+        """Trace the function for a microbatch, and cut it."""
+        stages = self._cut(shapes(self.whole(trees)), batch, key)
+        numbered = self.numbered(trees)
+        for stage, own in zip(stages, numbered, strict=True):
+            missing = {index for kind, index in stage.takes if kind == "param"} - set(own)
+            if missing:
+                raise ArgumentError(
+                    f"stage {stage.number} of {self.name!r} uses {len(missing)} parameters that its part of "
+                    "the state does not have; make the state with init(params, *batch)"
+                )
+        return stages
+
+    def _cut(self, params: Any, batch: Sequence[Any], key: Any) -> list[Stage]:
+        return cut_stages(self._function, self.mesh, params, batch, key)
+
+    def mesh(self, number: int, count: int) -> Mesh:
+        """Return the devices of a stage, given how many there are; without any, those that tracing is for."""
+        return self._meshes[0] if count == 0 else mesh_of(self._meshes, number, count)
+
+    def owners(self, trees: Sequence[Any]) -> dict[Slot, Slot]:
+        """Return for each copy of a parameter the one that is updated: that of the first stage."""
+        first: dict[int, Slot] = {}
+        found: dict[Slot, Slot] = {}
+        for stage, own in enumerate(self.numbered(trees)):
+            for index in own:
+                owner = first.setdefault(index, (stage, index))
+                if owner[0] != stage:
+                    found[stage, index] = owner
+        return found
+
+    def specs(
+        self, trees: Sequence[Any], stages: Sequence[Stage], batch: Sequence[Any]
+    ) -> tuple[Specs, Specs, Specs]:
+        """Return the user's shardings of parameters, of what stages take, and of parts of the batch."""
+        rows = spread(tuple(self._entries(len(batch))[1:]), tuple(batch), self._what)
+        parts = {
+            (stage, index): spec for stage in range(len(stages)) for index, spec in enumerate(rows)
+        }
+        return self.param_specs(trees), {}, parts
+
+    def param_specs(self, trees: Sequence[Any]) -> Specs:
+        """Return the user's shardings of parameters."""
+        flat = spread(self._entries(0)[0], self.whole(trees), self._what)
+        numbered = enumerate(self.numbered(trees))
+        return {(stage, index): flat[index] for stage, own in numbered for index in own}
+
+    @property
+    def _what(self) -> str:
+        return f"in_shardings of {self.name!r}"
+
+    def _entries(self, parts: int) -> list[Any]:
+        """Return the entries for the parameters and for each part of the batch."""
+        return entries(self._in_shardings, 1 + parts)
+
+    def loss(self, params: Any, batch: Sequence[Any], key: Any, microbatch: int) -> Any:
+        """Return the loss of one microbatch without a pipeline, in plain JAX."""
+        named = {}
+        if key is not None and self.takes_key:
+            named = {"key": jax.random.fold_in(key, microbatch)}
+        return self._function(params, *batch, **named)
+
+
+def entries(wanted: Any, count: int) -> list[Any]:
+    """Return the user's shardings for each of `count` arguments: the last one stands for all that follow."""
+    several = isinstance(wanted, (tuple, list)) and not isinstance(wanted, PartitionSpec)
+    given = list(wanted) if several else [wanted]
+    return ((given or [None]) + [(given or [None])[-1]] * count)[:count]
+
+
+def mesh_of(meshes: Sequence[Mesh], number: int, count: int) -> Mesh:
+    """Return the mesh of a stage: the meshes are for the stages in turn."""
+    if count % len(meshes):
+        raise ArgumentError(
+            f"the pipeline has {count} stages and {len(meshes)} meshes; pass a mesh for each stage, or a "
+            "number of meshes that divides the number of stages"
+        )
+    return meshes[number % len(meshes)]
+
+
+def check_floats(name: str, numbered: Sequence[Mapping[int, Any]]) -> None:
+    """Raise ArgumentError if a parameter is not of floating-point numbers."""
+    for stage, own in enumerate(numbered):
+        for value in own.values():
+            if not is_float(value):
+                raise ArgumentError(
+                    f"stage {stage} of {name!r} has a parameter {described(value)}, and gradients need "
+                    "floating-point numbers; pass other values as parts of the batch, or close over them"
+                )
+
+
+def _plain(key: Any) -> Any:
+    """Return a key of a tree path as a user writes it."""
+    for field in ("key", "idx", "name"):
+        if hasattr(key, field):
+            return getattr(key, field)
+    return key
+
+
+def _is_none(node: Any) -> bool:
+    return node is None

@@ -1,0 +1,270 @@
+"""Parts of a jaxpr: what a stage, and each of its tasks, is made of.
+
+A `Piece` is a jaxpr whose arguments and results have names, such as ("param", 3). `Graph` takes a traced
+function apart: it returns the piece that computes some of its values from others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+Name = tuple[str, int]
+"""A value of a stage: its kind, and its number among those of this kind."""
+
+Literal, Var = jax.extend.core.Literal, jax.extend.core.Var
+
+_UNSPECIFIED: Any = jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0).eqns[0].params["in_shardings"][0]
+
+CHEAP = frozenset(
+    """
+    abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy cos div eq
+    erf exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p
+    logistic lt max min mul ne neg not or pow real rem reshape round rsqrt select_n sign
+    sin sqrt square squeeze stop_gradient sub tanh transpose xor
+    """.split()  # noqa: SIM905
+)
+"""Primitives of which XLA makes one pass with their neighbours: to do them again costs less than to keep."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A function of named values: a part of a stage."""
+
+    name: str
+    closed: Any
+    takes: tuple[Name, ...]
+    gives: tuple[Name, ...]
+
+    def function(self) -> Callable[..., list[Any]]:
+        """Return the function of the values `takes`, which returns the values `gives`."""
+        evaluate = jax.extend.core.jaxpr_as_fun(self.closed)
+
+        def piece(*values: Any) -> list[Any]:
+            return list(evaluate(*values))
+
+        piece.__name__ = piece.__qualname__ = self.name
+        return piece
+
+    def aval(self, given: Name) -> Any:
+        """Return the shape and dtype of one of the results."""
+        return self.closed.out_avals[self.gives.index(given)]
+
+
+class Graph:
+    """The equations of a traced function, with the calls of inner `jax.jit` functions put in line.
+
+    Args:
+        closed: the traced function.
+        takes: the names of its arguments.
+        gives: the names of its results.
+    """
+
+    def __init__(self, closed: Any, takes: Sequence[Name], gives: Sequence[Name]) -> None:
+        self.jaxpr = closed.jaxpr
+        self.equations: list[Any] = []
+        self.constants: dict[Any, Any] = dict(
+            zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        )
+        renamed: dict[Any, Any] = {}
+        self._add(closed.jaxpr, renamed, is_inner=False)
+        self.arguments: dict[Any, Name] = dict(zip(closed.jaxpr.invars, takes, strict=True))
+        self.results: dict[Name, Any] = {
+            name: _current(atom, renamed)
+            for name, atom in zip(gives, closed.jaxpr.outvars, strict=True)
+        }
+        self.position: dict[Any, int] = {
+            variable: at for at, eqn in enumerate(self.equations) for variable in eqn.outvars
+        }
+        """The equation that makes each variable."""
+
+    def _add(self, jaxpr: Any, renamed: dict[Any, Any], is_inner: bool) -> None:
+        for eqn in jaxpr.eqns:
+            operands = [_current(atom, renamed) for atom in eqn.invars]
+            if _is_plain_call(eqn):
+                body = eqn.params["jaxpr"]
+                own = dict(zip(body.jaxpr.invars, operands, strict=True))
+                for variable, value in zip(body.jaxpr.constvars, body.consts, strict=True):
+                    own[variable] = fresh = Var(variable.aval)
+                    self.constants[fresh] = value
+                self._add(body.jaxpr, own, is_inner=True)
+                for outer, atom in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
+                    renamed[outer] = _current(atom, own)
+                continue
+            made = eqn.outvars
+            if is_inner:  # the same body may be called again, with variables of its own
+                made = [Var(variable.aval) for variable in eqn.outvars]
+                renamed.update(zip(eqn.outvars, made, strict=True))
+            self.equations.append(eqn.replace(invars=operands, outvars=made))
+
+    def before(
+        self, wanted: Iterable[Any], known: Callable[[Any], bool]
+    ) -> tuple[set[int], dict[Any, None]]:
+        """Return the equations from which `wanted` follow, and the variables they start from.
+
+        Args:
+            wanted: variables or literals.
+            known: whether a variable is there already; arguments and constants always are.
+        """
+        equations: set[int] = set()
+        starts: dict[Any, None] = {}
+        seen: set[Any] = set()
+        waiting = [atom for atom in wanted if not isinstance(atom, Literal)]
+        while waiting:
+            variable = waiting.pop()
+            if variable in seen:
+                continue
+            seen.add(variable)
+            at = self.position.get(variable)
+            if at is None or known(variable):
+                starts[variable] = None
+            elif at not in equations:
+                equations.add(at)
+                operands = self.equations[at].invars
+                waiting += [atom for atom in operands if not isinstance(atom, Literal)]
+        return equations, starts
+
+    def piece(
+        self,
+        name: str,
+        equations: Iterable[int],
+        gives: Mapping[Name, Any],
+        names: Mapping[Any, Name],
+        changed: Mapping[int, Any] | None = None,
+    ) -> Piece:
+        """Return the piece of these equations; it takes those variables of `names` that it uses.
+
+        `changed` has other forms of some equations.
+        """
+        forms = changed or {}
+        chosen = [forms.get(at, self.equations[at]) for at in sorted(equations)]
+        made = {variable for eqn in chosen for variable in eqn.outvars}
+        used: dict[Any, None] = {}
+        for atom in (*(atom for eqn in chosen for atom in eqn.invars), *gives.values()):
+            if not isinstance(atom, Literal) and atom not in made:
+                used[atom] = None
+        constants = {v: self.constants[v] for v in used if v in self.constants}
+        takes = {v: names[v] for v in used if v not in constants}
+        jaxpr = self.jaxpr.replace(
+            constvars=list(constants),
+            invars=list(takes),
+            outvars=list(gives.values()),
+            eqns=chosen,
+            debug_info=self.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+        )
+        closed = jax.extend.core.ClosedJaxpr(jaxpr, list(constants.values()))
+        return Piece(name, closed, tuple(takes.values()), tuple(gives))
+
+
+def cut(graph: Graph, parts: Sequence[tuple[str, Sequence[Name]]], kind: str) -> list[Piece]:
+    """Cut a function into pieces, one after the other; each gives some of its results.
+
+    An equation belongs to the first part that needs it. A later part that uses a value of an earlier one
+    takes it under a name (`kind`, n), and the earlier part gives it. Where a value follows by `CHEAP`
+    equations from values that are not larger together, those are kept, and the later part computes it again:
+    without this, each operation of an activation function would keep an array of its own.
+
+    Args:
+        graph: the function.
+        parts: for each piece its name and the results that it gives.
+        kind: for the names of values between pieces.
+    """
+    made: dict[int, int] = {}
+    """The part of each equation."""
+    uses: list[set[int]] = []
+    for number, (_, wanted) in enumerate(parts):
+        atoms = [graph.results[name] for name in wanted]
+        equations, _ = graph.before(atoms, lambda v: graph.position.get(v) in made)
+        uses.append(equations)
+        made.update(dict.fromkeys(equations, number))
+    kept: dict[Any, Name] = {}
+    names = dict(graph.arguments)
+    for number, (_, wanted) in enumerate(parts):
+        ends = [graph.results[name] for name in wanted]
+        needed = _outside(graph, uses[number], ends, made, number)
+        chosen = _smallest(graph, needed, {graph.position[v]: v for v in kept})
+        again, _ = graph.before(needed, lambda v, chosen=chosen: v in chosen)  # type: ignore[misc]
+        uses[number] |= again
+        for variable in chosen:
+            kept.setdefault(variable, (kind, len(kept)))
+    names |= kept
+    pieces = []
+    for number, (name, wanted) in enumerate(parts):
+        gives = {result: graph.results[result] for result in wanted}
+        for variable, saved in kept.items():
+            if made[graph.position[variable]] == number:
+                gives[saved] = variable
+        pieces.append(graph.piece(name, uses[number], gives, names))
+    return pieces
+
+
+def _outside(
+    graph: Graph, equations: set[int], ends: Sequence[Any], made: Mapping[int, int], number: int
+) -> list[Any]:
+    """Return the variables of earlier parts that a part uses."""
+    operands = [atom for at in sorted(equations) for atom in graph.equations[at].invars]
+    found: dict[Any, None] = {}
+    for atom in (*operands, *ends):
+        if not isinstance(atom, Literal):
+            at = graph.position.get(atom)
+            if at is not None and made.get(at, number) < number:
+                found[atom] = None
+    return list(found)
+
+
+def _smallest(graph: Graph, needed: Sequence[Any], kept: Mapping[int, Any]) -> dict[Any, None]:
+    """Return values from which all of `needed` follow cheaply, in as few bytes as a greedy choice finds."""
+    chosen: dict[Any, None] = {}
+
+    def cheap(variable: Any) -> bool:
+        eqn = graph.equations[graph.position[variable]]
+        return eqn.primitive.name in CHEAP
+
+    for variable in needed:
+        if not cheap(variable):
+            chosen[variable] = None
+    already = set(kept.values())
+    for variable in sorted(needed, key=lambda v: graph.position[v]):
+        if variable in chosen or not cheap(variable):
+            continue
+        roots = _roots(graph, variable, cheap, chosen)
+        new = [root for root in roots if root not in chosen and root not in already]
+        if sum(map(_size_bytes, new)) <= _size_bytes(variable):
+            chosen.update(dict.fromkeys(roots))
+        else:
+            chosen[variable] = None
+    return chosen
+
+
+def _roots(
+    graph: Graph, variable: Any, cheap: Callable[[Any], bool], chosen: Mapping[Any, None]
+) -> list[Any]:
+    """Return the values that are not cheap, or chosen, from which a variable follows."""
+    _, starts = graph.before(
+        [variable], lambda v: v in chosen or (v is not variable and not cheap(v))
+    )
+    return [start for start in starts if start in graph.position]
+
+
+def _size_bytes(variable: Any) -> int:
+    aval = variable.aval
+    itemsize = aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.number) else 1
+    return int(math.prod(aval.shape) * itemsize)
+
+
+def _current(atom: Any, renamed: Mapping[Any, Any]) -> Any:
+    return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+
+def _is_plain_call(eqn: Any) -> bool:
+    """Whether an equation calls an inner `jax.jit` function that says nothing about shardings."""
+    if eqn.primitive.name != "jit":
+        return False
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(sharding is _UNSPECIFIED for sharding in shardings)

@@ -1,0 +1,422 @@
+"""`pw.pipeline`: a model in stages on several slices, trained step by step as one program.
+
+See `docs/pipelines.md`. The stages are traced (`forms`, `stages`, `cutting`), each becomes a few computations
+(`gradients`), a schedule orders them (`schedule`, `schedules`), and one program calls them (`step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw.client.arrays import jax_arrays
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.pipeline.forms import Listed, Marked, check_floats
+from pw.client.pipeline.gradients import Tasks, tasks_of
+from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
+from pw.client.pipeline.schedule import Schedule, merged
+from pw.client.pipeline.schedules import named
+from pw.client.pipeline.stages import Stage
+from pw.client.pipeline.step import Plan, Step, placed
+from pw.client.pipeline.table import Task
+from pw.client.trace.function import tree_unflatten
+from pw.client.trace.prefixes import on_mesh
+from pw.client.trace.program import program
+from pw.client.trace.tracer import ProgramTracer
+from pw.client.transfer import put
+from pw.core.errors import ArgumentError
+
+
+class Pipeline:
+    """A model in stages; made by `pw.pipeline`."""
+
+    def __init__(
+        self,
+        form: Listed | Marked,
+        schedule: str | Schedule,
+        microbatches: int,
+        optimizer: Optimizer | None,
+        recompute: bool,
+        timeout: float | None,
+    ) -> None:
+        self._form = form
+        self._asked = schedule
+        self.microbatches = microbatches
+        self._optimizer = optimizer
+        self._recompute = recompute
+        self._schedule: Schedule | None = None
+        if isinstance(form, Listed):
+            self._schedule = self._made(form.meshes)
+        self._train = program(self._train_step, timeout=timeout)
+        self._differentiate = program(self._gradient_step, timeout=timeout)
+
+    def __repr__(self) -> str:
+        schedule = self._schedule
+        shown = f"{schedule.stages} stages, {schedule.name}" if schedule else f"{self._asked!r}"
+        return f"<pw.pipeline {self._form.name}: {shown}, {self.microbatches} microbatches>"
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule; of a function with marks it is known after `init`."""
+        if self._schedule is None:
+            raise ArgumentError(
+                f"how many stages {self._form.name!r} has is not known yet; call init(params, *batch) first"
+            )
+        return self._schedule
+
+    def init(self, params: Any, *batch: Any) -> tuple[dict[str, Any], ...]:
+        """Put parameters on the devices of their stages, and make the optimizer's states there.
+
+        Args:
+            params: for a list of stages a tree for each of them; for one function its tree.
+            batch: for one function, also a batch, or `jax.ShapeDtypeStruct`s like it.
+
+        Returns:
+            The state: for each stage a dict with "params" and, if there is an optimizer, "optimizer". A tied
+            parameter is in each of its stages, and in the optimizer's state of the first.
+        """
+        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        trees = self._form.trees(params, micro)
+        numbered = self._form.numbered(trees)
+        check_floats(self._form.name, numbered)
+        meshes = self._meshes(len(trees))
+        if self._schedule is None:
+            self._schedule = self._made(meshes)
+        owners = self._form.owners(trees)
+        specs = self._form.param_specs(trees)
+        state = []
+        for stage, tree in enumerate(trees):
+            own = {
+                index: put(
+                    numbered[owner[0]][owner[1]],
+                    sharding=self._placed(specs.get((stage, index)), meshes[stage], value),
+                )
+                for index, value in numbered[stage].items()
+                for owner in [owners.get((stage, index), (stage, index))]
+            }
+            whole = jax.tree.unflatten(jax.tree.structure(tree), own.values())
+            state.append({"params": whole})
+            if self._optimizer is not None:
+                kept = [None if (stage, i) in owners else value for i, value in own.items()]
+                mine = jax.tree.unflatten(jax.tree.structure(tree), kept)
+                state[-1]["optimizer"] = first_state(self._optimizer, mine, meshes[stage])
+        return tuple(state)
+
+    def __call__(
+        self, state: Sequence[dict[str, Any]], *batch: Any, key: Any = None
+    ) -> tuple[tuple[dict[str, Any], ...], Any]:
+        """Run one training step; returns the next state and the mean loss, as futures.
+
+        Args:
+            state: of `init`, or of the step before; it is donated.
+            batch: trees of arrays whose first dimension is divided into microbatches; the first goes to the
+                first stage, the others to the last (of one function: to the stages that use them).
+            key: a PRNG key, for stage functions with a parameter `key`. A stage gets
+                `fold_in(fold_in(key, microbatch), stage)`, one function with marks `fold_in(key, microbatch)`,
+                whatever the schedule.
+
+        Raises:
+            ArgumentError: the arguments do not fit the stages, or the stages do not fit each other; nothing has
+                been launched then.
+        """
+        if self._optimizer is None:
+            raise ArgumentError(
+                f"{self!r} has no optimizer; pass optimizer= (as optax.adam(1e-3)), or call gradients()"
+            )
+        after: tuple[tuple[dict[str, Any], ...], Any] = self._train(
+            tuple(state), self._divided(batch), self._checked_key(key)
+        )
+        return after
+
+    def gradients(self, params: Any, *batch: Any, key: Any = None) -> tuple[Any, Any]:
+        """Compute the mean loss and its gradients by the schedule, without an update; returns both as futures.
+
+        Args:
+            params: in the form that `init` takes, or as `params(state)` returns them.
+            batch, key: as in a step.
+        """
+        found: tuple[Any, Any] = self._differentiate(
+            params, self._divided(batch), self._checked_key(key)
+        )
+        return found
+
+    def params(self, state: Sequence[dict[str, Any]]) -> Any:
+        """Return the parameters of a state in the form that `init` takes."""
+        return self._form.whole([stage["params"] for stage in state])
+
+    def unpipelined(self, params: Any, *batch: Any, key: Any = None) -> Any:
+        """Return the loss as plain JAX computes it, without stages: what a pipeline is compared with.
+
+        It can be differentiated and compiled by JAX. The gradient of a tied parameter is that of its copy
+        in the first stage.
+        """
+        total: Any = 0.0
+        for number in range(self.microbatches):
+            micro = jax.tree.map(lambda leaf: self._part(leaf, number), batch)  # noqa: B023
+            total = total + self._form.loss(params, micro, key, number)
+        return total / self.microbatches
+
+    # --- the program ---------------------------------------------------------------------------------
+
+    def _train_step(self, state: Any, batch: Any, key: Any) -> Any:
+        assert self._optimizer is not None
+        trees = [stage["params"] for stage in state]
+        plan, numbered = self._planned(trees, batch, key)
+        step = Step(plan, numbered, jax.tree.leaves(batch), key)
+        params: list[dict[int, Any]] = [{} for _ in trees]
+        optimizer: list[Any] = [None] * len(trees)
+
+        def update(number: int) -> None:
+            own = {
+                index: value
+                for index, value in numbered[number].items()
+                if (number, index) not in plan.owner
+            }
+            kept = [value if index in own else None for index, value in numbered[number].items()]
+            tree = jax.tree.structure(tree_unflatten(jax.tree.structure(trees[number]), kept))
+            params[number], optimizer[number] = update_stage(
+                self._optimizer,  # type: ignore[arg-type]
+                step,
+                plan.stages[number],
+                own,
+                tree,
+                state[number]["optimizer"],
+                self.microbatches,
+            )
+
+        loss = step.run(update)
+        after = self._with_copies(plan, step, trees, params)
+        new = zip(after, optimizer, strict=True)
+        return tuple({"params": tree, "optimizer": own} for tree, own in new), loss
+
+    def _gradient_step(self, params: Any, batch: Any, key: Any) -> Any:
+        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        trees = self._form.trees(params, micro)
+        plan, numbered = self._planned(trees, batch, key)
+        step = Step(plan, numbered, jax.tree.leaves(batch), key)
+        found: list[dict[int, Any]] = [{} for _ in trees]
+
+        def update(number: int) -> None:
+            own = {
+                index: value
+                for index, value in numbered[number].items()
+                if (number, index) not in plan.owner
+            }
+            found[number] = stage_gradients(step, plan.stages[number], own, self.microbatches)
+
+        loss = step.run(update)
+        return loss, self._form.whole(self._with_copies(plan, step, trees, found))
+
+    def _with_copies(
+        self, plan: Plan, step: Step, trees: Sequence[Any], made: Sequence[dict[int, Any]]
+    ) -> list[Any]:
+        """Return a tree for each stage, with what the owners of tied parameters have made."""
+        for (stage, index), (owner, at) in plan.owner.items():
+            made[stage][index] = put(made[owner][at], sharding=step.param_sharding(stage, index))
+        return [
+            tree_unflatten(jax.tree.structure(tree), [own[index] for index in sorted(own)])
+            for tree, own in zip(trees, made, strict=True)
+        ]
+
+    def _planned(
+        self, trees: Sequence[Any], batch: Sequence[Any], key: Any
+    ) -> tuple[Plan, list[dict[int, Any]]]:
+        """Trace the stages, and plan the step."""
+        form = self._form
+        numbered = form.numbered(trees)
+        check_floats(form.name, numbered)
+        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        described = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
+        stages = form.trace(trees, micro, described)
+        if self._schedule is None:
+            self._schedule = self._made([stage.mesh for stage in stages])
+        schedule = self._schedule
+        tasks = [self._tasks(stage, schedule) for stage in stages]
+        params, xs, parts = form.specs(trees, stages, micro)
+        order = merged(schedule, {"F": 1, "B": 1 if schedule.split else 2, "W": 1})
+        owners = form.owners(trees)
+        plan = Plan(stages, tasks, schedule, order, params, xs, parts, owners, form.folds_stage)
+        return plan, numbered
+
+    def _tasks(self, stage: Stage, schedule: Schedule) -> Tasks:
+        last = stage.number == schedule.stages - 1
+        return tasks_of(
+            stage,
+            is_last=last,
+            split=stage.number in schedule.split,
+            recompute=self._recompute,
+            fuse=last and (self._recompute or _backward_follows(schedule)),
+        )
+
+    # --- arguments -----------------------------------------------------------------------------------
+
+    def _meshes(self, count: int) -> list[Mesh]:
+        return [self._form.mesh(number, count) for number in range(count)]
+
+    def _made(self, meshes: Sequence[Mesh]) -> Schedule:
+        """Return the schedule for stages on these meshes; checked."""
+        places = list(dict.fromkeys(mesh.placement for mesh in meshes))
+        groups = [places.index(mesh.placement) for mesh in meshes]
+        if isinstance(self._asked, str):
+            made = named(self._asked, groups, self.microbatches)
+            made.check()
+            return made
+        made = self._asked
+        made.check()
+        if made.stages != len(meshes):
+            raise ArgumentError(
+                f"the schedule {made.name!r} has {made.stages} stages, and the pipeline {len(meshes)}"
+            )
+        if made.microbatches != self.microbatches:
+            raise ArgumentError(
+                f"the schedule {made.name!r} has {made.microbatches} microbatches, and microbatches= says "
+                f"{self.microbatches}"
+            )
+        for stage, group in enumerate(groups):
+            if [groups[each] == group for each in range(made.stages)] != [
+                made.group_of[each] == made.group_of[stage] for each in range(made.stages)
+            ]:
+                raise ArgumentError(
+                    f"the schedule {made.name!r} has stage {stage} in row {made.group_of[stage]}, but "
+                    "stages of one row run on the same devices, and other stages on others; see meshes="
+                )
+        return made
+
+    def _placed(self, wanted: Any, mesh: Mesh, value: Any) -> NamedSharding:
+        if wanted is not None:
+            return on_mesh(mesh, wanted)
+        if isinstance(value, (Array, ProgramTracer)):
+            return placed(value, None, mesh)
+        return NamedSharding.replicated(mesh)
+
+    def _checked_key(self, key: Any) -> Any:
+        if (key is None) == self._form.takes_key:
+            takes = "takes" if key is None else "does not take"
+            raise ArgumentError(
+                f"{self._form.name!r} {takes} a PRNG key: "
+                + ("pass key=" if key is None else "no stage function has a parameter 'key'")
+            )
+        return key
+
+    def _divided(self, batch: Sequence[Any]) -> tuple[Any, ...]:
+        """Check a batch, and give values of this process a dimension for the microbatches."""
+        if not batch:
+            raise ArgumentError(f"{self!r} takes a batch behind the state")
+        return tuple(jax.tree.map(self._divided_leaf, part) for part in batch)
+
+    def _divided_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, (Array, ProgramTracer)) or jax_arrays.is_remote(leaf):
+            self._rows(leaf.shape)
+            return leaf
+        value = leaf if hasattr(leaf, "reshape") else np.asarray(leaf)
+        rows = self._rows(value.shape)
+        return value.reshape(self.microbatches, rows, *value.shape[1:])
+
+    def _part(self, leaf: Any, number: int) -> Any:
+        """Return a microbatch of a part of the batch."""
+        rows = self._rows(leaf.shape)
+        return leaf[number * rows : (number + 1) * rows]
+
+    def _microbatch_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape of a microbatch of a value of a batch."""
+        if isinstance(leaf, ProgramTracer) and leaf.sharding is None:
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        value = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+        return jax.ShapeDtypeStruct((self._rows(value.shape), *value.shape[1:]), dtype)
+
+    def _rows(self, shape: tuple[int, ...]) -> int:
+        """Return the number of rows of a microbatch."""
+        if not shape or shape[0] % self.microbatches or not shape[0]:
+            rows = f"{shape[0]} rows" if shape else "no rows: it is one number"
+            raise ArgumentError(
+                f"a part of the batch of {self._form.name!r} has {rows}, which cannot be divided into "
+                f"{self.microbatches} microbatches of equal size"
+            )
+        return shape[0] // self.microbatches
+
+
+def _backward_follows(schedule: Schedule) -> bool:
+    """Whether the last stage does each microbatch's backward pass right after its forward pass."""
+    last = schedule.stages - 1
+    row = [task for task in schedule.rows[schedule.group_of[last]] if task.kind != "U"]
+    return all(
+        index + 1 < len(row) and row[index + 1] == Task(last, task.microbatch, "B")
+        for index, task in enumerate(row)
+        if task.stage == last and task.kind == "F"
+    )
+
+
+def pipeline(
+    stages: Callable[..., Any] | Sequence[Callable[..., Any]],
+    *,
+    microbatches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    meshes: Sequence[Mesh] | None = None,
+    in_shardings: Any = None,
+    optimizer: Optimizer | None = None,
+    tied: Sequence[Sequence[tuple[Any, ...]]] = (),
+    recompute: bool = False,
+    timeout: float | None = None,
+) -> Pipeline:
+    """Train a model in stages on several slices, of any islands, as one program.
+
+    A step divides a batch into microbatches. Each goes forward through the stages, and its gradients go
+    back; stages work on different microbatches at the same time, in the order of the schedule. Loss and
+    gradients are those of the whole model, up to the rounding of sums.
+
+    Args:
+        stages: a list of functions, plain ones or of `pw.jit`. The first takes (params, inputs), the others
+            (params, x) with what the one before returns, and the last one also the further parts of the batch;
+            it returns the loss, the mean over a microbatch. Or one function of (params, *batch) that returns
+            the loss and calls `pw.stage_boundary` where it is to be cut.
+        microbatches: into how many parts a batch is divided, by rows; a schedule of your own says it too.
+        schedule: "gpipe", "1f1b", "interleaved", "zero-bubble", or a `pw.Schedule`.
+        meshes: a mesh for each stage. If there are fewer, the stages take them in turn, so that several
+            stages run on one slice. `pw.jit` functions with a mesh need none.
+        in_shardings: as for `pw.jit`: of the parameters, of what a stage takes, and of further parts of the
+            batch (the last entry stands for all that follow). With None, parameters and batches are replicated,
+            and what comes from another stage keeps its PartitionSpec. `pw.jit` functions have their own.
+        optimizer: an optax transformation, or an object with such `init` and `update`; each stage has a
+            state of its own, so a norm over all gradients is one over a stage's.
+        tied: groups of parameters that are one weight in several stages, as paths (stage, key, ...): their
+            gradients are added, the first stage's optimizer updates it, and the others get a copy. Of one
+            function, parameters that several stages use are tied by themselves.
+        recompute: keep only the inputs of a stage's forward pass, and compute it again in the backward pass.
+            With False, keep what the backward pass needs (`jax.checkpoint` inside of a stage changes that).
+        timeout: seconds that a step may take, as for `pw.program`.
+
+    Raises:
+        ArgumentError: stages, meshes and schedule do not fit together.
+
+    Methods: `init` makes the state, a call is a step, `gradients` gives loss and gradients, `schedule` can
+    be printed.
+    """
+    count = microbatches
+    if isinstance(schedule, Schedule) and count is None:
+        count = schedule.microbatches
+    if count is None or int(count) != count or count < 1:
+        raise ArgumentError(
+            f"pw.pipeline needs microbatches=, a positive number of them, not {count!r}"
+        )
+    if callable(stages):
+        if tied:
+            raise ArgumentError(
+                "tied= is for lists of stages; parameters that several stages of one function use are tied by "
+                "themselves"
+            )
+        form: Listed | Marked = Marked(stages, meshes, in_shardings)
+    else:
+        functions = list(stages)
+        wrong = next((one for one in functions if not callable(one)), None)
+        if not functions or wrong is not None:
+            raise ArgumentError(
+                f"pw.pipeline takes functions, not {wrong if functions else stages!r}"
+            )
+        form = Listed(functions, meshes, in_shardings, tied)
+    return Pipeline(form, schedule, int(count), optimizer, recompute, timeout)

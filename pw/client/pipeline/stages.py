@@ -1,0 +1,174 @@
+"""`Stage`: one stage of a model, traced; and how a list of stage functions becomes stages.
+
+A stage is a function of named values: its parameters ("param", i), what the stage before returns ("x", i),
+parts of the batch ("batch", i) and a PRNG key ("key", 0). Its results are ("y", i): the next stage's "x", or
+the loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.transformed import for_hosts
+from pw.client.pipeline.graph import Name
+from pw.client.trace.function import JitFunction
+from pw.core.errors import ArgumentError
+
+KEY: Name = ("key", 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage of a model, traced for a microbatch."""
+
+    number: int
+    name: str
+    mesh: Mesh
+    closed: Any
+    takes: tuple[Name, ...]
+    gives: tuple[Name, ...]
+    x: Any = None
+    """The tree of what it takes from the stage before; of the first stage, nothing."""
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The shapes and dtypes of the results."""
+        return list(self.closed.out_avals)
+
+
+def name_of(function: Any) -> str:
+    """Return the user's name of a function, also of a partial one."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def takes_key(function: Any) -> bool:
+    """Whether a function has a parameter `key`."""
+    try:
+        return "key" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+@contextmanager
+def tracing(mesh: Mesh) -> Iterator[None]:
+    """In the block, functions are traced for the hosts of a mesh, as `pw.jit` traces them."""
+    with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
+def trace_stages(
+    functions: Sequence[Callable[..., Any]],
+    meshes: Sequence[Mesh],
+    params: Sequence[Any],
+    batch: Sequence[Any],
+    key: Any,
+) -> list[Stage]:
+    """Trace a list of stage functions, each with what the one before returns.
+
+    Args:
+        functions: the first takes (params, batch[0]), the others (params, x), the last also batch[1:].
+        meshes: one for each stage.
+        params: for each stage a tree of `jax.ShapeDtypeStruct`s.
+        batch: trees of shapes of one microbatch.
+        key: the type of a PRNG key, or None.
+
+    Raises:
+        ArgumentError: a stage does not take what the one before returns, or the last one gives no loss.
+    """
+    stages: list[Stage] = []
+    x: Any = batch[0]
+    last = len(functions) - 1
+    for number, function in enumerate(functions):
+        rest = tuple(batch[1:]) if number == last else ()
+        given = key if takes_key(function) else None
+        kind = "x" if number else "batch"
+        before = len(jax.tree.leaves(batch[0]))
+        stage, x = _trace(
+            number, function, meshes[number], params[number], x, rest, given, kind, before
+        )
+        stages.append(stage)
+    _check_loss(stages[-1].name, last, x)
+    return stages
+
+
+def _trace(
+    number: int,
+    function: Callable[..., Any],
+    mesh: Mesh,
+    params: Any,
+    x: Any,
+    rest: tuple[Any, ...],
+    key: Any,
+    kind: str,
+    before: int,
+) -> tuple[Stage, Any]:
+    """Trace one stage; return it, and the tree of the shapes of its results."""
+    trees = []
+
+    def flat(params: Any, x: Any, rest: Any, key: Any) -> list[Any]:
+        named = {} if key is None else {"key": key}
+        leaves, tree = jax.tree.flatten(function(params, x, *rest, **named))
+        trees.append(tree)
+        return leaves
+
+    name = name_of(function)
+    try:
+        with tracing(mesh):
+            closed = jax.make_jaxpr(flat)(params, x, rest, key)
+    except Exception as error:
+        if number == 0 or isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"stage {number} ({name!r}) does not take what stage {number - 1} returns, "
+            f"{described(x)}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    counts = [len(jax.tree.leaves(tree)) for tree in (params, x, rest, key)]
+    takes = (
+        *(("param", index) for index in range(counts[0])),
+        *((kind, index) for index in range(counts[1])),
+        *(("batch", before + index) for index in range(counts[2])),
+        *(KEY for _ in range(counts[3])),
+    )
+    gives = tuple(("y", index) for index in range(len(closed.out_avals)))
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals]
+    stage = Stage(number, name, mesh, closed, takes, gives, x if number else None)
+    return stage, jax.tree.unflatten(trees[-1], shapes)
+
+
+def _check_loss(name: str, number: int, result: Any) -> None:
+    leaves = jax.tree.leaves(result)
+    if len(leaves) != 1 or leaves[0].shape or not is_float(leaves[0]):
+        raise ArgumentError(
+            f"stage {number} ({name!r}) is the last one and returns {described(result)}; it has to return the "
+            "loss, one floating-point number: the mean over the microbatch"
+        )
+
+
+def is_float(aval: Any) -> bool:
+    """Whether gradients flow through values of this type."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating))
+
+
+def described(tree: Any) -> str:
+    """Return a tree of shapes in short words, such as float32[4,8]."""
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return "nothing"
+    words = [f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]" for leaf in leaves[:4]]
+    return ", ".join(words) + (f" and {len(leaves) - 4} more" if len(leaves) > 4 else "")
+
+
+def inner(function: Any) -> Any:
+    """Return what a `pw.jit` function calls; another function as it is."""
+    return function.__wrapped__ if isinstance(function, JitFunction) else function

@@ -1,0 +1,272 @@
+"""`Step`: writes one training step as calls of `pw.jit` functions, in the order of a schedule.
+
+It runs while `pw.program` traces, so it sees shapes and shardings only. The transfers between stages
+follow from where the functions run. The order of the calls on each slice is the order of the schedule's row,
+and lowering keeps it (`pw.core.segments`).
+
+Names of values are those of `pw.client.pipeline.stages`. `("x", i)` of a stage is `("y", i)` of the stage
+before, and `("gy", i)`, the gradient of its result, is `("gx", i)` of the next stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.pipeline.gradients import Tasks, total_dtype
+from pw.client.pipeline.graph import Name, Piece
+from pw.client.pipeline.schedule import Schedule
+from pw.client.pipeline.stages import Stage
+from pw.client.pipeline.table import Task
+from pw.client.trace.jit import jit
+from pw.client.trace.prefixes import on_mesh
+
+Slot = tuple[int, int]
+"""A parameter: its stage, and its number there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A traced model, its schedule, and where everything lies."""
+
+    stages: Sequence[Stage]
+    tasks: Sequence[Tasks]
+    schedule: Schedule
+    order: Sequence[Task]
+    param_specs: Mapping[Slot, Any]
+    """The user's sharding of each parameter, or None."""
+    x_specs: Mapping[Slot, Any]
+    batch_specs: Mapping[Slot, Any]
+    owner: Mapping[Slot, Slot]
+    """For a copy of a tied parameter the one that is updated."""
+    folds_stage: bool
+    """The key of a microbatch is folded with the number of the stage, too."""
+
+    def mesh(self, stage: int) -> Mesh:
+        """The devices of a stage."""
+        return self.stages[stage].mesh
+
+
+class Step:
+    """One step under construction."""
+
+    def __init__(
+        self, plan: Plan, params: Sequence[Mapping[int, Any]], batch: Sequence[Any], key: Any
+    ) -> None:
+        self._plan = plan
+        self._params = params
+        self._values: defaultdict[tuple[int, int], dict[Name, Any]] = defaultdict(dict)
+        """What is known of each stage and microbatch."""
+        self._compiled: dict[tuple[int, str], Any] = {}
+        self.totals: list[dict[int, Any]] = []
+        """For each stage the sums of its parameters' gradients."""
+        for number in range(len(plan.stages)):
+            self._prepare(number, batch, key)
+
+    def run(self, update: Callable[[int], None]) -> Any:
+        """Call the functions of all tasks; `update` those of an update. Returns the mean loss."""
+        plan = self._plan
+        waiting = {task.stage: self._done_before(task.stage) for task in plan.order}
+        done: set[Task] = set()
+        late = []
+        for task in plan.order:
+            if task.kind != "U":
+                self._do(task)
+                done.add(task)
+            elif waiting[task.stage] <= done:
+                update(task.stage)
+            else:  # a copy of a tied parameter lies on a stage that is not finished
+                late.append(task.stage)
+        for stage in late:
+            update(stage)
+        return self._loss()
+
+    def _done_before(self, stage: int) -> set[Task]:
+        """Return the tasks whose gradients an update takes."""
+        schedule = self._plan.schedule
+        copies = {slot[0] for slot, owner in self._plan.owner.items() if owner[0] == stage}
+        return {
+            needed for each in (stage, *copies) for needed in schedule.needs(Task(each, -1, "U"))
+        }
+
+    def param_sharding(self, stage: int, number: int) -> NamedSharding:
+        """Return how a parameter lies on its stage's devices."""
+        plan, mesh = self._plan, self._plan.mesh(stage)
+        return placed(self._params[stage][number], plan.param_specs.get((stage, number)), mesh)
+
+    def tied(self, stage: int, number: int) -> list[Any]:
+        """Return the gradient sums of a parameter: its own, and those of its copies in later stages."""
+        copies = [slot for slot, owner in self._plan.owner.items() if owner == (stage, number)]
+        slots = [(stage, number), *sorted(copies)]
+        return [self.totals[at].pop(each) for at, each in slots]
+
+    def _prepare(self, number: int, batch: Sequence[Any], key: Any) -> None:
+        """Divide a stage's part of the batch, fold the key, and make empty gradient sums."""
+        plan, stage = self._plan, self._plan.stages[number]
+        mesh, count = stage.mesh, plan.schedule.microbatches
+        used = {name for piece in plan.tasks[number].pieces.values() for name in piece.takes}
+        leaves = sorted(index for kind, index in used if kind == "batch")
+        rows = [_spec(plan.batch_specs.get((number, index)), mesh) for index in leaves]
+        # Values of this process are divided before they come here.
+        divided = [batch[index].sharding is None for index in leaves]
+        params = self._params[number]
+        with_key = key is not None and any(kind == "key" for kind, _ in used)
+
+        def prepare(parts: Sequence[Any], key: Any) -> Any:
+            whole = [
+                part if is_divided else part.reshape(count, -1, *part.shape[1:])
+                for part, is_divided in zip(parts, divided, strict=True)
+            ]
+            micro = [[part[index] for part in whole] for index in range(count)]
+            keys = [] if key is None else list(jax.lax.map(partial(fold, key), jnp.arange(count)))
+            sums = [jnp.zeros(p.shape, total_dtype(p.dtype)) for p in params.values()]
+            return micro, keys, sums
+
+        def fold(key: Any, index: Any) -> Any:
+            folded = jax.random.fold_in(key, index)
+            return jax.random.fold_in(folded, number) if plan.folds_stage else folded
+
+        whole = NamedSharding.replicated(mesh)
+        given = [
+            NamedSharding(mesh, PartitionSpec(None, *row))
+            if is_divided
+            else NamedSharding(mesh, row)
+            for row, is_divided in zip(rows, divided, strict=True)
+        ]
+        prepare.__name__ = f"{stage.name}_{number}_begin"
+        micro, keys, sums = jit(
+            prepare,
+            mesh=mesh,
+            in_shardings=(given, whole),
+            out_shardings=(
+                [[NamedSharding(mesh, row) for row in rows] for _ in range(count)],
+                [whole] * (count if with_key else 0),
+                [self.param_sharding(number, index) for index in params],
+            ),
+        )([batch[index] for index in leaves], key if with_key else None)
+        self.totals.append(dict(zip(params, sums, strict=True)))
+        for index in range(count):
+            values = self._values[number, index]
+            values |= {("batch", at): leaf for at, leaf in zip(leaves, micro[index], strict=True)}
+            if with_key:
+                values["key", 0] = keys[index]
+
+    def _do(self, task: Task) -> None:
+        """Call the function of a forward or backward task."""
+        piece = self._plan.tasks[task.stage].pieces.get(task.kind)
+        if piece is None:
+            return
+        values = self._values[task.stage, task.microbatch]
+        given = [self._look(task, name) for name in piece.takes]
+        compiled = self._compiled.get((task.stage, task.kind))
+        if compiled is None:
+            compiled = self._compile(task, piece, given)
+            self._compiled[task.stage, task.kind] = compiled
+        for name, made in zip(piece.gives, compiled(*given), strict=True):
+            if name[0] == "total":
+                self.totals[task.stage][name[1]] = made
+            else:
+                values[name] = made
+
+    def _look(self, task: Task, name: Name) -> Any:
+        """Return a value that a task takes."""
+        stage, microbatch, _ = task
+        kind, index = name
+        if kind == "param":
+            return self._params[stage][index]
+        if kind == "total":
+            return self.totals[stage][index]
+        if kind == "x":
+            return self._values[stage - 1, microbatch]["y", index]
+        if kind == "gy":
+            return self._values[stage + 1, microbatch]["gx", index]
+        return self._values[stage, microbatch][name]
+
+    def _compile(self, task: Task, piece: Piece, given: Sequence[Any]) -> Any:
+        """Compile a piece for values that lie as `given`."""
+        stage = task.stage
+        mesh = self._plan.mesh(stage)
+        taken = [
+            self._taken(task, name, value) for name, value in zip(piece.takes, given, strict=True)
+        ]
+        donated = [at for at, (kind, _) in enumerate(piece.takes) if kind == "total"]
+        gives: list[Any] = []
+        for kind, index in piece.gives:
+            if kind == "total":
+                gives.append(self.param_sharding(stage, index))
+            elif kind == "gx":
+                gives.append(self._taken(task, ("x", index), self._look(task, ("x", index))))
+            else:
+                gives.append(None)
+        return jit(
+            piece.function(),
+            mesh=mesh,
+            in_shardings=tuple(taken),
+            out_shardings=gives,
+            donate_argnums=donated,
+        )
+
+    def _taken(self, task: Task, name: Name, value: Any) -> NamedSharding | None:
+        """Return the sharding in which a task takes a value."""
+        kind, index = name
+        plan, mesh = self._plan, self._plan.mesh(task.stage)
+        if kind == "param":
+            return self.param_sharding(task.stage, index)
+        if kind == "x":
+            return placed(value, plan.x_specs.get((task.stage, index)), mesh)
+        if kind == "gy":  # as the value whose gradient it is
+            sharding: NamedSharding = self._values[task.stage, task.microbatch]["y", index].sharding
+            return sharding
+        return None
+
+    def _loss(self) -> Any:
+        """Return the mean of the microbatches' losses, added in their order."""
+        last = len(self._plan.stages) - 1
+        count = self._plan.schedule.microbatches
+        losses = [self._values[last, index]["y", 0] for index in range(count)]
+
+        def loss(losses: Sequence[Any]) -> Any:
+            total = losses[0]
+            for one in losses[1:]:
+                total = total + one
+            return total / count
+
+        return jit(loss, mesh=self._plan.mesh(last))(losses)
+
+
+def placed(value: Any, wanted: Any, mesh: Mesh) -> NamedSharding:
+    """Return how a value lies on a mesh: as wanted, or where it lies there, or as on the mesh it comes from."""
+    if wanted is not None:
+        return on_mesh(mesh, wanted)
+    sharding: NamedSharding | None = value.sharding
+    if sharding is None:
+        return NamedSharding.replicated(mesh)
+    if sharding.mesh == mesh:
+        return sharding
+    entries = [
+        entry if _fits(entry, size, mesh) else None
+        for entry, size in zip(sharding.spec, value.shape, strict=False)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def _fits(entry: Any, size: int, mesh: Mesh) -> bool:
+    """Whether a mesh has the axes of one dimension's entry, and they divide its size."""
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    parts = 1
+    for axis in axes:
+        parts *= mesh.shape.get(axis, size + 1)
+    return size % parts == 0
+
+
+def _spec(wanted: Any, mesh: Mesh) -> PartitionSpec:
+    return PartitionSpec() if wanted is None else on_mesh(mesh, wanted).spec

@@ -1,0 +1,189 @@
+"""Pipeline schedules as data: the named ones, users' own, what is printed, drawn and refused."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pw
+from pw.client.pipeline.schedules import NAMES, named
+from pw.client.pipeline.table import Task
+
+SPLIT = {"F": 1, "B": 1, "W": 1}
+WHOLE = {"F": 1, "B": 2}
+"""A backward pass computes two gradients, each as long as a forward pass."""
+
+
+def times(schedule: pw.Schedule) -> dict[str, int]:
+    return SPLIT if schedule.split else WHOLE
+
+
+def most(schedule: pw.Schedule) -> list[int]:
+    """The most activations that each stage keeps."""
+    return [max(row) for row in schedule.activations(times(schedule))]
+
+
+@st.composite
+def shapes(draw: Any) -> tuple[str, list[int], int]:
+    """A schedule's name, the group of each stage, and the number of microbatches."""
+    name = draw(st.sampled_from(NAMES))
+    groups, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    microbatches = draw(st.integers(1, 4)) * (groups if name == "interleaved" else 1)
+    return name, [stage % groups for stage in range(groups * chunks)], microbatches
+
+
+@given(shapes())
+def test_named_schedules_are_complete_and_their_groups_never_wait_in_a_circle(
+    shape: tuple[str, list[int], int],
+) -> None:
+    name, groups, microbatches = shape
+    schedule = named(name, groups, microbatches)
+    schedule.check()
+    kinds = 3 if name == "zero-bubble" else 2
+    assert len(list(schedule)) == len(groups) * (kinds * microbatches + 1)
+    done: set[Task] = set()
+    for task in schedule.timetable().order:
+        assert done.issuperset(schedule.needs(task))
+        done.add(task)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 6])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_bubbles_and_activations_are_those_of_the_papers(stages: int, factor: int) -> None:
+    count = stages * factor
+    gpipe, one, zero = (
+        named(name, range(stages), count) for name in ("gpipe", "1f1b", "zero-bubble")
+    )
+    waiting = {s.name: s.timetable(times(s)).span - 3 * count for s in (gpipe, one, zero)}
+    # (p - 1)(F + B + W), and for ZB-H1 (p - 1)(F + B - W) with F = B = W = 1
+    assert waiting == {
+        "gpipe": 3 * (stages - 1),
+        "1f1b": 3 * (stages - 1),
+        "zero-bubble": stages - 1,
+    }
+    assert most(gpipe) == [count] * stages
+    assert most(one) == [stages - stage for stage in range(stages)]
+    assert most(zero) == [stages] * stages
+    assert zero.bubble(SPLIT) < one.bubble(WHOLE) == pytest.approx(gpipe.bubble(WHOLE))
+
+
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_group() -> None:
+    groups, chunks, count = 4, 2, 8
+    schedule = named("interleaved", [stage % groups for stage in range(groups * chunks)], count)
+    span = schedule.timetable(WHOLE).span
+    assert span - 3 * count * chunks == 3 * (groups - 1)
+
+
+def test_a_schedule_is_printed_as_a_table() -> None:
+    assert str(named("1f1b", [0, 1], 3)).splitlines() == [
+        "1f1b: 2 stages on 2 device groups, 3 microbatches; bubble 25% if all tasks take equally long; "
+        "activations of at most 2, 1 microbatches",
+        "  group 0  F0 F1 .  B0 F2 B1 .  B2  U",
+        "  group 1  .  F0 B0 F1 B1 F2 B2 .   U",
+    ]
+    assert "0F1 2F0" in str(named("interleaved", [0, 1, 0, 1], 2))
+
+
+def test_transfers_and_slow_stages_make_the_expected_bubble_larger() -> None:
+    schedule = named("1f1b", [0, 1], 4)
+    assert schedule.bubble(WHOLE, transfer=0.5) > schedule.bubble(WHOLE)
+    assert schedule.bubble({**WHOLE, (1, "B"): 6}) > schedule.bubble(WHOLE)
+    with pytest.raises(pw.ArgumentError, match="no duration for 'B' of stage"):
+        schedule.bubble({"F": 1})
+
+
+def test_a_users_own_table_gets_its_updates() -> None:
+    schedule = pw.Schedule([[(0, 0, "F"), (0, 0, "B")], [(1, 0, "F"), (1, 0, "B")]], "mine")
+    schedule.check()
+    assert [str(task) for row in schedule.rows for task in row] == [
+        "F0",
+        "B0",
+        "U",
+        "F0",
+        "B0",
+        "U",
+    ]
+    early = pw.Schedule([[(0, 0, "F"), (0, 0, "B"), (0, -1, "U"), (1, 0, "F")]])
+    with pytest.raises(pw.ArgumentError, match="lacks B of stage 1, microbatch 0"):
+        early.check()
+
+
+F, B, W = "FBW"
+WRONG: list[tuple[str, list[list[Any]], str]] = [
+    ("double", [[(0, 0, F), (0, 0, F), (0, 0, B)]], "has F of stage 0, microbatch 0 2 times"),
+    ("missing", [[(0, 0, F), (0, 1, F), (0, 0, B)]], "lacks B of stage 0, microbatch 1"),
+    (
+        "no W",
+        [[(0, 0, F), (0, 1, F), (0, 0, B), (0, 1, B), (0, 0, W)]],
+        "lacks W of stage 0, microbatch 1",
+    ),
+    (
+        "before",
+        [[(0, 0, B), (0, 0, F)]],
+        "B of stage 0, microbatch 0 waits for F of stage 0, microbatch 0",
+    ),
+    (
+        "circle",
+        [
+            [(0, 0, F), (0, 0, B), (0, 1, F), (0, 1, B)],
+            [(1, 1, F), (1, 1, B), (1, 0, F), (1, 0, B)],
+        ],
+        "cannot go on: B of stage 0, microbatch 0 waits for B of stage 1, microbatch 0; F of stage 1",
+    ),
+    ("two groups", [[(0, 0, F)], [(0, 0, B)]], "a stage belongs to one group"),
+    ("early update", [[(0, 0, F), (0, 0, "U"), (0, 0, B)]], "U of stage 0 waits for B of stage 0"),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), [case[1:] for case in WRONG], ids=[c[0] for c in WRONG])
+def test_a_wrong_table_is_refused_in_one_sentence(rows: Sequence[Any], said: str) -> None:
+    with pytest.raises(pw.ArgumentError) as refused:
+        pw.Schedule(rows, "mine").check()
+    assert said in str(refused.value)
+    assert "the schedule 'mine'" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("entry", [(0, 0, "X"), (0, 0), "F0", (-1, 0, "F"), (0, 0.5, "F"), None])
+def test_what_is_no_task_is_refused(entry: Any) -> None:
+    with pytest.raises(pw.ArgumentError, match="a task is"):
+        pw.Schedule([[entry]])
+
+
+def test_names_and_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(
+        pw.ArgumentError, match="choose one of gpipe, 1f1b, interleaved, zero-bubble"
+    ):
+        named("pipedream", [0, 1], 2)
+    with pytest.raises(pw.ArgumentError, match="multiple of 2 microbatches, not 3"):
+        named("interleaved", [0, 1, 0, 1], 3)
+    with pytest.raises(pw.ArgumentError, match="stage s on device group s % G"):
+        named("interleaved", [0, 0, 1, 1], 2)
+    with pytest.raises(pw.ArgumentError, match="has no tasks"):
+        pw.Schedule([[]])
+
+
+def test_a_schedule_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = named("zero-bubble", [0, 1], 2).plot(tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
+    assert len(figure.axes[0].patches) == 2 * (3 * 2 + 1)
+
+
+def test_without_matplotlib_a_drawing_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *args: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install matplotlib, or print\(schedule\)"):
+        named("1f1b", [0, 1], 2).plot()
