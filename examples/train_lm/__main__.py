@@ -26,9 +26,8 @@ import pw
 from examples.train_lm import reference
 from examples.train_lm.corpus import Batch, Corpus
 from examples.train_lm.model import ModelConfig, OptimizerConfig, Params, count_params, init_params
-from examples.train_lm.pipeline import Pipeline, build_pipeline, initial_state
+from examples.train_lm.pipeline import build_pipeline, rows
 from examples.train_lm.report import TrainingProgress
-from examples.train_lm.schedule import Schedule, one_forward_one_backward, table
 
 ISLANDS = ("island-0", "island-1")
 HOSTS_PER_ISLAND = 2
@@ -59,17 +58,17 @@ class Trained:
 
 
 def train(
-    pipeline: Pipeline,
-    states: tuple[Any, Any],
+    pipeline: pw.Pipeline,
+    params: tuple[Params, Params],
     batches: Callable[[int], Batch],
     progress: TrainingProgress,
     *,
     steps: int | None,
     deadline_s: float,
-) -> tuple[list[float], tuple[Any, Any]]:
+) -> tuple[list[float], tuple[Params, Params]]:
     """Trains for `steps` steps, or until time.monotonic() reaches `deadline_s`.
 
-    Returns the loss of every step and the last states, which are on their islands.
+    Returns the loss of every step and the last parameters, which are on their islands.
     """
     losses: list[float] = []
     in_flight: deque[Any] = deque()
@@ -78,19 +77,17 @@ def train(
         losses.append(float(np.asarray(in_flight.popleft())))
         progress.step_done(len(losses) - 1, losses[-1])
 
-    stage0, stage1 = pipeline.put_states(states)
+    state = pipeline.init(params)
     step = 0
     while step < steps if steps is not None else time.monotonic() < deadline_s:
-        stage0, stage1, loss = pipeline.train_step(
-            stage0, stage1, pipeline.put_batch(batches(step))
-        )
+        state, loss = pipeline(state, *rows(batches(step)))
         in_flight.append(loss)
         step += 1
         if len(in_flight) > STEPS_IN_FLIGHT:
             read_oldest()
     while in_flight:
         read_oldest()
-    return losses, (stage0, stage1)
+    return losses, pipeline.params(state)
 
 
 def run_on_cluster(
@@ -99,7 +96,6 @@ def run_on_cluster(
     optimizer: OptimizerConfig,
     params: tuple[Params, Params],
     batches: Callable[[int], Batch],
-    schedule: Schedule,
     *,
     steps: int | None,
     deadline_s: float,
@@ -117,26 +113,23 @@ def run_on_cluster(
         runpy.run_path(str(QUICKSTART))
 
         console.print("\n[bold]A language model[/bold] over two islands, one step as scheduled:")
-        for island, row in zip(ISLANDS, table(schedule), strict=True):
-            console.print(f"  {island}   {row}", highlight=False)
-        console.print("  (F forward, L loss and its backward, B backward; then both update)\n")
-        pipeline = build_pipeline(model, optimizer, schedule, ISLANDS, HOSTS_PER_ISLAND)
-        states = initial_state(optimizer, params[0]), initial_state(optimizer, params[1])
+        pipeline = build_pipeline(model, optimizer, ISLANDS, HOSTS_PER_ISLAND, MICRO_BATCHES)
+        console.print(str(pipeline.schedule), highlight=False, markup=False)
+        console.print("  (F forward, B backward, U update; a group is an island)\n")
         with TrainingProgress(
             console,
             steps=steps,
             seconds=max(deadline_s - time.monotonic(), 1.0),
             step_tokens=MICRO_BATCHES * ROWS * model.context,
         ) as progress:
-            losses, (stage0, stage1) = train(
-                pipeline, states, batches, progress, steps=steps, deadline_s=deadline_s
+            losses, trained = train(
+                pipeline, params, batches, progress, steps=steps, deadline_s=deadline_s
             )
         console.print(
             f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last, "
             f"{progress.tokens_per_s:,.0f} tokens/s"
         )
-        trained_params = pw.get((stage0["params"], stage1["params"]))
-        return Trained(losses=losses, params=trained_params, stats=pw.stats())
+        return Trained(losses=losses, params=pw.get(trained), stats=pw.stats())
 
 
 def largest_relative_difference(measured: list[float], expected: list[float]) -> float:
@@ -173,9 +166,8 @@ def main(
         f"model: {count_params(*params):,} parameters"
     )
 
-    schedule = one_forward_one_backward(MICRO_BATCHES)
     trained = run_on_cluster(
-        console, model, optimizer, params, batches, schedule, steps=steps, deadline_s=deadline_s
+        console, model, optimizer, params, batches, steps=steps, deadline_s=deadline_s
     )
 
     final_loss = trained.final_loss()

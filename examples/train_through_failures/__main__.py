@@ -15,8 +15,7 @@ from rich.console import Console
 import pw
 from examples.train_lm.corpus import Batch, Corpus
 from examples.train_lm.model import ModelConfig, OptimizerConfig, init_params
-from examples.train_lm.pipeline import build_pipeline, initial_state
-from examples.train_lm.schedule import one_forward_one_backward
+from examples.train_lm.pipeline import build_pipeline
 from examples.train_through_failures.chaos import Chaos, Kill
 from examples.train_through_failures.training import Watcher, train
 
@@ -45,19 +44,18 @@ def main(
         )
 
     params = init_params(MODEL, 0)
-    states = initial_state(optimizer, params[0]), initial_state(optimizer, params[1])
     with pw.LocalCluster(
         islands, hosts, spare_hosts=spares, standby=True, log_level=log_level
     ) as cluster:
         pipeline = build_pipeline(
             MODEL,
             optimizer,
-            one_forward_one_backward(MICRO_BATCHES),
             ("island-0", f"island-{islands - 1}"),
             hosts,
+            MICRO_BATCHES,
         )
         begun_s = time.monotonic()
-        expected = train(pipeline, states, batches, steps, Watcher())
+        expected = train(pipeline, params, batches, steps, Watcher())
         took_s = time.monotonic() - begun_s
         console.print(
             f"without kills: {steps} steps in {took_s:.1f} s, final loss {expected[-1]!r}"
@@ -69,7 +67,7 @@ def main(
         chaos = Chaos(cluster, islands * hosts, steps, kills, seed, report)
         begun_s = time.monotonic()
         try:
-            losses = train(pipeline, states, batches, steps, chaos)
+            losses = train(pipeline, params, batches, steps, chaos)
         finally:
             chaos.end()
         took_s = time.monotonic() - begun_s

@@ -15,7 +15,8 @@ import numpy as np
 
 import pw
 from examples.train_lm.corpus import Batch
-from examples.train_lm.pipeline import Pipeline
+from examples.train_lm.model import Params
+from examples.train_lm.pipeline import rows
 
 STEPS_IN_FLIGHT = 4
 STEPS_BETWEEN_CHECKPOINTS = 8
@@ -35,13 +36,13 @@ class Watcher:
 
 
 def train(
-    pipeline: Pipeline,
-    states: tuple[Any, Any],
+    pipeline: pw.Pipeline,
+    params: tuple[Params, Params],
     batches: Callable[[int], Batch],
     steps: int,
     watcher: Watcher,
 ) -> list[float]:
-    """Trains from these states; returns the loss of every step."""
+    """Trains from these parameters; returns the loss of every step."""
     losses: list[float] = []
     in_flight: deque[Any] = deque()
 
@@ -49,15 +50,13 @@ def train(
         losses.append(float(np.asarray(in_flight.popleft())))
         watcher.finished(len(losses) - 1, losses[-1])
 
-    stage0, stage1 = pipeline.put_states(states)
+    state = pipeline.init(params)
     for step in range(steps):
-        stage0, stage1, loss = pipeline.train_step(
-            stage0, stage1, pipeline.put_batch(batches(step))
-        )
+        state, loss = pipeline(state, *rows(batches(step)))
         in_flight.append(loss)
         watcher.dispatched(step)
         if step % STEPS_BETWEEN_CHECKPOINTS == 0:
-            pw.checkpoint((stage0, stage1))
+            pw.checkpoint(state)
             watcher.checkpointed(step)
         if len(in_flight) > STEPS_IN_FLIGHT:
             read_oldest()
