@@ -69,9 +69,9 @@ class LocalRuntime:
 
     @classmethod
     @contextlib.contextmanager
-    def in_use(cls) -> Iterator[LocalRuntime]:
+    def in_use(cls, islands: Sequence[str] = ("east", "west")) -> Iterator[LocalRuntime]:
         """In the block, this process's calls go to a new one."""
-        local = cls()
+        local = cls(islands=islands)
         current.use(local)
         yield local
         local.close()
@@ -81,13 +81,18 @@ class LocalRuntime:
         self.alive = False
 
     def allocate_slice(
-        self, devices: int, kind: Any = None, island: Any = None, topology: Any = None
+        self,
+        devices: int,
+        kind: Any = None,
+        island: Any = None,
+        topology: Any = None,
+        apart: Sequence[int] = (),
     ) -> Any:
         if devices > DEVICES:
             raise InsufficientDevices(f"{devices} devices were asked for; there are {DEVICES}")
         return SimpleNamespace(
             slice=next(self._ids),
-            island=island or self.islands[0],
+            island=island or self.islands[len(apart)],
             platform=self.platform,
             kind=kind,
             devices=range(devices),

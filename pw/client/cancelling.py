@@ -37,6 +37,7 @@ def cancel(tree: Any) -> None:
         elif isinstance(leaf, Array):
             leaf._check_usable()
             if not leaf.is_known_to_exist:
-                by_session.setdefault(leaf._runtime, []).append(leaf._id)
+                ids = [member._id for member in leaf.members]
+                by_session.setdefault(leaf._runtime, []).extend(ids)
     for session, arrays in by_session.items():
         session.cancel(arrays)

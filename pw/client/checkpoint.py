@@ -98,7 +98,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
             leaf._needed("pw.checkpoint()")
         elif isinstance(leaf, Array):
             leaf._check_owner(arrays[0]._runtime if arrays else leaf._runtime)
-            arrays.append(leaf)
+            arrays.extend(leaf.members)
         elif not jax_arrays.is_remote(leaf):
             _check_host_value(keys, leaf)
     parts: list[Future[None]] = []

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
+from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import default_mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
@@ -98,6 +100,8 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
         type_ = ArrayType.of(source, target)
         value = host_value(leaf, type_)
         if value.nbytes > INLINE_BYTES:
+            if type_.parts:
+                return _uploaded_to_islands(session, value, type_, keep)
             return Array(session, session.upload(value, type_.spec, keep), type_)
     moves = target.mesh.slice.compiled
     key = ("put", source, type_)
@@ -109,6 +113,17 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
                 move = Recorder("pw.put")
                 launch = moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
     return launch([leaf])[0]
+
+
+def _uploaded_to_islands(session: Any, value: Any, type_: ArrayType, keep: bool) -> Array:
+    """Upload to each island its part."""
+    along, parts = type_.sharding.crossing_dimension, type_.parts
+    blocks = [value] * len(parts) if along is None else np.split(value, len(parts), along)
+    made = []
+    for block, part in zip(blocks, parts, strict=True):
+        own = np.ascontiguousarray(block).reshape(part.spec.shape)
+        made.append(Array(session, session.upload(own, part.spec, keep), part))
+    return JoinedArray(made, type_)
 
 
 def get(tree: Any) -> Any:
@@ -161,7 +176,7 @@ def block_until_ready(tree: Any) -> Any:
             leaf._check_usable()
             session = leaf._runtime
             arrays = waiting.setdefault(id(session), (session, []))[1]
-            arrays.append((leaf._id, leaf._type.spec))
+            arrays += [(member._id, member._type.spec) for member in leaf.members]
         elif isinstance(leaf, jax.Array):
             leaf.block_until_ready()
     for session, arrays in waiting.values():

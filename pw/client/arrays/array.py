@@ -136,6 +136,11 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         """Whether each device has a full copy."""
         return not any(self.sharding.core.spec)
 
+    @property
+    def members(self) -> tuple[Array, ...]:
+        """The arrays that the cluster knows for this one: itself, or its part on each island."""
+        return (self,)
+
     # --- the future ----------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:
@@ -203,7 +208,8 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         """Return the future of the value's existence; the first call begins the wait."""
         self._check_usable()
         if self._waiting is None or _in_vain(self._waiting):
-            self._waiting = self._runtime.wait([(self._id, self._type.spec)])
+            named = [(member._id, member._type.spec) for member in self.members]
+            self._waiting = self._runtime.wait(named)
         return self._waiting
 
     def start_fetch(self) -> Future[Any]:
@@ -249,7 +255,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         """What JAX's functions call to make an array of their own of this."""
         if self._type.key_impl is not None and jaxtype.is_random_key():
             if outside_traces():
-                _refuse(self)
+                refuse(self)
             raise ArgumentError(
                 f"the keys {self._type.aval.str_short()} are used by a function that closes over them; "
                 "jax.random takes keys that are arguments of the pw.jit function"
@@ -260,7 +266,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         if not outside_traces():
             return _identity(self)  # the handle becomes a constant of the trace
         if not jaxtype.is_operand():
-            _refuse(self)
+            refuse(self)
         return self  # JAX's operator gives up, and Python calls our reflected one
 
     def __repr__(self) -> str:
@@ -355,7 +361,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
     def format(self) -> None:
         """JAX reads the layout: None, but an error before JAX computes with the array."""
         if jaxtype.is_computing():
-            _refuse(self)
+            refuse(self)
 
     # --- copies --------------------------------------------------------------------------------------
 
@@ -384,8 +390,9 @@ def _in_vain(future: Future[Any]) -> bool:
     )
 
 
-def _refuse(array: Array) -> NoReturn:
+def refuse(array: Array) -> NoReturn:
+    """Raise because JAX is about to compute with an array on this machine."""
     raise jaxtype.not_here(f"the array {array._type.aval.str_short()}")
 
 
-jaxtype.register(Array, lambda array: array._type.aval, _refuse)
+jaxtype.register(Array, lambda array: array._type.aval, refuse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, overload
 
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
@@ -54,6 +54,78 @@ class Slice:
         session = getattr(self, "runtime", None)
         if session is not None and session.alive:
             session.release_slice(self.id)
+
+
+class Slices:
+    """Slices of several islands, whose devices a mesh joins; equal ones are one object."""
+
+    def __init__(self, parts: tuple[Slice, ...]) -> None:
+        self.parts = parts
+        self.compiled = Recent()
+        """Compiled operators and moves for these devices."""
+        self.constants: dict[Any, Any] = {}
+        """Values that functions closed over and that lie here (see `pw.client.trace.export`)."""
+        self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        """The interned types of arrays here (see `pw.client.arrays.signature`)."""
+        _joined[tuple(map(id, parts))] = self
+
+    @classmethod
+    def of(cls, parts: tuple[Slice, ...]) -> Slices:
+        """Return the object that stands for these slices."""
+        return _joined.get(tuple(map(id, parts))) or cls(parts)
+
+    @property
+    def id(self) -> int:
+        """No slice of the cluster: an array over several islands has a part in each."""
+        return -1
+
+    @property
+    def runtime(self) -> Any:
+        """The session that the slices belong to."""
+        return self.parts[0].runtime
+
+    @property
+    def island(self) -> str:
+        """The names of the islands."""
+        return ", ".join(part.island for part in self.parts)
+
+    @property
+    def platform(self) -> str:
+        """Kind of backend, the same on all islands."""
+        return self.parts[0].platform
+
+    @property
+    def kind(self) -> str:
+        """Kind of device of the first island."""
+        return self.parts[0].kind
+
+    @property
+    def size(self) -> int:
+        """Number of devices on all islands."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def devices(self) -> tuple[VirtualDevice, ...]:
+        """The devices of all slices, island after island."""
+        return tuple(device for part in self.parts for device in part.devices)
+
+    @property
+    def tpus(self) -> tuple[VirtualDevice, ...]:
+        """The devices, under the paper's name."""
+        return self.devices
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"Slices(islands={self.island!r}, devices={self.size}, platform={self.platform!r})"
+
+    def _repr_html_(self) -> str:
+        known = [("islands", self.island), ("devices", self.size), ("platform", self.platform)]
+        return facts("Slices", known)
+
+
+_joined: weakref.WeakValueDictionary[tuple[int, ...], Slices] = weakref.WeakValueDictionary()
 
 
 class VirtualDevice:
@@ -107,6 +179,7 @@ class VirtualDeviceSet:
         """The slices added so far."""
         return tuple(self._slices)
 
+    @overload
     def add_slice(
         self,
         devices: int | None = None,
@@ -115,7 +188,29 @@ class VirtualDeviceSet:
         topology: Sequence[int] | None = None,
         *,
         tpu_devices: int | None = None,
-    ) -> Slice:
+        islands: None = None,
+    ) -> Slice: ...
+
+    @overload
+    def add_slice(
+        self,
+        devices: int | None = None,
+        kind: str | None = None,
+        *,
+        islands: int | Sequence[str],
+        tpu_devices: int | None = None,
+    ) -> Slices: ...
+
+    def add_slice(
+        self,
+        devices: int | None = None,
+        kind: str | None = None,
+        island: str | None = None,
+        topology: Sequence[int] | None = None,
+        *,
+        tpu_devices: int | None = None,
+        islands: int | Sequence[str] | None = None,
+    ) -> Slice | Slices:
         """Allocate virtual devices for computations; returns when they are bound.
 
         Args:
@@ -124,9 +219,13 @@ class VirtualDeviceSet:
             island: name of the island they must be on; any if None.
             topology: extent of the interconnect they must span; any if None.
             tpu_devices: the paper's name for `devices`.
+            islands: spread the devices evenly over so many different islands, or over the islands with
+                these names. A mesh of them may have one axis that crosses islands: the first dimension of
+                `np.reshape(slices.devices, (islands, ...))`. `island` and `topology` do not go with it.
 
         Raises:
             InsufficientDevices: no island can satisfy the request.
+            ValueError: the devices do not divide over the islands.
         """
         if (devices is None) == (tpu_devices is None):
             raise TypeError("add_slice takes one number of devices: add_slice(devices=4)")
@@ -138,7 +237,38 @@ class VirtualDeviceSet:
         if count < 1:
             raise ValueError(f"a slice has at least one device, and a whole number; not {asked!r}")
         shape = None if topology is None else tuple(map(index, topology))
-        added = Slice(self._runtime, self._runtime.allocate_slice(count, kind, island, shape))
+        if islands is None:
+            return self._add(count, kind, island, shape)
+        if island is not None or shape is not None:
+            raise TypeError("add_slice takes islands= without island= and topology=")
+        names: list[str | None] = (
+            list(islands) if isinstance(islands, Sequence) else [None] * index(islands)
+        )
+        if not names or count % len(names):
+            raise ValueError(
+                f"{count} devices do not divide over {len(names)} islands; each has as many as the others"
+            )
+        if isinstance(islands, str) or len({*names} - {None}) < len(names) - names.count(None):
+            raise ValueError(
+                f"islands= takes a number, or different names of islands; not {islands!r}"
+            )
+        parts: list[Slice] = []
+        for name in names:
+            parts.append(
+                self._add(count // len(names), kind, name, None, [one.id for one in parts])
+            )
+        return parts[0] if len(parts) == 1 else Slices.of(tuple(parts))
+
+    def _add(
+        self,
+        count: int,
+        kind: str | None,
+        island: str | None,
+        topology: tuple[int, ...] | None,
+        apart: Sequence[int] = (),
+    ) -> Slice:
+        bound = self._runtime.allocate_slice(count, kind, island, topology, apart=tuple(apart))
+        added = Slice(self._runtime, bound)
         self._slices.append(added)
         return added
 

@@ -1,7 +1,8 @@
-"""`Mesh`: the devices of one slice, in an array with named axes, as in `jax.sharding`.
+"""`Mesh`: devices in an array with named axes, as in `jax.sharding`.
 
-A mesh never spans slices: the hosts of one slice are one gang, which launches a computation together.
-A program on several slices or islands consists of several computations, and values move between them.
+The hosts of one slice are one gang, which launches a computation together. A mesh may join slices
+of several islands by one of its axes, the *crossing* axis: each position along it is one island.
+`pw.client.trace.joined` cuts a function over such a mesh into computations for each island.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from pw.client.arrays import jaxtype
-from pw.client.arrays.devices import Slice, VirtualDevice, VirtualDeviceSet
+from pw.client.arrays.devices import Slice, Slices, VirtualDevice, VirtualDeviceSet
 from pw.client.connection import current
 from pw.client.show.tables import facts
 from pw.core.errors import Disconnected, PlacementError, ShardingError
@@ -23,15 +24,20 @@ from pw.core.sharding import Placement
 
 
 class Mesh:
-    """Virtual devices of one slice, in an array with named axes.
+    """Virtual devices in an array with named axes.
 
     Args:
-        devices: array-like of distinct `VirtualDevice`s, of any number of dimensions.
+        devices: array-like of distinct `VirtualDevice`s, of any number of dimensions. They are of one slice,
+            or of several islands (`add_slice(islands=2)`): then one dimension crosses islands, and each
+            position along it has one island's devices.
         axis_names: one name for each dimension (a single name for one).
 
     Raises:
-        PlacementError: a device occurs twice, or the devices are of several slices.
+        PlacementError: a device occurs twice, the devices are of several slices of one island, or not
+            exactly one dimension crosses islands.
     """
+
+    slice: Slice | Slices
 
     def __init__(self, devices: Any, axis_names: str | Sequence[str]) -> None:
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
@@ -49,19 +55,24 @@ class Mesh:
             )
         if len(set(flat)) != len(flat):
             raise PlacementError("a device occurs twice in a mesh; every position needs its own")
-        slices = {id(device.slice): device.slice for device in flat}
-        if len(slices) > 1:
-            islands = sorted({part.island for part in slices.values()})
-            where = f"the islands {', '.join(islands)}" if len(islands) > 1 else "two slices"
-            raise PlacementError(
-                f"the devices of a mesh lie on {where}, but a computation is one gang and runs on one "
-                "slice of one island. Make one mesh for each slice and a separate computation for each "
-                "mesh: values move between computations by themselves"
+        self.crossing: str | None = None
+        """The axis that crosses islands."""
+        self.parts: tuple[Mesh, ...] = ()
+        """The mesh of each island without that axis; empty for a mesh on one island."""
+        if len({id(device.slice) for device in flat}) > 1:
+            along = _crossing(grid, names)
+            self.crossing = names[along]
+            rest = tuple(name for name in names if name != self.crossing) or ("devices",)
+            extent = tuple(np.delete(grid.shape, along)) or (1,)
+            self.parts = tuple(
+                Mesh(grid.take([at], along).reshape(extent), rest)
+                for at in range(grid.shape[along])
             )
         self._devices = tuple(flat)
         self._extent: tuple[int, ...] = grid.shape
         self.axis_names = names
-        self.slice: Slice = flat[0].slice
+        own = tuple(part.slice for part in self.parts)
+        self.slice = Slices.of(own) if own else flat[0].slice  # type: ignore[arg-type]
         self.placement = Placement(self.slice.id, tuple(device.index for device in flat))
         self._hash = hash((id(self.slice), self.placement, grid.shape, names))
 
@@ -147,7 +158,8 @@ class Mesh:
     def _where(self) -> str:
         """The number of devices, their island and platform, in words."""
         devices = f"{self.size} device{'' if self.size == 1 else 's'}"
-        return f"{devices} of island {self.slice.island} ({self.slice.platform})"
+        several = "s" if self.parts else ""
+        return f"{devices} of island{several} {self.slice.island} ({self.slice.platform})"
 
     @property
     def _axes(self) -> str:
@@ -156,6 +168,33 @@ class Mesh:
 
     def _repr_html_(self) -> str:
         return facts("pw.Mesh", [("axes", self._axes), ("devices", self.size), ("on", self._where)])
+
+
+def _crossing(grid: np.ndarray[Any, Any], names: tuple[str, ...]) -> int:
+    """Return the dimension of `grid` along which the islands change. Raises PlacementError."""
+    owners = np.vectorize(lambda device: id(device.slice))(grid)
+    along = [at for at in range(grid.ndim) if (owners != owners.take([0], at)).any()]
+    slices = {id(device.slice): device.slice for device in grid.flat}
+    islands = sorted({part.island for part in slices.values()})
+    if len(islands) < len(slices):
+        raise PlacementError(
+            f"the devices of a mesh are of {len(slices)} slices on {len(islands)} islands, but a mesh takes "
+            "one slice of each island. Allocate them together, add_slice(devices=8, islands=2), or make "
+            "one mesh for each slice and a separate computation for each mesh"
+        )
+    where = f"the islands {', '.join(islands)}"
+    if len(along) != 1:
+        raise PlacementError(
+            f"the mesh axes {', '.join(names[at] for at in along)} all cross {where}; only one axis may. Give "
+            "each island one position of it, as in np.reshape(slices.devices, (islands, ...))"
+        )
+    if len(slices) != grid.shape[along[0]]:
+        raise PlacementError(
+            f"the mesh axis {names[along[0]]!r} has size {grid.shape[along[0]]} and crosses {where}: an axis "
+            "lies inside of islands or across them, not both. Divide it in two axes, as in "
+            f"np.reshape(slices.devices, ({len(slices)}, -1))"
+        )
+    return along[0]
 
 
 _defaults: dict[tuple[Any, int], Mesh] = {}
@@ -175,7 +214,7 @@ def default_mesh(size: int = 1) -> Mesh:
 
 def mesh_of(devices: Any) -> Mesh:
     """The one-axis mesh over `devices` (a slice, one device, or a sequence), axis "devices"."""
-    if isinstance(devices, Slice):
+    if isinstance(devices, (Slice, Slices)):
         devices = devices.devices
     elif isinstance(devices, VirtualDevice):
         devices = (devices,)

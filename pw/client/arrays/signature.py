@@ -53,6 +53,8 @@ class ArrayType:
     key_impl: str | None
     numpy_dtype: np.dtype[Any]
     size_bytes: int
+    parts: tuple[ArrayType, ...] = ()
+    """The type of each island's part, if the mesh joins islands."""
 
     @staticmethod
     def of(aval: Any, sharding: NamedSharding) -> ArrayType:
@@ -89,7 +91,20 @@ def _new_type(aval: Any, sharding: NamedSharding) -> ArrayType:
     spec = ArraySpec(shape, name, sharding.core, sharding.placement)
     numpy_dtype = dtype_of(name)
     size_bytes = math.prod(shape) * numpy_dtype.itemsize
-    return ArrayType(whole, sharding, spec, key_impl, numpy_dtype, size_bytes)
+    parts = _parts(whole, sharding) if sharding.mesh.parts else ()
+    return ArrayType(whole, sharding, spec, key_impl, numpy_dtype, size_bytes, parts)
+
+
+def _parts(aval: Any, sharding: NamedSharding) -> tuple[ArrayType, ...]:
+    """Return the types of an array's parts on the islands of a mesh."""
+    along = sharding.crossing_dimension
+    shape = list(aval.shape)
+    if along is not None:
+        shape[along] //= len(sharding.mesh.parts)
+    part = jax.core.ShapedArray(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+    return tuple(
+        ArrayType.of(part, sharding.on_island(at)) for at in range(len(sharding.mesh.parts))
+    )
 
 
 def is_key(dtype: Any) -> bool:

@@ -246,12 +246,12 @@ class Runtime:
         island: str | None = None,
         topology: tuple[int, ...] | None = None,
         like: int = 0,
+        apart: tuple[int, ...] = (),
     ) -> SliceBound:
-        """Bind virtual devices, or those of another session's slice `like`. Raises InsufficientDevices."""
-        bound: Future[SliceBound] = self.ask.waiting(
-            f"{devices} devices{f' of island {island}' if island else ''}"
-        )
-        request = AllocateSlice(self._id(), devices, kind, island, topology, like=like)
+        """Bind virtual devices; those of slice `like`, or apart from slices. Raises InsufficientDevices."""
+        where = f" of island {island}" if island else ""
+        bound: Future[SliceBound] = self.ask.waiting(f"{devices} devices{where}")
+        request = AllocateSlice(self._id(), devices, kind, island, topology, like=like, apart=apart)
         self._post(Allocate(request, bound))
         return bound.result(self._patience_s)
 

@@ -57,6 +57,20 @@ class Traced:
     tree: Any
 
 
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A function that was traced and exported for a mesh."""
+
+    exported: jax.export.Exported
+    artifact: bytes
+    captured: tuple[Array, ...]
+    inputs: tuple[ArrayType, ...]
+    """Of the explicit arguments, then of the captured arrays."""
+    outputs: tuple[ArrayType, ...]
+    checks: tuple[str, ...]
+    tree: Any
+
+
 def trace(
     function: Callable[..., Any],
     arguments: Any,
@@ -75,6 +89,35 @@ def trace(
         TracingError: the function can be traced but not sent to the hosts.
         Exception: the function's own errors.
     """
+    made = export(function, arguments, name, mesh, inputs, out_shardings, check_nans)
+    types = made.outputs
+    if made.checks:
+        flags = jax.core.ShapedArray((len(made.checks),), np.dtype(bool))
+        types = (*types, ArrayType.of(flags, NamedSharding.replicated(mesh)))
+    computation = Computation(
+        name,
+        hashlib.sha256(made.artifact).digest(),
+        mesh.placement,
+        tuple(type_.spec for type_ in made.inputs),
+        tuple(type_.spec for type_ in types),
+        tuple(donated),
+        checks=made.checks,
+    )
+    return Traced(
+        computation, made.artifact, mesh, tuple(inputs), made.captured, made.outputs, made.tree
+    )
+
+
+def export(
+    function: Callable[..., Any],
+    arguments: Any,
+    name: str,
+    mesh: Mesh,
+    inputs: Sequence[ArrayType],
+    out_shardings: OutShardings,
+    check_nans: bool = False,
+) -> Made:
+    """Trace and export `function` as `trace` does."""
     mesh.check_alive()
     trees = []
 
@@ -100,20 +143,7 @@ def trace(
     exported, artifact = _exported(jaxpr, constants, name, mesh, types, wanted, tuple(checks))
     shardings = _settled(exported, mesh, avals, wanted)
     outputs = tuple(map(ArrayType.of, avals, shardings))
-    made = outputs
-    if checks:
-        flags = jax.core.ShapedArray((len(checks),), np.dtype(bool))
-        made = (*outputs, ArrayType.of(flags, NamedSharding.replicated(mesh)))
-    computation = Computation(
-        name,
-        hashlib.sha256(artifact).digest(),
-        mesh.placement,
-        tuple(type_.spec for type_ in types),
-        tuple(type_.spec for type_ in made),
-        tuple(donated),
-        checks=tuple(checks.values()),
-    )
-    return Traced(computation, artifact, mesh, tuple(inputs), captured, outputs, tree)
+    return Made(exported, artifact, captured, types, outputs, tuple(checks.values()), tree)
 
 
 def _settled(

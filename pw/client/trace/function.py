@@ -42,6 +42,7 @@ from pw.client.arrays.signature import (
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
 from pw.client.trace.export import Traced, trace
+from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.launch import Launches
 from pw.client.trace.lowered import Lowered
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
@@ -69,13 +70,15 @@ def _signature(leaf: Any) -> Any:
         return kind
     if kind is np.ndarray:
         return leaf.shape, leaf.dtype
-    return leaf.signature if kind is ProgramTracer else signature_of(leaf)
+    if isinstance(leaf, (ProgramTracer, Array)):
+        return leaf._type or leaf.aval
+    return signature_of(leaf)
 
 
 def _signature_of_described(leaf: Any) -> Any:
     """Return the type of a leaf that may be a `jax.ShapeDtypeStruct`."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf._type if type(leaf) is Array else _signature(leaf)
+        return leaf._type if isinstance(leaf, Array) else _signature(leaf)
     aval = jax.core.ShapedArray(leaf.shape, leaf.dtype)
     split = isinstance(leaf.sharding, NamedSharding)
     return ArrayType.of(aval, leaf.sharding) if split else aval
@@ -144,8 +147,8 @@ class JitFunction(Wrapped[P, R]):
         self._mesh = mesh or mesh_in(in_shardings, out_shardings)
         self._donated = donated
         self._check_nans = check_nans
-        self._by_call: dict[Any, Traced] = {}
-        self._by_types: dict[Any, Traced] = {}
+        self._by_call: dict[Any, Traced | JoinedTraced] = {}
+        self._by_types: dict[Any, Traced | JoinedTraced] = {}
         self._tracing = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -245,7 +248,7 @@ class JitFunction(Wrapped[P, R]):
 
     # --- tracing -------------------------------------------------------------------------------------
 
-    def _trace(self, key: Any) -> Traced:
+    def _trace(self, key: Any) -> Traced | JoinedTraced:
         traced = self._by_call.get(key)
         if traced is not None:
             return traced
@@ -267,7 +270,8 @@ class JitFunction(Wrapped[P, R]):
             traced = self._by_types.get(types_key)
             if traced is None:
                 self._forget_closed()
-                traced = self._by_types[types_key] = trace(
+                make = trace_joined if mesh.parts else trace
+                traced = self._by_types[types_key] = make(
                     self._named(self._body(tree, statics, mesh, types)),
                     tree,
                     self._name,

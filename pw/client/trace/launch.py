@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pw.client.arrays.array import Array, giving_up
+from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.signature import ArrayType, host_value
 from pw.core.errors import ArgumentError
 from pw.core.messages import INLINE_BYTES
@@ -113,6 +114,55 @@ class Launch:
         session = getattr(self, "runtime", None)
         if session is not None and self._program is not None and session.alive:
             session.release_program(self._program)
+
+
+class Pick(NamedTuple):
+    """An island's part of a leaf of the call: a part of an array, or a block of a host value."""
+
+    leaf: int
+    island: int
+    along: int | None = None
+    """The dimension of a host value that is cut; None if the island takes all of it."""
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def block(self) -> tuple[slice, ...]:
+        """The part of a host value, as an index."""
+        if self.along is None:
+            return ()
+        return (*[slice(None)] * self.along, slice(self.start, self.stop))
+
+    def of(self, leaves: Sequence[Any]) -> Any:
+        """Return the part."""
+        value = leaves[self.leaf]
+        if isinstance(value, Array):
+            return value.members[self.island]
+        return value if self.along is None else value[self.block]
+
+
+class JoinedLaunch(Launch):
+    """A program with arguments or results that have a part on each of several islands."""
+
+    __slots__ = ("_grouped", "_picks")
+
+    def joining(self, picks: Sequence[Pick], grouped: Sequence[ArrayType]) -> JoinedLaunch:
+        """Take `picks` as further leaves, the last one first, and return arrays of the types `grouped`."""
+        self._picks = tuple(reversed(picks))
+        self._grouped = tuple(grouped)
+        return self
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Array]:
+        """Run on the leaves of a call; returns at once."""
+        for pick in self._picks:
+            value = leaves[pick.leaf]
+            if isinstance(value, Array):
+                value._check_usable()
+        made = iter(super().__call__([*leaves, *[pick.of(leaves) for pick in self._picks]]))
+        return [
+            JoinedArray([next(made) for _ in type_.parts], type_) if type_.parts else next(made)
+            for type_ in self._grouped
+        ]
 
 
 class Launches:

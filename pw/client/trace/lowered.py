@@ -8,34 +8,33 @@ import jax
 from jax._src.interpreters import mlir  # a context that knows all of JAX's dialects
 
 from pw.client.trace.export import Traced
+from pw.client.trace.joined.traced import JoinedTraced
 from pw.core.errors import TracingError
 
 
 class Lowered:
     """A function for one kind of arguments, ready to be sent to its hosts."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced | JoinedTraced) -> None:
         self._traced = traced
+        self._pieces = traced.pieces if isinstance(traced, JoinedTraced) else (traced,)
+        self._name = traced.name if isinstance(traced, JoinedTraced) else traced.computation.name
 
     def __repr__(self) -> str:
-        computation = self._traced.computation
-        return f"<{computation.name} lowered for {self._traced.mesh!r}>"
+        return f"<{self._name} lowered for {self._traced.mesh!r}>"
 
     def as_text(self) -> str:
-        """The StableHLO that is compiled on the hosts.
+        """The StableHLO that is compiled on the hosts; over several islands, the module of each piece.
 
         Raises:
             TracingError: the function runs as Python there.
         """
-        if self._traced.computation.is_python:
+        if any(piece.computation.is_python for piece in self._pieces):
             raise TracingError(
-                f"{self._traced.computation.name!r} is a host function: it runs as Python on its hosts, and "
+                f"{self._name!r} is a host function: it runs as Python on its hosts, and "
                 "has no other form"
             )
-        exported = jax.export.deserialize(bytearray(self._traced.artifact))
-        with mlir.make_ir_context():
-            module: Any = exported.mlir_module(serialized=False)
-            return str(module.operation.get_asm(enable_debug_info=False))
+        return "\n".join(map(_text, self._pieces))
 
     @property
     def out_info(self) -> Any:
@@ -51,6 +50,13 @@ class Lowered:
     def compile(self) -> Any:
         """Raises; the hosts compile."""
         raise TracingError(
-            f"{self._traced.computation.name!r} is compiled on its hosts, when it is first called: call "
+            f"{self._name!r} is compiled on its hosts, when it is first called: call "
             "the function itself"
         )
+
+
+def _text(traced: Traced) -> str:
+    exported = jax.export.deserialize(bytearray(traced.artifact))
+    with mlir.make_ir_context():
+        module: Any = exported.mlir_module(serialized=False)
+        return str(module.operation.get_asm(enable_debug_info=False))

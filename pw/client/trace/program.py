@@ -52,7 +52,7 @@ class _StaticLeaf:
 
 
 def _leaf_signature(leaf: Any) -> Any:
-    if type(leaf) is Array:
+    if isinstance(leaf, Array):
         return leaf._type
     try:
         return signature_of(leaf)

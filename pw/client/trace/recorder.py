@@ -20,8 +20,10 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.connection import current
 from pw.client.trace.export import Traced, constant
-from pw.client.trace.launch import Feed, Launch
-from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.joined.moving import divided, gathered
+from pw.client.trace.joined.traced import JoinedTraced
+from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.program import Computation, Node, Output, Program, Value
@@ -40,37 +42,53 @@ class Recorder:
         self._traced: list[Traced] = []
         self._index_of: dict[Computation, int] = {}
         self._nodes: list[Node] = []
+        self._picks: list[Pick] = []
+        """Islands' parts of leaves; they follow the leaves of a call, the last one first."""
+        self._position_of: dict[Any, int] = {}
         self._given: dict[object, str] = {}
         """Donated inputs, results and moved copies, and the computations that took them."""
 
     def leaf(self, index: int, signature: Any) -> ProgramTracer:
         """Leaf `index` of the program's arguments."""
         if isinstance(signature, ArrayType):
+            if signature.parts:
+                parts = [
+                    self._picked(Pick(index, at), type_) for at, type_ in enumerate(signature.parts)
+                ]
+                return self.joined(signature, parts)
             value = self._input(Feed(index, None, signature))
             return ProgramTracer(self, signature.aval, signature, value, None)
         return ProgramTracer(self, aval_of(signature), None, None, index)
 
     def lift(self, leaf: Any) -> ProgramTracer:
         """Return an argument of a computation as a value of this program."""
-        if type(leaf) is ProgramTracer:
+        if isinstance(leaf, ProgramTracer):
             if leaf.recorder is not self:
                 raise TracerError(
                     f"a value {leaf.aval.str_short()} of the program {leaf.recorder.name!r} was kept "
                     "and used after that program had been traced; return it from the program instead"
                 )
             return leaf
-        if type(leaf) is Array:
+        if isinstance(leaf, Array):
             leaf._check_usable()
+            if leaf._type.parts:
+                return self.joined(leaf._type, [self.lift(part) for part in leaf.members])
             value = self._input(Feed(-1, leaf, leaf._type))
             return ProgramTracer(self, leaf.aval, leaf._type, value, None)
         return ProgramTracer(self, aval_of(signature_of(leaf)), None, None, _Constant(leaf))
 
-    def call(self, traced: Traced, leaves: Sequence[Any]) -> list[ProgramTracer]:
+    def call(self, traced: Traced | JoinedTraced, leaves: Sequence[Any]) -> list[ProgramTracer]:
         """Add a node that applies `traced` to `leaves`; returns its results."""
-        computation = traced.computation
         self._use(traced.mesh)
         arguments = [self.lift(leaf) for leaf in (*leaves, *traced.captured)]
         types = [*traced.inputs, *(array._type for array in traced.captured)]
+        if isinstance(traced, JoinedTraced):
+            return traced.record(self, arguments)
+        computation = traced.computation
+        arguments = [
+            gathered(self, argument, type_) if isinstance(argument, JoinedTracer) else argument
+            for argument, type_ in zip(arguments, types, strict=True)
+        ]
         args = []
         for position, (argument, type_) in enumerate(zip(arguments, types, strict=True)):
             donated = position in computation.donated
@@ -104,9 +122,15 @@ class Recorder:
         tracer = self.lift(leaf)
         self._use(sharding.mesh)
         type_ = ArrayType.of(tracer.aval, sharding)
-        self._check_not_given(tracer, "pw.put")
         if type_ is tracer._type:
+            self._check_not_given(tracer, "pw.put")
             return tracer
+        if type_.parts:
+            pairs = zip(divided(self, tracer, type_), type_.parts, strict=True)
+            return self.joined(type_, [self.reshard(part, to.sharding) for part, to in pairs])
+        if isinstance(tracer, JoinedTracer):
+            tracer = gathered(self, tracer, type_)
+        self._check_not_given(tracer, "pw.put")
         source = tracer._leaf
         if isinstance(leaf, np.ndarray):  # its owner may write to it before it is used
             value = np.array(leaf, dtype=type_.numpy_dtype, order="C")
@@ -127,6 +151,36 @@ class Recorder:
             return self._input(Feed(-1, source.placed(type_, own), type_), own)
         return self._input(Feed(source, None, type_), own)
 
+    def joined(self, type_: ArrayType, parts: Sequence[ProgramTracer]) -> JoinedTracer:
+        """Return a value over several islands with these parts."""
+        return JoinedTracer(self, type_.aval, type_, None, None, parts=tuple(parts))
+
+    def blocks(self, tracer: ProgramTracer, type_: ArrayType) -> list[ProgramTracer]:
+        """Return the parts that islands take of a host value, to be an array of `type_`."""
+        along = type_.sharding.crossing_dimension
+        found = []
+        for at, part in enumerate(type_.parts):
+            size = 0 if along is None else part.aval.shape[along]
+            source = tracer._leaf
+            is_leaf = not isinstance(source, _Constant)
+            pick = Pick(source if is_leaf else -1, at, along, at * size, (at + 1) * size)
+            if is_leaf:
+                found.append(self._picked(pick, part))
+            else:
+                own = source if along is None else _Constant(source.value[pick.block])
+                found.append(ProgramTracer(self, part.aval, None, None, own))
+        return found
+
+    def _picked(self, pick: Pick, type_: ArrayType) -> ProgramTracer:
+        """Return an island's part of a leaf; one for each leaf, island, block and spec."""
+        key = (pick, type_.spec)
+        position = self._position_of.get(key)
+        if position is None:
+            self._picks.append(pick)
+            position = self._position_of[key] = -len(self._picks)
+        value = self._input(Feed(position, None, type_))
+        return ProgramTracer(self, type_.aval, type_, value, None)
+
     def _check_not_given(self, tracer: ProgramTracer, consumer: str) -> None:
         donated_to = self._given.get(tracer.identity)
         if donated_to is not None:
@@ -138,7 +192,13 @@ class Recorder:
     def finish(self, outputs: Sequence[ProgramTracer], tree: Any = None) -> Launch:
         """Register the program with these results, each with the sharding of its tracer."""
         delivered, types = [], []
-        for tracer in outputs:
+        grouped = [tracer._type for tracer in outputs]
+        whole = [
+            part
+            for tracer in outputs
+            for part in (tracer.parts if isinstance(tracer, JoinedTracer) else (tracer,))
+        ]
+        for tracer in whole:
             type_ = tracer._type
             assert type_ is not None
             delivered.append(Output(self.place(tracer, type_, "return"), type_.spec))
@@ -161,6 +221,11 @@ class Recorder:
         )
         artifacts = {traced.computation.artifact: traced.artifact for traced in self._traced}
         number = self.runtime.register_program(program, artifacts)
+        if self._picks or len(whole) > len(outputs):
+            launch = JoinedLaunch(
+                self.runtime, self.name, number, self._feeds, types, donated, tree
+            )
+            return launch.joining(self._picks, [type_ for type_ in grouped if type_ is not None])
         return Launch(self.runtime, self.name, number, self._feeds, types, donated, tree)
 
     def _input(self, feed: Feed, own: bool = False) -> Value:

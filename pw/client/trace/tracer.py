@@ -110,8 +110,23 @@ class ProgramTracer(Methods):
     tolist = item
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class JoinedTracer(ProgramTracer):
+    """A value over a mesh that joins islands: the part of each island."""
+
+    parts: tuple[ProgramTracer, ...] = ()
+
+    @property
+    def identity(self) -> object:
+        """The first part's; parts are donated together."""
+        return self.parts[0].identity
+
+
 # Registered so that JAX calls `__jax_array__`, which raises: JAX would reword an error from the aval.
 jaxtype.register(ProgramTracer, lambda tracer: tracer.aval, lambda tracer: tracer.__jax_array__())
+
+
+jaxtype.register(JoinedTracer, lambda tracer: tracer.aval, lambda tracer: tracer.__jax_array__())
 
 
 def _user_line() -> str:

@@ -62,6 +62,8 @@ class AllocateSlice(Base, frozen=True, tag=34):
     """The slice's island under the earlier controller."""
     like: int = 0
     """Another client's slice: bind this one to the same devices in the same order."""
+    apart: tuple[int, ...] = ()
+    """Slices of the same client: bind this one to another island than theirs."""
 
 
 class SliceBound(Base, frozen=True, weakref=True, tag=35):

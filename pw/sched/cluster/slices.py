@@ -156,6 +156,7 @@ class Slices(Part):
             for island in self.inventory.islands.values()
             if island.state == "ready" and island is not but and _fits(island, request)
         ]
+        fitting = self._apart(request, fitting)
         return min(
             fitting,
             key=lambda island: (
@@ -164,6 +165,12 @@ class Slices(Part):
             ),
             default=None,
         )
+
+    def _apart(self, request: AllocateSlice, islands: list[Island]) -> list[Island]:
+        """The islands without the slices that a new slice must be apart from; one that moves may join them."""
+        taken = [self._home_of(number) for number in request.apart]
+        free = [island for island in islands if island not in taken]
+        return free if request.slice not in self._slices else free or islands
 
     def _home_of(self, number: int) -> Island | None:
         """Return the island that a slice is bound to."""
@@ -205,6 +212,8 @@ class Slices(Part):
             value = getattr(request, name)
             if value is not None:
                 asked += f" with {name}={value!r}"
+        if request.apart:
+            asked += f" besides the {counted(len(request.apart), 'island')} of the other slices"
         there = "; ".join(island.describe() for island in self.inventory.islands.values())
         error = InsufficientDevices(
             f"no island has {asked} for one slice. There are: {there or 'no islands yet'}"

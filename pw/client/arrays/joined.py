@@ -1,0 +1,87 @@
+"""`JoinedArray`: an array over a mesh that joins islands.
+
+Each island has a part, an ordinary array: one block of the dimension that the crossing axis splits,
+or all of it. The client holds the parts together; the cluster knows only them. So each part has its
+lineage, its replicas and its errors, and an island that is formed again restores its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from pw.client.arrays import jaxtype
+from pw.client.arrays.array import Array, refuse
+from pw.client.arrays.signature import ArrayType
+
+
+class JoinedArray(Array):
+    """A logical array with a part on each of several islands."""
+
+    __slots__ = ("_own_fate", "_parts")
+    __hash__ = object.__hash__
+
+    def __init__(self, parts: Sequence[Array], type_: ArrayType) -> None:
+        self._parts = tuple(parts)
+        super().__init__(parts[0]._runtime, parts[0]._id, type_)
+
+    def __del__(self) -> None:
+        """Nothing: the parts release themselves."""
+
+    @property
+    def _gone(self) -> str | None:
+        """Why the array cannot be used: because it, or one of its parts, was deleted or donated."""
+        own = self._own_fate
+        return own or next((part._gone for part in self._parts if part._gone is not None), None)
+
+    @_gone.setter
+    def _gone(self, fate: str | None) -> None:
+        self._own_fate = fate
+
+    @property
+    def members(self) -> tuple[Array, ...]:
+        """The parts, island after island."""
+        return self._parts
+
+    def delete(self) -> None:
+        """Free all parts now, in order with the computations that use them."""
+        for part in self._parts:
+            part.delete()
+        self._fetching = None
+
+    def start_fetch(self) -> Future[Any]:
+        """Return the future of the value here; the first call fetches one part, or each block."""
+        self._check_usable()
+        along = self.sharding.crossing_dimension
+        if along is None:
+            return self._parts[0].start_fetch()
+        if self._fetching is None or (self._fetching.done() and self._fetching.exception()):
+            fetched = [part.start_fetch() for part in self._parts]
+            self._fetching = _all_of(fetched, lambda blocks: np.concatenate(blocks, along))
+        return self._fetching
+
+
+def _all_of(futures: Sequence[Future[Any]], combine: Any) -> Future[Any]:
+    """Return the future of what `combine` makes of all results, or of the first error."""
+    whole: Future[Any] = Future()
+    left = len(futures)
+
+    def ended(_: Future[Any]) -> None:
+        nonlocal left
+        left -= 1  # the callbacks of a session run in one thread
+        if left:
+            return
+        try:
+            whole.set_result(combine([future.result() for future in futures]))
+        except BaseException as error:  # noqa: BLE001 - a future holds it for its reader
+            whole.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(ended)
+    return whole
+
+
+jaxtype.register(JoinedArray, lambda array: array._type.aval, refuse)
