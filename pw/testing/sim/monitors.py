@@ -12,6 +12,7 @@
 | kept | a host reports only replicas that its next runtime would find after a crash now |
 | survives | the arrays of an answered checkpoint would survive a crash of all runtimes now |
 | prompt | a host answers questions about ready values soon, whatever it computes |
+| program order | a host computes the parts of a run in the order of its program, as a schedule may ask |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
@@ -46,11 +47,13 @@ from pw.core.messages import (
     Submit,
     Wait,
 )
+from pw.core.plan import Execute
 from pw.core.sharding import Box
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.host import SimHost
 from pw.testing.sim.world import Process, Violation
 
 PROMPT_S = 2e-3
@@ -84,6 +87,7 @@ class Monitors:
         world.watch_sent(Holdings, self._told_of_copies)
         world.watch_sent(Checkpoint, self._checkpoint_asked)
         world.watch_sent(Answered, self._answered)
+        cluster.alterations.append(self._watch_order)
 
     # --- launches ------------------------------------------------------------------------------------
 
@@ -139,6 +143,30 @@ class Monitors:
     def _not_taken(self, order: LaunchOrder, expected: int) -> None:
         if order.expected != expected and not order.is_broken:
             raise Violation("epochs", f"{order.host} took a launch of another epoch")
+
+    def _watch_order(self, host: SimHost) -> None:
+        """Look at each computation that a new incarnation of a host enqueues."""
+        interpreter: Any = host.executor.interpreter
+        execute = interpreter._execute
+        last: dict[tuple[int, Any], int] = {}
+
+        def watched(launch: Any, instruction: Execute) -> bool:
+            done = bool(execute(launch, instruction))
+            if done and instruction.results:
+                run, slot = (
+                    launch.run,
+                    instruction.results[0],
+                )  # slots are numbered in program order
+                key = run.run, run.began
+                before = last.get(key, -1)
+                self._world.checked["program order"] += 1
+                if slot < before:
+                    what = f"{host.name} computes slot {slot} of run {run.run:x} after {before}"
+                    raise Violation("program order", what)
+                last[key] = slot
+            return done
+
+        interpreter._execute = watched
 
     # --- answers -------------------------------------------------------------------------------------
 

@@ -39,7 +39,10 @@ from pw.core.messages import (
 from pw.devices.host import backend as ops
 from pw.devices.host.replica_memory import Replica
 from pw.sched.island.scheduler import IslandScheduler
-from pw.testing.sim import mutations_of_views  # noqa: F401  (it registers its own)
+from pw.testing.sim import (  # they register their own
+    mutations_of_pipelines,  # noqa: F401
+    mutations_of_views,  # noqa: F401
+)
 from pw.testing.sim.breaking import MUTATIONS, Mutation, mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost

@@ -58,6 +58,8 @@ class Profile:
     """For each act of a client, the probability that it hands arrays to another one."""
     events: bool = False
     """The controller publishes events, and the monitor follows them."""
+    pipelines: float = 0.0
+    """For each program that a client registers, the probability that it is a step of a pipeline."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -85,7 +87,7 @@ class Profile:
 FAULTS = tuple(
     field.name
     for field in dataclasses.fields(Profile)
-    if field.type == "float" and field.name not in ("span_s", "views", "shares")
+    if field.type == "float" and field.name not in ("span_s", "views", "shares", "pipelines")
 )
 """The fields of a profile that are rates of faults."""
 
@@ -144,6 +146,15 @@ PROFILES = {
             runs=60,
             shares=0.3,
             views=0.1,
+            device_memory_bytes=256 << 10,
+            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+        ),
+        Profile("pipelines", runs=30, pipelines=0.7),
+        Profile(
+            "pipelines-lost",
+            span_s=20.0,
+            runs=30,
+            pipelines=0.7,
             device_memory_bytes=256 << 10,
             **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
         ),

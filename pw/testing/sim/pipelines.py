@@ -1,0 +1,127 @@
+"""Programs with the shape of a pipeline's training step, in the order of a schedule (`pw.client.pipeline`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from random import Random
+
+from pw.client.pipeline.schedules import named
+from pw.client.pipeline.table import Task
+from pw.core.messages import Artifact
+from pw.core.program import Computation, Node, Output, Program, Value
+from pw.core.sharding import ArraySpec
+from pw.testing.sim.programs import Draft, Slice, random_spec
+
+_ACTIVATIONS = ((8, 4), (16,), (8, 512))
+
+
+def random_pipeline(
+    random: Random, slices: Sequence[Slice], kinds: Sequence[ArraySpec], name: str
+) -> Draft:
+    """A step of a pipeline whose stages lie on these slices in turn.
+
+    It takes an array of parameters for each stage and a batch, donates the parameters, and returns new ones and
+    a loss. So one step can use the results of another.
+    """
+    order = random.sample(list(slices), random.randint(1, len(slices)))
+    stages, microbatches = random.randint(2, 4), random.randint(2, 4)
+    parts = [order[stage % len(order)] for stage in range(stages)]
+    places = list(dict.fromkeys(part.number for part in parts))
+    groups = [places.index(part.number) for part in parts]
+    schedule = named(random.choice(("gpipe", "1f1b", "zero-bubble")), groups, microbatches)
+    shape = random.choice(_ACTIVATIONS)
+    params, flows = [], []
+    for part in parts:
+        own = [kind for kind in kinds if kind.placement.slice == part.number]
+        spec = random.choice(own) if own else random_spec(random, part, (16,), "uint8")
+        params.append(spec)
+        flows.append(random_spec(random, part, shape, "uint8", spec.placement.devices))
+    step = _Step(name, params)
+    batch = Value(-1, stages)
+    totals = [step.call(f"{s}/begin", s, [Value(-1, s)], [params[s]])[0] for s in range(stages)]
+    results: dict[tuple[Task, str], Value] = {}
+    new = list(totals)
+    last = stages - 1
+    given: list[Value | tuple[Value, ArraySpec]]
+    for task in schedule.timetable().order:
+        stage, each, kind = task
+        flow = flows[stage]
+        if kind == "F":
+            x = results[Task(stage - 1, each, "F"), "y"] if stage else batch
+            y, saved = step.call(f"{stage}/F", stage, [Value(-1, stage), (x, flow)], [flow, flow])
+            results |= {(task, "y"): y, (task, "saved"): saved}
+        elif kind == "B":
+            saved = results[Task(stage, each, "F"), "saved"]
+            above = Task(stage + 1, each, "B") if stage < last else Task(stage, each, "F")
+            gradient = results[above, "x" if stage < last else "y"]
+            given = [Value(-1, stage), saved, (gradient, flow)]
+            if stage in schedule.split:
+                x, kept = step.call(f"{stage}/B", stage, given, [flow, flow])
+                results[task, "kept"] = kept
+            else:
+                given.append(totals[stage])
+                x, totals[stage] = step.call(
+                    f"{stage}/B", stage, given, [flow, params[stage]], donated=(3,)
+                )
+            results[task, "x"] = x
+        elif kind == "W":
+            given = [results[Task(stage, each, "B"), "kept"], totals[stage]]
+            (totals[stage],) = step.call(f"{stage}/W", stage, given, [params[stage]], donated=(1,))
+        else:
+            given = [Value(-1, stage), totals[stage]]
+            (new[stage],) = step.call(f"{stage}/U", stage, given, [params[stage]], donated=(0, 1))
+    losses = [results[Task(last, each, "F"), "y"] for each in range(microbatches)]
+    (loss,) = step.call("loss", last, losses, [flows[last]])
+    outputs = [Output(value, spec) for value, spec in zip(new, params, strict=True)]
+    body = Program(
+        name,
+        tuple(step.computations.values()),
+        tuple(step.nodes),
+        (*params, flows[0]),
+        (*outputs, Output(loss, flows[last])),
+        tuple(range(stages)),
+    )
+    artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(step.blobs.items()))
+    return Draft(body, artifacts, step.blobs)
+
+
+class _Step:
+    """A program under construction; a computation that is called again is the same one."""
+
+    def __init__(self, name: str, params: Sequence[ArraySpec]) -> None:
+        self._name, self._params = name, params
+        self.computations: dict[str, Computation] = {}
+        self.nodes: list[Node] = []
+        self.blobs: dict[bytes, bytes] = {}
+        self._specs: dict[Value, ArraySpec] = {}
+
+    def call(
+        self,
+        what: str,
+        stage: int,
+        given: Sequence[Value | tuple[Value, ArraySpec]],
+        makes: Sequence[ArraySpec],
+        donated: tuple[int, ...] = (),
+    ) -> list[Value]:
+        """Add a call; an argument comes with the spec in which it is taken, if that may be another one."""
+        pairs = [one if isinstance(one, tuple) else (one, self._spec(one)) for one in given]
+        if what not in self.computations:
+            blob = f"computes {self._name}/{what}".encode()
+            digest = hashlib.sha256(blob).digest()
+            self.blobs[digest] = blob
+            self.computations[what] = Computation(
+                f"{self._name}/{what}",
+                digest,
+                self._params[stage].placement,
+                tuple(spec for _, spec in pairs),
+                tuple(makes),
+                donated,
+            )
+        self.nodes.append(Node(list(self.computations).index(what), tuple(v for v, _ in pairs)))
+        values = [Value(len(self.nodes) - 1, index) for index in range(len(makes))]
+        self._specs |= dict(zip(values, makes, strict=True))
+        return values
+
+    def _spec(self, value: Value) -> ArraySpec:
+        return self._specs[value] if value.node >= 0 else self._params[value.index]
