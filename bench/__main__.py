@@ -34,7 +34,7 @@ SUITE = {
     "transfer": 300,
     "train": 420,
     "gateway": 600,
-    "pipeline-train": 300,
+    "pipeline-train": 600,
     "scale": 300,
 }
 BY_NAME_ONLY = {"gpu": 1200}

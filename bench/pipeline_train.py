@@ -1,17 +1,19 @@
-"""One decoder LM trained in four ways on the same devices (the paper's Table 2, Fig. 10, Fig. 12).
+"""One decoder LM trained in several ways on the same devices (the paper's Table 2, Fig. 10, Fig. 12).
 
 - *SPMD*: one island of four hosts, data parallel, one `pw.jit` function.
-- *2 stages* and *4 stages*: one island a stage, each with its part of the layers, data parallel
-  over its hosts, and micro-batches as in GPipe: all forwards before all backwards, four times as
-  many as stages. A step is one `pw.program`.
 - *two islands*: the whole model on each of two islands of two hosts, which exchange gradients: one
   `pw.program`, without a word about transfers.
+- *by hand*: four stages over two islands, a stage for each host, as a `pw.program` that calls a function for
+  each task: all forwards before all backwards, stages computed again in the backward pass.
+- *gpipe, recompute*: the same by `pw.pipeline`. And its four schedules, which keep what the backward pass
+  needs; the interleaved one has eight stages, two for each host.
 
-All compute the same: the same first parameters, the same batches, blocks recomputed in the backward
-pass, AdamW. So the losses agree except for the order of sums; the benchmark checks it.
+All compute the same: the same first parameters, the same batches, AdamW. So the losses agree except for
+the order of sums; the benchmark checks it.
 
 On a machine with fewer cores than devices, a pipeline's bubble costs nothing, since the other
-devices use the core. The readings show the cost of the runtime and of small micro-batches.
+devices use the core. The readings show the cost of the runtime and of small microbatches. So the bubble in
+the table is what the schedule lets expect, if each gradient takes as long as a forward pass.
 """
 
 from __future__ import annotations
@@ -36,13 +38,16 @@ from bench.processor import client_and_cluster_s
 from bench.report import Result
 from bench.train import on_pw
 from bench.training import SEED, Optimizer, Task, Trainer, apply, farthest
+from pw.client.pipeline.schedule import task_times
+from pw.client.pipeline.schedules import NAMES
 
 BOUND = 0.95
+PIPELINE_BOUND = 0.97
 TOLERANCE = 1e-3
 DEVICES = 4
 MICRO_BATCHES_PER_STAGE = 4
 READING_S = 2.0
-WHAT = "tokens/s of one decoder LM: SPMD, pipelines, two islands (Table 2, Fig. 10, Fig. 12)"
+WHAT = "tokens/s of one decoder LM: SPMD, two islands, pipelines (Table 2, Fig. 10, Fig. 12)"
 
 _WHOLE, _ROWS = P(), P("data")
 State = Any
@@ -50,32 +55,43 @@ State = Any
 
 
 OPTIMIZER: Optimizer = optax.adamw(1e-3, b2=0.95, weight_decay=0.01)
-FULL = Task("full", "lm", Shape(128, 4, 4, 128, recompute=True), 32, lambda: OPTIMIZER)
+FULL = Task("full", "lm", Shape(128, 4, 8, 128, recompute=True), 32, lambda: OPTIMIZER)
 QUICK = Task("quick", "lm", Shape(32, 2, 4, 16, recompute=True), 32, lambda: OPTIMIZER)
 
 
 def run(quick: bool) -> Result:
-    """Train in all ways, in turns; quick: on half of the devices and without four stages."""
+    """Train in all ways, in turns; quick: on half of the devices, with two stages."""
     work = QUICK if quick else FULL
     devices = DEVICES // 2 if quick else DEVICES
     result = Result("pipeline-train", WHAT)
+    plans: dict[str, pw.Pipeline] = {}
+    kept_bytes: dict[str, int] = {}
     with ExitStack() as clusters:
         pids: dict[int, list[int]] = {}
 
-        def islands(count: int) -> list[pw.Mesh]:
-            hosts = devices // count
-            cluster = pw.LocalCluster(islands=count, hosts_per_island=hosts)
-            pids[count] = clusters.enter_context(cluster).pids
-            return [new_mesh(hosts, f"island-{at}") for at in range(count)]
+        def cluster_of(islands: int) -> None:
+            cluster = pw.LocalCluster(islands=islands, hosts_per_island=devices // islands)
+            pids[islands] = clusters.enter_context(cluster).pids
 
-        (one,), two = islands(1), islands(2)
+        def stages_of(name: str, schedule: str, recompute: bool = False) -> Trainer:
+            pipe, params = by_pipeline(work, stages, schedule, recompute)
+            plans[name] = pipe
+            batch = work.batch(0)
+            kept_bytes[name] = max(pipe.activation_bytes(params, batch[:, :-1], batch[:, 1:]))
+            return Trainer(partial(on_stages, pipe), pipe.init(params), work.batch)
+
+        cluster_of(1)
+        one = new_mesh(devices, "island-0")
+        cluster_of(2)
+        halves = [new_mesh(devices // 2, f"island-{at}") for at in range(2)]
+        stages = [new_mesh(1, f"island-{at // (devices // 2)}") for at in range(devices)]
         trainers = {
             "SPMD": (on_pw(work, one), 1),
-            "2 stages": (pipeline(work, two), 2),
-            "two islands": (two_islands(work, two), 2),
+            "two islands": (two_islands(work, halves), 2),
+            "by hand": (by_hand(work, stages), 2),
+            "gpipe, recompute": (stages_of("gpipe, recompute", "gpipe", recompute=True), 2),
         }
-        if not quick:
-            trainers["4 stages"] = (pipeline(work, islands(4)), 4)
+        trainers |= {name: (stages_of(name, name), 2) for name in NAMES}
         step_s = {name: _step_s(trainer) for name, (trainer, _) in trainers.items()}
         steps = 1 if quick else max(3, round(READING_S / step_s["SPMD"]))
         spent_s: dict[str, list[float]] = {name: [] for name in trainers}
@@ -90,24 +106,68 @@ def run(quick: bool) -> Result:
         samples = alternate(
             {name: partial(reading, name) for name in trainers}, rounds=1 if quick else 5
         )
+    bubbles = {
+        name: pipe.schedule.bubble(task_times(pipe.schedule)) for name, pipe in plans.items()
+    }
     for name, sample in samples.items():
         busy_ms = statistics.median(spent_s[name]) / steps * 1e3
         params = {"processor ms a step": f"{busy_ms:.0f}"}
+        if name in plans:
+            params["bubble expected"] = f"{bubbles[name]:.1%}"
+            params["activations of a stage, MiB"] = f"{kept_bytes[name] / 2**20:.2f}"
         reference = samples["SPMD"] if name != "SPMD" else None
         result.add(name, params, sample, "tokens/s", "SPMD", reference)
     ratio = samples["two islands"].over(samples["SPMD"]).median
     text = "two islands / one island of twice the size: tokens/s"
     result.at_least(BOUND, ratio, text)
+    ratio = samples["gpipe, recompute"].over(samples["by hand"]).median
+    result.at_least(PIPELINE_BOUND, ratio, "pw.pipeline / the same by hand: tokens/s")
+    ratio = kept_bytes["1f1b"] / kept_bytes["gpipe"]
+    result.at_most(0.5, ratio, "1f1b / gpipe: the most activations that a stage keeps")
+    ratio = bubbles["zero-bubble"] / bubbles["1f1b"]
+    result.at_most(0.5, ratio, "zero-bubble / 1f1b: bubble expected")
     losses = trainers["SPMD"][0].losses
     apart = max(farthest(trainer.losses, losses) for trainer, _ in trainers.values())
     text = f"largest relative difference of a loss from SPMD's, {len(losses)} steps"
     result.at_most(TOLERANCE, apart, text)
     result.notes += [
         f"{devices} hosts of one device each, all on the cores of one machine; "
-        f"{work.tokens_per_step} tokens a step, {steps} steps a reading",
+        f"{work.tokens_per_step} tokens a step, {steps} steps a reading, "
+        f"{MICRO_BATCHES_PER_STAGE * devices} microbatches",
         f"losses differ by up to {apart:.1e}; from {losses[0]:.3f} to {losses[-1]:.3f} nats",
     ]
     return result
+
+
+def on_stages(pipe: pw.Pipeline, state: Any, batch: Any) -> tuple[Any, Any]:
+    """One step of a pipeline, of a batch int32 `[rows, context + 1]`."""
+    return pipe(state, batch[:, :-1], batch[:, 1:])
+
+
+def by_pipeline(
+    work: Task, meshes: list[pw.Mesh], schedule: str, recompute: bool
+) -> tuple[pw.Pipeline, list[Params]]:
+    """A `pw.pipeline` of one stage a mesh, or of two if they are interleaved, and its parameters."""
+    stages = len(meshes) * (2 if schedule == "interleaved" else 1)
+    kept = replace(work.shape, recompute=False)
+
+    def stage(params: Params, x: Any) -> Any:
+        return lm_stage(kept, params, x)
+
+    def last(params: Params, x: Any, targets: Any) -> Any:
+        return cross_entropy(lm_stage(kept, params, x), targets)
+
+    pipe = pw.pipeline(
+        [*[stage] * (stages - 1), last],
+        meshes=meshes,
+        in_shardings=(_WHOLE, _ROWS),
+        microbatches=MICRO_BATCHES_PER_STAGE * len(meshes),
+        schedule=schedule,
+        optimizer=OPTIMIZER,
+        recompute=recompute,
+    )
+    make = [partial(lm_init, work.shape, stage=at, stages=stages) for at in range(stages)]
+    return pipe, [jax.jit(one)(SEED) for one in make]
 
 
 def _step_s(trainer: Trainer) -> float:
@@ -151,8 +211,8 @@ def two_islands(work: Task, meshes: list[pw.Mesh]) -> Trainer:
     return Trainer(step, init, lambda number: np.split(work.batch(number), 2))
 
 
-def pipeline(work: Task, meshes: list[pw.Mesh]) -> Trainer:
-    """The layers cut into one stage a mesh."""
+def by_hand(work: Task, meshes: list[pw.Mesh]) -> Trainer:
+    """The layers cut into one stage a mesh, as in GPipe."""
     stages, shape = len(meshes), work.shape
     micro_batches = MICRO_BATCHES_PER_STAGE * stages
     # A stage's backward computes its whole forward again, so its blocks need not do it too.

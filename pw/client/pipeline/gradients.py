@@ -14,7 +14,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from pw.client.pipeline.graph import Graph, Name, Piece, cut
+from pw.client.pipeline.graph import Graph, Name, Piece, cut, size_bytes
 from pw.client.pipeline.stages import Stage, is_float, tracing
 
 
@@ -24,13 +24,16 @@ class Tasks:
 
     pieces: dict[str, Piece]
 
-    def saved_bytes(self) -> int:
-        """Return the bytes that the forward pass keeps for the backward pass of a microbatch."""
-        forward = self.pieces.get("F")
-        if forward is None:
-            return 0
-        kept = [name for name in forward.gives if name[0] == "saved"]
-        return sum(forward.aval(name).size * forward.aval(name).dtype.itemsize for name in kept)
+    def kept_bytes(self) -> int:
+        """Return the bytes that a microbatch keeps for its later tasks, on all devices of the stage."""
+        later = {name for kind, piece in self.pieces.items() if kind != "F" for name in piece.takes}
+        found: dict[Name, Any] = {}
+        for kind, piece in self.pieces.items():
+            given = zip(piece.gives, piece.closed.out_avals, strict=True)
+            found |= {name: aval for name, aval in given if name[0] in ("saved", "kept")}
+            taken = zip(piece.takes, piece.closed.in_avals, strict=True)
+            found |= {name: aval for name, aval in taken if name[0] == "x" and kind != "F"}
+        return sum(size_bytes(aval) for name, aval in found.items() if name in later)
 
 
 def total_dtype(dtype: Any) -> Any:

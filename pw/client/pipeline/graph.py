@@ -235,7 +235,7 @@ def _smallest(graph: Graph, needed: Sequence[Any], kept: Mapping[int, Any]) -> d
             continue
         roots = _roots(graph, variable, cheap, chosen)
         new = [root for root in roots if root not in chosen and root not in already]
-        if sum(map(_size_bytes, new)) <= _size_bytes(variable):
+        if sum(size_bytes(root.aval) for root in new) <= size_bytes(variable.aval):
             chosen.update(dict.fromkeys(roots))
         else:
             chosen[variable] = None
@@ -252,8 +252,8 @@ def _roots(
     return [start for start in starts if start in graph.position]
 
 
-def _size_bytes(variable: Any) -> int:
-    aval = variable.aval
+def size_bytes(aval: Any) -> int:
+    """Return the size of an array of this type."""
     itemsize = aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.number) else 1
     return int(math.prod(aval.shape) * itemsize)
 

@@ -19,7 +19,7 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.pipeline.forms import Listed, Marked, check_floats
 from pw.client.pipeline.gradients import Tasks, tasks_of
 from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
-from pw.client.pipeline.schedule import Schedule, merged
+from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.step import Plan, Step, placed
@@ -161,6 +161,25 @@ class Pipeline:
             total = total + self._form.loss(params, micro, key, number)
         return total / self.microbatches
 
+    def activation_bytes(self, params: Any, *batch: Any) -> list[int]:
+        """Return the most that each stage keeps of forward passes for its backward passes, in bytes.
+
+        It is what one microbatch keeps, times the most microbatches at a time by the schedule, on all devices
+        of the stage together. Parameters, gradients and temporaries are not in it.
+
+        Args:
+            params, batch: as for `gradients`, or `jax.ShapeDtypeStruct`s like them.
+        """
+        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        trees = self._form.trees(params, micro)
+        key = jax.eval_shape(lambda: jax.random.key(0)) if self._form.takes_key else None
+        stages = self._form.trace(trees, micro, key)
+        if self._schedule is None:
+            self._schedule = self._made([stage.mesh for stage in stages])
+        each = [self._tasks(stage, self._schedule).kept_bytes() for stage in stages]
+        most = [max(steps) for steps in self._schedule.activations(task_times(self._schedule))]
+        return [size * count for size, count in zip(each, most, strict=True)]
+
     # --- the program ---------------------------------------------------------------------------------
 
     def _train_step(self, state: Any, batch: Any, key: Any) -> Any:
@@ -238,7 +257,7 @@ class Pipeline:
         schedule = self._schedule
         tasks = [self._tasks(stage, schedule) for stage in stages]
         params, xs, parts = form.specs(trees, stages, micro)
-        order = merged(schedule, {"F": 1, "B": 1 if schedule.split else 2, "W": 1})
+        order = schedule.timetable(task_times(schedule)).order
         owners = form.owners(trees)
         plan = Plan(stages, tasks, schedule, order, params, xs, parts, owners, form.folds_stage)
         return plan, numbered
