@@ -127,7 +127,7 @@ def test_it_works_ahead_as_far_as_it_may(mesh: pw.Mesh, tmp_path: Path) -> None:
     stream = pw.stream(elements, LIKE, sharding=rows(mesh), prefetch=3)
     held = [next(stream) for _ in range(4)]
     ahead = stream._feed._ahead  # type: ignore[union-attr]
-    pw.block_until_ready([begun.note for begun in ahead])
+    pw.block_until_ready([begun.note for begun in ahead._begun])
     assert int(made.read_text()) == 4 + 3, "four were handed out, and three wait"
     assert [int(batch["number"]) for batch in held] == [0, 1, 2, 3]
 

@@ -9,7 +9,6 @@ other work, so what the client begins after a step waits for that step.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from typing import NamedTuple
 
 import jax
@@ -23,11 +22,11 @@ from pw.client.trace.host_function import pickled, structure
 from pw.client.trace.launch import Feed, Launch
 from pw.core.errors import ResultMismatch
 from pw.core.feeding import NOTE_BYTES, REQUEST_BYTES, Feeder, request
+from pw.core.prefetch import Ahead
 from pw.core.program import Computation, Kind, Node, Output, Program, Value
 
 
 class _Begun(NamedTuple):
-    number: int
     arrays: list[Array]
     note: Array
 
@@ -39,8 +38,8 @@ class OnHosts:
         mesh = source.mesh
         mesh.check_alive()
         self._source = source
-        self.position = position.fitting(mesh.size, source.room)
-        self._ahead: deque[_Begun] = deque()
+        number, rows = position.fitting(mesh.size, source.room)
+        self._ahead: Ahead[_Begun] = Ahead(source.prefetch, number, rows)
         feeder = Feeder(source.make, structure(source.tree), source.makes_part, source.room)
         artifact = pickled(feeder, f"the stream {source.name!r}")
         # The bytes are not the name: each stream has a process of its own.
@@ -78,15 +77,19 @@ class OnHosts:
 
     def fill(self) -> None:
         """Begin elements, up to the bound."""
-        number, rows = self.position
-        while len(self._ahead) < self._source.prefetch:
-            following = number + len(self._ahead)
-            if rows is None:
-                made = self._begin([request(following, 0)])
+        while (due := self._ahead.due) is not None:
+            asked = request(due.number, due.base)
+            if due.states is None:
+                made = self._begin([asked])
             else:
-                made = self._begin_with([request(following, number), rows])
+                made = self._begin_with([asked, due.states])
             made[-1].start_fetch()
-            self._ahead.append(_Begun(following, made[:-1], made[-1]))
+            self._ahead.begun(_Begun(made[:-1], made[-1]))
+
+    @property
+    def position(self) -> Position:
+        """How far it is."""
+        return Position(self._ahead.number, self._ahead.states)
 
     def next(self) -> list[Array]:
         """Return the leaves of the next element, once the hosts have it.
@@ -97,26 +100,27 @@ class OnHosts:
             Error: what failed; the next call tries the same element again.
         """
         self.fill()
-        begun = self._ahead.popleft()
         try:
-            rows = begun.note.local()
+            rows = self._ahead.first.note.local()
+        except KeyboardInterrupt:
+            raise
         except BaseException:
-            self._ahead.clear()
+            self._ahead.drop()
             raise
         notes = notes_of(rows)
         ended = {note.part for note in notes if note.ended}
         if ended:
-            self._ahead.clear()
+            self._ahead.drop()
             others = {note.part for note in notes} - ended
             if others:
                 raise ResultMismatch(
-                    f"the stream {self._source.name!r} ended after {begun.number} elements in part "
+                    f"the stream {self._source.name!r} ended after {self._ahead.number} elements in part "
                     f"{min(ended)} of {notes[0].parts}, and part {min(others)} goes on; all parts must have "
                     "the same number of elements"
                 )
             raise StopIteration
         has_state = all(note.state is not None for note in notes)
-        self.position = Position(begun.number + 1, rows if has_state else None)
+        begun = self._ahead.hand_out(rows if has_state else None)
         self.fill()
         return begun.arrays
 

@@ -9,7 +9,7 @@ and buffers that are never dropped.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,13 +18,13 @@ import numpy as np
 
 from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalError
 from pw.core.messages import Detail, ThreadReport
-from pw.core.program import Computation
+from pw.core.program import Computation, Kind
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.node import SimNode
-from pw.testing.sim.shards import Buffers, Installed, Layout, Shards
+from pw.testing.sim.shards import Buffers, Installed, Layout, Shards, write_parts
 from pw.testing.sim.world import Violation
 
 OP_S = 4e-6
@@ -59,6 +59,7 @@ class SimBackend:
         self.meeting: Installed | None = None
         """The computation of several hosts that waits for other hosts."""
         self.closed = False
+        self.feeds: Any = None  # the Python processes of the host (`pw.testing.sim.feeding`)
         self._buffers = Buffers(self.host, node.world.profile.device_memory_bytes)
         self._world = node.world
         self._gangs = gangs
@@ -297,7 +298,11 @@ class SimBackend:
             raise Violation(
                 "computations are installed before they run", f"{op.key!r} on {self.host}"
             )
-        self._gangs.reach(self, installed, op)
+        if installed.computation.kind is Kind.STREAM:
+            self._running = False
+            self.feeds.make(installed, op)
+        else:
+            self._gangs.reach(self, installed, op)
 
     def executed(
         self, op: ops.Execute, error: ErrorReport | None, results: Sequence[Shards]
@@ -368,35 +373,36 @@ class SimBackend:
         self._fill(op.result, shards, made=True)
 
     def _build(self, op: ops.Build) -> None:
-        shards = self._empty(op.spec, op.devices)
-        written: Counter[int] = Counter()
-        total = 0
-        for positions, box, data in op.parts:
-            for position in positions:
-                ordinal = op.devices[position].ordinal
-                shards[ordinal][box_slices(box)] = data
-                written[ordinal] += data.size
-                total += data.nbytes
-        for ordinal, shard in shards.items():
-            if written[ordinal] != shard.size:
-                what = f"{written[ordinal]} of {shard.size} elements on {self.host}"
-                raise Violation("arrays are built from all their parts", what)
-        delay_s = total / BUILD_BYTES_PER_S * self.node.slowness
+        total = write_parts(shards := self._empty(op.spec, op.devices), op, self.host)
         if total <= 4096:
             self._fill(op.result, shards)
             if op.done is not None:
                 self._answer_none(op.done)
             return
-        op.result.building = []
-        done, value = op.done, op.result
+        delay_s = total / BUILD_BYTES_PER_S * self.node.slowness
+        self.fill_after(delay_s, [op.result], [shards], done=op.done)
+
+    def fill_after(
+        self,
+        delay_s: float,
+        values: Sequence[Value],
+        shards: Sequence[Shards],
+        error: ErrorReport | None = None,
+        done: ops.Done | None = None,
+    ) -> None:
+        """Fill values later, or give them an error; without `done`, a run has made them."""
+        for value in values:
+            value.building = []
 
         def built() -> None:
-            waiting, value.building = value.building, None
-            self._fill(value, shards)
+            for index, value in enumerate(values):
+                waiting, value.building = value.building, None
+                value.error = value.error or error
+                self._fill(value, shards[index] if shards else Shards(), made=done is None)
+                for then in waiting:
+                    then()
             if done is not None:
                 self._answer_none(done)
-            for then in waiting:
-                then()
 
         self._world.after(delay_s, self._awake, built)
 

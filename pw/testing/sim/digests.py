@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pw.core.errors import CompileError
+from pw.core.feeding import Note
 from pw.core.messages import Detail
 from pw.core.sharding import ArraySpec, dtype_of
 from pw.core.stablehlo import Facts, decode
@@ -22,6 +24,10 @@ from pw.core.stablehlo import Facts, decode
 DOES_NOT_COMPILE = b"does not compile"
 RAISES = b"raises"
 """Prefixes of artifacts that no host can compile, and that always fail."""
+_FEEDS = b"feeds "
+"""The prefix of artifacts of streams."""
+STATE_ROOM = 48
+"""Bytes for the state of a stream's iterator."""
 _LASTS = b"lasts "
 """The prefix of artifacts with a fixed duration."""
 
@@ -30,6 +36,8 @@ def compute(
     artifact: bytes, inputs: Sequence[bytes], outputs: Sequence[ArraySpec]
 ) -> list[np.ndarray[Any, Any]]:
     """The whole outputs of a computation, from the bytes of its whole inputs."""
+    if artifact.startswith(_FEEDS):
+        return _fed(artifact, int.from_bytes(inputs[0][:8], "little"), outputs)
     digest = hashlib.blake2b(artifact, digest_size=32)
     for data in inputs:
         digest.update(len(data).to_bytes(8, "little"))
@@ -46,6 +54,40 @@ def compute(
 def _stretched(seed: bytes, size_bytes: int) -> bytes:
     """As many bytes as wanted; the oracle and the devices ask for the same ones."""
     return hashlib.shake_128(seed).digest(size_bytes)
+
+
+def feeds(name: bytes, length: int, has_state: bool) -> bytes:
+    """Return the artifact of a stream of so many elements."""
+    return b"%s%d %d %s" % (_FEEDS, length, has_state, name)
+
+
+def feeds_for(artifact: bytes) -> tuple[int, bool]:
+    """Return how many elements a stream has, and whether its iterator has a state."""
+    length, has_state, _ = artifact[len(_FEEDS) :].split(b" ", 2)
+    return int(length), has_state == b"1"
+
+
+def element_of(
+    artifact: bytes, number: int, outputs: Sequence[ArraySpec]
+) -> list[np.ndarray[Any, Any]]:
+    """Return an element of a stream, with something in the place of the note."""
+    seed = hashlib.blake2b(b"%s/%d" % (artifact, number), digest_size=32).digest()
+    return [
+        np.frombuffer(_stretched(seed, spec.size_bytes), dtype_of(spec.dtype)).reshape(spec.shape)
+        for spec in outputs
+    ]
+
+
+def _fed(artifact: bytes, number: int, outputs: Sequence[ArraySpec]) -> list[np.ndarray[Any, Any]]:
+    """Return what a stream makes for a request: the element, and the note on each device."""
+    length, has_state = feeds_for(artifact)
+    *elements, notes = outputs
+    made = element_of(artifact, number, elements)
+    state = pickle.dumps(number + 1) if has_state else None
+    if number >= length:
+        made, state = [np.zeros_like(one) for one in made], None
+    row = Note(number >= length, state, 0, 1).row(STATE_ROOM)
+    return [*made, np.tile(row, (notes.shape[0], 1))]
 
 
 def lasting(name: bytes, takes_s: float) -> bytes:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROLLER, client_of
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
+from pw.core.prefetch import Ahead
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.replica_memory import Replica
@@ -21,6 +23,7 @@ from pw.devices.host.store import ObjectStore
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.devices import SimBackend
+from pw.testing.sim.feeding import Feeds
 from pw.testing.sim.gangs import Gangs
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import World
@@ -48,6 +51,8 @@ class Site:
         self.gangs = Gangs(world)
         self.groups = Groups(self)
         self.planes: dict[int, SimBulk] = {}
+        self.streams: dict[bytes, Ahead[Any]] = {}
+        """How far users' streams are, by their artifacts (`pw.testing.sim.feeding`)."""
         self.alterations: list[Callable[[SimHost], None]] = []
         """Changes to each new incarnation of a host before it sends anything (see `mutations`)."""
 
@@ -101,6 +106,7 @@ class SimHost:
         self.node = node
         node.network.introduce(CONTROLLER, CONTROLLER)
         self.backend = backend = SimBackend(node, self.cluster.gangs)
+        backend.feeds = Feeds(backend, self.cluster.streams)
         self.bulk = bulk = SimBulk(node, self.cluster.planes)
         registration = RegisterHost(
             self.island,

@@ -96,6 +96,8 @@ class Life:
         self.kinds: list[ArraySpec] = []
         self.programs: dict[int, Draft] = {}
         self.arrays: dict[int, ArraySpec] = {}
+        self.stream: Any = None
+        """The stream that it is fed from (`pw.testing.sim.feeding`)."""
         self.credits = 0
         self.serial = 0
         self.looking = False

@@ -60,6 +60,8 @@ class Profile:
     """The controller publishes events, and the monitor follows them."""
     pipelines: float = 0.0
     """For each program that a client registers, the probability that it is a step of a pipeline."""
+    streams: float = 0.0
+    """For each act of a client, the probability that it turns to a stream that feeds it."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -84,10 +86,12 @@ class Profile:
         return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
 
 
+_NO_FAULTS = ("span_s", "views", "shares", "pipelines", "streams")
+"""Numbers of a profile that say how clients work."""
 FAULTS = tuple(
     field.name
     for field in dataclasses.fields(Profile)
-    if field.type == "float" and field.name not in ("span_s", "views", "shares", "pipelines")
+    if field.type == "float" and field.name not in _NO_FAULTS
 )
 """The fields of a profile that are rates of faults."""
 
@@ -156,6 +160,15 @@ PROFILES = {
             runs=30,
             pipelines=0.7,
             device_memory_bytes=256 << 10,
+            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+        ),
+        Profile("streams", runs=80, streams=0.5),
+        Profile(
+            "streams-lost",
+            span_s=20.0,
+            runs=60,
+            streams=0.5,
+            slices_given_back=0.02,
             **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
         ),
         Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),

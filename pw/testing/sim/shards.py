@@ -11,6 +11,7 @@ import numpy as np
 
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
+from pw.devices.host.backend import Build
 from pw.testing.sim.world import Violation
 
 SKEW = 1.1
@@ -154,3 +155,20 @@ def cut(whole: np.ndarray[Any, Any], place: _Place, host: str) -> Shards:
     for ordinal, box in place.by_host[host]:
         shards[ordinal] = whole[box]
     return shards
+
+
+def write_parts(shards: Shards, op: Build, host: str) -> int:
+    """Write the parts of a build into empty shards; return how many bytes that were."""
+    written: Counter[int] = Counter()
+    total = 0
+    for positions, box, data in op.parts:
+        for position in positions:
+            ordinal = op.devices[position].ordinal
+            shards[ordinal][box_slices(box)] = data
+            written[ordinal] += data.size
+            total += data.nbytes
+    for ordinal, shard in shards.items():
+        if written[ordinal] != shard.size:
+            what = f"{written[ordinal]} of {shard.size} elements on {host}"
+            raise Violation("arrays are built from all their parts", what)
+    return total

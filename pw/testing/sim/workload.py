@@ -27,6 +27,7 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
 from pw.core.stablehlo import Stablehlo, encode
 from pw.testing.sim.digests import DOES_NOT_COMPILE
+from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
@@ -83,6 +84,10 @@ class SimClient(Life):
         views = self.world.profile.views
         if views and self.kinds and self.random.random() < views:
             self._view()
+            return
+        streams = self.world.profile.streams
+        if streams and self.kinds and self.random.random() < streams:
+            self._feed()
             return
         draw = self.random.random()
         if not self.kinds or len(self.programs) < 2 or draw < 0.04:
@@ -165,6 +170,14 @@ class SimClient(Life):
         sources = self._run(number)
         if sources and self.random.random() < 0.4:
             self._delete(self.random.choice(sources))
+
+    def _feed(self) -> None:
+        """Take what has come of a stream; begin another one after its end."""
+        if self.stream is None or self.stream.ended:
+            if self.stream is not None:
+                self.stream.close()
+            self.stream = SimStream(self, self.random.choice(self.kinds))
+        self.stream.step()
 
     def _value(self, spec: ArraySpec) -> np.ndarray[Any, Any]:
         data = self.random.randbytes(spec.size_bytes)
@@ -343,6 +356,9 @@ class SimClient(Life):
     def _give_back(self) -> None:
         """Release a slice with all that is on it, and allocate another one."""
         number = self.random.choice(list(self.slices))
+        if self.stream is not None and self.stream.slice == number:
+            self.stream.close()
+            self.stream = None
         for program in [n for n, draft in self.programs.items() if number in draft.body.slices()]:
             del self.programs[program]
             self._post(Tell(ReleaseProgram(program)))
@@ -359,6 +375,9 @@ class SimClient(Life):
         """Fetch everything once; when that has come, delete it and leave."""
         if not self.looking:
             self.looking = True
+            if self.stream is not None:
+                self.stream.close()
+                self.stream = None
             for array in self.arrays:
                 self._get(array)
             return
