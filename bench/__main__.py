@@ -31,6 +31,7 @@ SUITE = {
     "pipeline": 300,
     "smallest": 300,
     "concurrent": 600,
+    "events": 180,
     "transfer": 300,
     "train": 420,
     "gateway": 600,

@@ -27,7 +27,7 @@ MESSAGES_KEPT = 256
 """Messages that wait for a slow reader."""
 EVENTS_AT_ONCE = 256
 """Events of a message."""
-PAUSE_S = 0.005
+PAUSE_S = 0.02
 """The time between two sends, while events come all the time."""
 
 

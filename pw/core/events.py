@@ -14,7 +14,7 @@ import msgspec
 VERSION = 1
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """Base of all events; `what` says what has happened."""
 
     topic: ClassVar[str] = ""

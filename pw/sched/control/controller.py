@@ -191,6 +191,7 @@ class Controller(Actor):
             self._uploads.settle_taken()
             self._go_on()
         if self._publishing is not None:
+            self.runs.publish()
             self._publishing.turn_ended()
         self.runs.send_credits()
 

@@ -87,6 +87,8 @@ class RunInFlight:
     state: RunState = RunState.IN_FLIGHT
     cause: ErrorReport | None = None
     """Why it is spoilt."""
+    names: tuple[str, str] | None = None
+    """Its name and that of this attempt, once they were published."""
 
     def after(self, event: RunEvent) -> None:
         """Change the state."""

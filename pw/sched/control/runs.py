@@ -43,6 +43,8 @@ class Runs(ControlPart):
         """In the order in which they were submitted."""
         self.handed: list[tuple[int, ErrorReport | None]] = []
         """Arrays of other clients that runs have made, or will not make and why (`pw.sched.control.shares`)."""
+        self._news: list[tuple[str, RunInFlight, float, str]] = []
+        """What to publish when this turn ends: together, events cost a third."""
         self._refunds: Counter[int] = Counter()
         """Credits that clients get back."""
         self._due: set[int] = set()
@@ -127,7 +129,7 @@ class Runs(ControlPart):
             credited=donated is not None,
         )
         if self._events is not None:
-            self._publish("began", self.in_flight[number], 0.0)
+            self._news.append(("began", self.in_flight[number], 0.0, ""))
         for island, submit in program.submissions(number, args, results, awaits):
             self._env.send(scheduler_of(island), submit)
 
@@ -162,19 +164,24 @@ class Runs(ControlPart):
         """A run has ended with all its values."""
         run.after(RunEvent.END)
         if self._events is not None:
-            self._publish("ended", run, self._env.now_s() - run.began_s)
+            self._news.append(("ended", run, self._env.now_s() - run.began_s, ""))
         self._hand(run, None)
         self._remove(run)
 
-    def _publish(self, what: str, run: RunInFlight, seconds: float, error: str = "") -> None:
-        assert self._events is not None
-        name, attempt = run_name(run.record.order), run_name(run.number)
-        program = run.record.program.body.name
-        self._events.publish(
-            published.RunEvent(
-                what, name, attempt, run.client, program, run.islands, seconds, error
+    def publish(self) -> None:
+        """Publish which runs have begun and ended since the last time."""
+        if self._events is None or not self._news:
+            return
+        news, self._news = self._news, []
+        for what, run, seconds, error in news:
+            if run.names is None:
+                attempt = run_name(run.number)
+                is_first = run.number == run.record.order
+                run.names = attempt if is_first else run_name(run.record.order), attempt
+            name = run.record.program.body.name
+            self._events.publish(
+                published.RunEvent(what, *run.names, run.client, name, run.islands, seconds, error)
             )
-        )
 
     def _hand(self, run: RunInFlight, error: ErrorReport | None) -> None:
         """Note the end of a run that makes arrays of another client."""
@@ -197,7 +204,7 @@ class Runs(ControlPart):
         run.after(event)
         if self._events is not None:
             what = "lost" if event is RunEvent.LOSE else "failed"
-            self._publish(what, run, self._env.now_s() - run.began_s, error.message)
+            self._news.append((what, run, self._env.now_s() - run.began_s, error.message))
         self._hand(run, error)
         for island in run.islands:
             self._islands.tell(island, CancelRun(run.number, reason, grace_s))
@@ -211,6 +218,7 @@ class Runs(ControlPart):
     def client_left(self, client: Client) -> None:
         """Forget the runs of a client, and withdraw those that make arrays for it."""
         number = client.number
+        self.publish()
         error = ErrorReport.of(
             ArrayLost(
                 "the session that handed the array over ended before it had; hand it over again"

@@ -57,8 +57,13 @@ __all__ = ["MUTATIONS", "Mutation"]
 def _silent(cluster: SimCluster) -> None:
     """The controller publishes no end of the runs that a host took with it."""
     runs: Any = cluster.controller.runs
-    publish = runs._publish
-    runs._publish = lambda what, *rest: None if what == "lost" else publish(what, *rest)
+    publish = runs.publish
+
+    def forgetful() -> None:
+        runs._news = [news for news in runs._news if news[0] != "lost"]
+        publish()
+
+    runs.publish = forgetful
 
 
 @mutation("publish-recoveries-without-end", "events", "events")
