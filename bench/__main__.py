@@ -36,6 +36,7 @@ SUITE = {
     "train": 420,
     "gateway": 600,
     "pipeline-train": 600,
+    "islands": 300,
     "scale": 300,
 }
 BY_NAME_ONLY = {"gpu": 1200}
