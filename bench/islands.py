@@ -53,7 +53,7 @@ def run(quick: bool) -> Result:
         trainers = {"one island": on_pw(work, new_mesh(hosts))}
         clusters.enter_context(pw.LocalCluster(islands=ISLANDS, hosts_per_island=hosts // ISLANDS))
         slices = pw.make_virtual_device_set().add_slice(devices=hosts, islands=ISLANDS)
-        mesh = pw.Mesh(np.reshape(slices.devices, (ISLANDS, -1)), ("island", "data"))
+        mesh = pw.Mesh(np.array(slices.devices).reshape(ISLANDS, -1), ("island", "data"))
         trainers["two islands"] = joined(work, mesh)
         whole = cutting.BUCKETS
         cutting.BUCKETS = 1
@@ -118,7 +118,9 @@ def sent_bytes(trainer: Trainer, steps: int) -> float:
 
 def _sent() -> dict[str, int]:
     found = pw.stats()
-    return {name: own["bulk_sent_bytes"] for name, own in found.items() if name.startswith("island-")}
+    return {
+        name: own["bulk_sent_bytes"] for name, own in found.items() if name.startswith("island-")
+    }
 
 
 def gradient_bytes(task: Task) -> int:

@@ -221,7 +221,7 @@ class VirtualDeviceSet:
             tpu_devices: the paper's name for `devices`.
             islands: spread the devices evenly over so many different islands, or over the islands with
                 these names. A mesh of them may have one axis that crosses islands: the first dimension of
-                `np.reshape(slices.devices, (islands, ...))`. `island` and `topology` do not go with it.
+                `np.array(slices.devices).reshape(islands, ...)`. `island` and `topology` do not go with it.
 
         Raises:
             InsufficientDevices: no island can satisfy the request.

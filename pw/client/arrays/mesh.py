@@ -186,13 +186,13 @@ def _crossing(grid: np.ndarray[Any, Any], names: tuple[str, ...]) -> int:
     if len(along) != 1:
         raise PlacementError(
             f"the mesh axes {', '.join(names[at] for at in along)} all cross {where}; only one axis may. Give "
-            "each island one position of it, as in np.reshape(slices.devices, (islands, ...))"
+            "each island one position of it, as in np.array(slices.devices).reshape(islands, ...)"
         )
     if len(slices) != grid.shape[along[0]]:
         raise PlacementError(
             f"the mesh axis {names[along[0]]!r} has size {grid.shape[along[0]]} and crosses {where}: an axis "
             "lies inside of islands or across them, not both. Divide it in two axes, as in "
-            f"np.reshape(slices.devices, ({len(slices)}, -1))"
+            f"np.array(slices.devices).reshape({len(slices)}, -1)"
         )
     return along[0]
 

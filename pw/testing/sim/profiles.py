@@ -62,6 +62,8 @@ class Profile:
     """For each program that a client registers, the probability that it is a step of a pipeline."""
     streams: float = 0.0
     """For each act of a client, the probability that it turns to a stream that feeds it."""
+    reductions: float = 0.0
+    """For each act of a client, the probability that it runs a program that reduces between its slices."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -86,7 +88,7 @@ class Profile:
         return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
 
 
-_NO_FAULTS = ("span_s", "views", "shares", "pipelines", "streams")
+_NO_FAULTS = ("span_s", "views", "shares", "pipelines", "streams", "reductions")
 """Numbers of a profile that say how clients work."""
 FAULTS = tuple(
     field.name
@@ -141,6 +143,14 @@ PROFILES = {
             runs=60,
             views=0.4,
             device_memory_bytes=256 << 10,
+            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+        ),
+        Profile("islands", runs=60, reductions=0.4),
+        Profile(
+            "islands-lost",
+            span_s=20.0,
+            runs=60,
+            reductions=0.4,
             **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
         ),
         Profile("shares", runs=60, shares=0.3, views=0.1),

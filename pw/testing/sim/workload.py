@@ -33,6 +33,7 @@ from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.pipelines import random_pipeline
 from pw.testing.sim.programs import Draft, Slice, random_kinds, random_program
+from pw.testing.sim.reductions import reduction
 from pw.testing.sim.sharing import GONE, MOVED, give
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
@@ -81,6 +82,10 @@ class SimClient(Life):
             if others:
                 give(self, others)
                 return
+        reductions = self.world.profile.reductions
+        if reductions and len(self.slices) > 1 and self.random.random() < reductions:
+            self._reduce()
+            return
         views = self.world.profile.views
         if views and self.kinds and self.random.random() < views:
             self._view()
@@ -142,6 +147,17 @@ class SimClient(Life):
     def _add_program(self, number: int, draft: Draft) -> None:
         self.programs[number] = draft
         self._post(Tell(RegisterProgram(number, Compact.of(draft.body), draft.artifacts)))
+
+    def _reduce(self) -> None:
+        """Run a program that reduces between all slices; the results are its next arguments."""
+        made = [n for n, draft in self.programs.items() if draft.body.name.endswith("/reduces")]
+        if made and self.random.random() < 0.9:
+            self._run(self.random.choice(made))
+            return
+        slices = [Slice(bound.slice, len(bound.devices)) for bound in self.slices.values()]
+        number = self._id()
+        name = f"{self.name}/{number & 0xFFFF}/reduces"
+        self._add_program(number, reduction(self.random, slices, name))
 
     def _view(self) -> None:
         """Make views of some arrays; then perhaps delete a source. Or overwrite an array, which may be one."""
