@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -90,6 +91,19 @@ def test_a_host_sends_no_more_than_a_reduction_needs(mesh: pw.Mesh) -> None:
     size = 2 * WIDTH * WIDTH * 4
     bound = 2 * (ISLANDS - 1) / ISLANDS * size / HOSTS
     assert bound <= most <= 1.05 * bound
+
+
+def test_checkpoints_on_disk(mesh: pw.Mesh, tmp_path: Path) -> None:
+    value = rows(3)
+    shardings = [
+        pw.NamedSharding(mesh, spec) for spec in (P(), P(("island", "data")), P(None, "data"))
+    ]
+    tree = {str(at): pw.put(value, sharding=one) for at, one in enumerate(shardings)}
+    pw.checkpoint(tree, path=tmp_path / "saved").result(60)
+    for like in (tree, dict(zip(tree, reversed(shardings), strict=True))):
+        for name, array in pw.restore(tmp_path / "saved", like).items():
+            assert array.sharding == getattr(like[name], "sharding", like[name])
+            np.testing.assert_array_equal(array, value)
 
 
 def sent() -> dict[str, int]:

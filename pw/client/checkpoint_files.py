@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from pw.client.arrays.array import Array
+from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, is_key, key_impl_of, signature_of
@@ -98,6 +99,7 @@ def save(leaves: list[tuple[Any, Any]], path: Any, overwrite: bool) -> Future[No
     for keys, leaf in leaves:
         key = jax.tree_util.keystr(keys)
         if isinstance(leaf, Array):
+            leaf = _on_one_island(leaf)
             session = leaf._runtime
             name = names.setdefault(leaf._id, key or SINGLE)
             type_ = leaf._type
@@ -179,7 +181,8 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
     session = mesh.runtime
     if any(entry is not None and entry.mesh.runtime is not session for entry in wanted):
         raise NotOwner("pw.restore was given shardings over devices of different sessions")
-    described: Described = session.ask.look(where, mesh.placement).result()
+    place = mesh.parts[0].placement if mesh.parts else mesh.placement
+    described: Described = session.ask.look(where, place).result()
     on_disk = {leaf.key: leaf for leaf in _leaves(described, where)}
     missing = [key for key in keys if key not in on_disk]
     if missing:
@@ -203,10 +206,33 @@ def restore(path: Any, like: Any, *, sharding: Any = None) -> Any:
         array = made.get((saved.array, id(type_)))
         if array is None:
             source = FileSource(where, described.checkpoint, saved.array)
-            array = Array(session, session.load(source, type_.spec), type_)
+            array = _loaded(session, source, type_)
             made[saved.array, id(type_)] = array
         restored.append(array)
     return tree_unflatten(structure, restored)
+
+
+def _on_one_island(array: Array) -> Array:
+    """Return an array that an island has whole; one that is split over islands moves to the first of them."""
+    if not array._type.parts:
+        return array
+    if array.sharding.crossing_dimension is None:
+        return array.members[0]
+    moved: Array = put(array, sharding=array.sharding.on_island(0))
+    return moved
+
+
+def _loaded(session: Any, source: FileSource, type_: ArrayType) -> Array:
+    """Return an array that hosts read; each island reads all of it, and keeps its part."""
+    if not type_.parts:
+        return Array(session, session.load(source, type_.spec), type_)
+    wanted = type_.sharding
+    whole = type_.with_sharding(NamedSharding.replicated(wanted.mesh))
+    if wanted.crossing_dimension is None:
+        whole = type_
+    parts = [Array(session, session.load(source, part.spec), part) for part in whole.parts]
+    joined: Array = put(JoinedArray(parts, whole), sharding=wanted)
+    return joined
 
 
 def _leaves(described: Described, where: str) -> list[_Leaf]:
