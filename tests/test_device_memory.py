@@ -64,6 +64,18 @@ def test_what_is_no_size_is_refused_with_an_example(text: str, monkeypatch: Any)
             pw.LocalCluster(device_memory=text)
 
 
+def test_pw_run_wants_a_size_and_a_cluster_of_its_own(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    for wrong, words in (
+        (["--device-memory", "much"], "write it as 4GiB"),
+        (["--device-memory", "1GiB", "--address", "tcp://10.0.0.1:1"], "has its own islands"),
+    ):
+        done = CliRunner().invoke(app, ["run", *wrong, str(script)])
+        assert done.exit_code != 0
+        assert words in f"{done.output} {done.exception}"
+
+
 def test_sizes_are_written_in_the_largest_unit() -> None:
     assert [size_in_words(n) for n in (5, 2048, 3 * MIB, 5 << 29)] == [
         "5 B",
@@ -123,6 +135,8 @@ def test_what_runs_in_flight_have_reserved_is_told_with_their_client(
 ) -> None:
     grow = pw.jit(lambda v: jnp.zeros(50_000) + v, mesh=mesh_on(1))
     grow(np.float32(0)).block_until_ready()
+    # Until the scheduler has heard of its end, it launches two at most.
+    until(lambda: not use_of(1).reserved_bytes, "the end of the first run")
     with held(cluster, 1):
         results = [grow(np.float32(k)) for k in range(3)]
         until(lambda: use_of(1).reserved_bytes >= 3 * 200_000, "three reservations")
