@@ -187,7 +187,7 @@ def test_threads_hear_that_the_session_is_over(scripts: list[Program], tmp_path:
             for _ in range(4):
                 threading.Thread(target=ask, args=(current.runtime(),)).start()
             asked.wait()
-            os.write(1, b"asked\n")
+            os.write(1, b"asked\\n")
             sys.exit(4)
         """,
     )

@@ -90,7 +90,7 @@ def raising(mesh: pw.Mesh, where: str) -> Any:
     """A Python function that raises on hosts of these names."""
 
     def raises(x: np.ndarray) -> np.ndarray:
-        with open("/proc/self/cmdline") as line:
+        with open(f"/proc/{os.getppid()}/cmdline") as line:  # the host, which started this process
             if where in line.read():
                 raise OSError("no such file")
         return x
