@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -101,19 +102,15 @@ def export(
     )
 
 
-KEPT: list[Callable[..., Any]] = []
-
-
-def call_kept(index: int, *arrays: Any) -> Any:
-    return KEPT[index](*arrays)
-
-
 def python(
     function: Callable[..., Any], inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]
 ) -> tuple[Computation, bytes]:
-    """A host function that is `function` itself when it is called, with all that it closes over."""
-    KEPT.append(function)
-    artifact = cloudpickle.dumps(partial(call_kept, len(KEPT) - 1))
+    """Return a host function, which runs in another process."""
+
+    def of_share(_: Any, *arrays: Any) -> Any:
+        return function(*arrays)
+
+    artifact = cloudpickle.dumps(of_share)
     return pickled(function.__name__, artifact, inputs, outputs), artifact
 
 
@@ -122,6 +119,34 @@ def pickled(
 ) -> Computation:
     digest, placement = hashlib.sha256(artifact).digest(), outputs[0].placement
     return Computation(name, digest, placement, tuple(inputs), tuple(outputs), kind=Kind.PYTHON)
+
+
+class Opened:
+    """An event of all processes."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = str(Path(self._folder.name) / "opened")
+
+    def set(self) -> None:
+        """Let all go on that wait."""
+        Path(self._path).touch()
+
+    def held(self) -> Callable[[Any], Any]:
+        """Return a function that adds one, once this is set."""
+        path, bound_s = self._path, BOUND_S
+
+        def add_one_held(x: Any) -> Any:
+            import os
+            import time
+
+            until_s = time.monotonic() + bound_s
+            while not os.path.exists(path):
+                assert time.monotonic() < until_s
+                time.sleep(0.005)
+            return [x + 1]
+
+        return add_one_held
 
 
 class Host:
@@ -1002,8 +1027,8 @@ def test_what_is_not_in_host_memory_is_read_by_watchers(monkeypatch: pytest.Monk
 
     @on_host
     async def run(host: Host) -> None:
-        spec, opened = spec_of(sharding=REPLICATED, devices=(6, 3, 7, 5)), threading.Event()
-        await host.install(b"python", python(held(opened), [spec_of()], [spec]))
+        spec, opened = spec_of(sharding=REPLICATED, devices=(6, 3, 7, 5)), Opened()
+        await host.install(b"python", python(opened.held(), [spec_of()], [spec]))
         await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
         threads: list[str] = []
         views = jax_answers.shard_views
@@ -1307,20 +1332,10 @@ async def test_a_failing_call_is_raised_on_the_loop(host: Host) -> None:
 # Python functions.
 
 
-def held(opened: threading.Event) -> Callable[[Any], Any]:
-    """Adds one, once `opened`."""
-
-    def add_one_held(x: Any) -> Any:
-        assert opened.wait(BOUND_S)
-        return [x + 1]
-
-    return add_one_held
-
-
 @on_host
 async def test_who_waits_for_a_python_function_holds_up_nobody_else(host: Host) -> None:
-    spec, opened = spec_of(), threading.Event()
-    await host.install(b"python", python(held(opened), [spec], [spec]))
+    spec, opened = spec_of(), Opened()
+    await host.install(b"python", python(opened.held(), [spec], [spec]))
     await host.install(b"slow", export(slow_add, [spec], [spec]))
     ready = host.build(spec, np.zeros(8))
     (made,) = host.execute(b"python", host.build(spec, np.arange(8)))
@@ -1342,9 +1357,9 @@ async def test_who_waits_for_a_python_function_holds_up_nobody_else(host: Host) 
 
 @on_host
 async def test_a_python_function_may_wait_for_who_reads_the_one_before(host: Host) -> None:
-    spec, first, second = spec_of(), threading.Event(), threading.Event()
-    await host.install(b"first", python(held(first), [spec], [spec]))
-    await host.install(b"second", python(held(second), [spec], [spec]))
+    spec, first, second = spec_of(), Opened(), Opened()
+    await host.install(b"first", python(first.held(), [spec], [spec]))
+    await host.install(b"second", python(second.held(), [spec], [spec]))
     start = host.build(spec, np.zeros(8))
     (one,), (two,) = host.execute(b"first", start), host.execute(b"second", start)
     watching, done = host.answer()
@@ -1364,8 +1379,8 @@ async def test_a_python_function_may_wait_for_who_reads_the_one_before(host: Hos
 
 @on_host
 async def test_what_is_read_of_a_python_function_is_not_donated(host: Host) -> None:
-    spec, opened = spec_of(), threading.Event()
-    await host.install(b"python", python(held(opened), [spec], [spec]))
+    spec, opened = spec_of(), Opened()
+    await host.install(b"python", python(opened.held(), [spec], [spec]))
     await host.install(b"k", export(add_one, [spec], [spec], donated=(0,)))
     (made,) = host.execute(b"python", host.build(spec, np.zeros(8)))
     reading, read = host.reading(made, spec)
@@ -1405,17 +1420,20 @@ def test_a_python_function_ends_no_thread(raised: BaseException) -> None:
 
 
 class Exits:
-    """Ends the thread that unpickles it."""
+    """Ends what unpickles it."""
 
     def __reduce__(self) -> Any:
         return sys.exit, (3,)
 
 
 @on_host
-async def test_a_python_function_that_cannot_be_unpickled_ends_no_thread(host: Host) -> None:
+async def test_a_python_function_that_cannot_be_unpickled_ends_nothing(host: Host) -> None:
     spec = spec_of()
     artifact = cloudpickle.dumps(Exits())
-    report = await host.install(b"exits", (pickled("exits", artifact, [spec], [spec]), artifact))
+    computation = pickled("exits", artifact, [spec], [spec])
+    assert await host.install(b"exits", (computation, artifact)) is None
+    (failed,) = host.execute(b"exits", host.build(spec, np.ones(8)))
+    report = await host.watch(failed)
     assert report is not None
     assert report.kind == "CompileError"
     assert "SystemExit: 3" in report.message
