@@ -1,0 +1,1 @@
+"""Two models answer requests on one cluster; run `python -m examples.serving`."""

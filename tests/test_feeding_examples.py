@@ -1,0 +1,44 @@
+"""The examples of docs/data.md run, and say what they should."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from examples.feeding import learned_pairs, merged
+from tests.scripts import ROOT
+
+
+def test_byte_pairs() -> None:
+    pairs = learned_pairs(b"ababab" * 200 + bytes(range(256)))
+    assert pairs[0] in {(97, 98), (98, 97)}
+    assert merged([1, 2, 1, 2, 3], (1, 2), 256) == [256, 256, 3]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
+        (
+            ["examples.serving", "--seconds", "1"],
+            r"small +1 .* ms\nlarge +3 .* ms",
+        ),
+    ],
+)
+def test_an_example(arguments: list[str], words: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PW_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(words, done.stdout), done.stdout
