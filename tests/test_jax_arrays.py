@@ -260,6 +260,27 @@ def test_what_cannot_be_converted_says_why(embedded: Bodies) -> None:
     )
 
 
+def test_a_pipeline_takes_arrays_and_functions_of_plain_jax(embedded: Bodies) -> None:
+    embedded(
+        """
+        up = jax.jit(lambda p, x: jnp.tanh(x @ p))
+        loss = jax.jit(lambda p, x, y: jnp.mean((x @ p - y) ** 2))
+        ones = [SingleDeviceSharding(device) for device in jax.devices()[:2]]
+        meshes = [pw.jax.sharding_of(one).mesh for one in ones]
+        step = pw.pipeline([up, loss], meshes=meshes, microbatches=2)
+        x, w = jax.device_put(values / 64, rows), jax.device_put(values / 99, whole)
+        found, gradients = step.gradients([w, w], x, x)
+        assert isinstance(found, pw.Array)
+        expected = jax.value_and_grad(lambda w: loss(w[1], up(w[0], x), x))([w, w])
+        np.testing.assert_allclose(found, expected[0], rtol=1e-5)
+        for one, other in zip(gradients, expected[1]):
+            back = pw.jax.to_jax(one)
+            assert isinstance(back, jax.Array)
+            np.testing.assert_allclose(back, other, rtol=1e-4, atol=1e-6)
+        """
+    )
+
+
 def test_checkpoints_of_arrays_of_jax(on_a_cluster: Bodies, tmp_path: Path) -> None:
     on_a_cluster(
         f"""

@@ -128,6 +128,14 @@ class Pipeline:
             raise ArgumentError(
                 f"{self!r} has no optimizer; pass optimizer= (as optax.adam(1e-3)), or call gradients()"
             )
+        wanted = {"params", "optimizer"}
+        if (self._schedule and len(state) != self._schedule.stages) or any(
+            not isinstance(stage, dict) or set(stage) != wanted for stage in state
+        ):
+            raise ArgumentError(
+                f"{self!r} takes the state that init() or the step before returned: for each stage a dict with "
+                "'params' and 'optimizer'"
+            )
         after: tuple[tuple[dict[str, Any], ...], Any] = self._train(
             tuple(state), self._divided(batch), self._checked_key(key)
         )
