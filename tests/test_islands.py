@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from pw.client.trace.program import program
 from pw.client.transfer import get, put
 from pw.core.errors import ArrayDeleted, PlacementError, ShardingError, TracingError
 from tests.local_runtime import LocalRuntime
+from tests.scripts import ROOT
 
 ISLANDS = 3
 ROWS = 12 * ISLANDS
@@ -306,3 +308,10 @@ def test_the_code_of_each_piece_can_be_read(mesh: Mesh) -> None:
     assert lowered.as_text().count("func.func public @main") == 2
     assert "island" not in lowered.as_text()
     assert lowered.out_info[1]["loss"].shape == ()
+
+
+def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "islands.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code, {})
+    assert float(capsys.readouterr().out) > 0
