@@ -65,7 +65,7 @@ class LocalRuntime:
         self.uploads = 0
         self.waits = 0
         self._ids = itertools.count(1)
-        self._compiled: dict[Computation, Any] = {}
+        self._compiled: dict[Any, Any] = {}
 
     @classmethod
     @contextlib.contextmanager
@@ -145,11 +145,13 @@ class LocalRuntime:
             devices.reshape(spec.sharding.axis_sizes), spec.sharding.axis_names
         )
         with jax.enable_x64(True):
-            if computation not in self._compiled:
+            # Islands share devices here, and what is compiled for them.
+            key = (computation.artifact, spec.placement.devices, mesh)
+            if key not in self._compiled:
                 blob = self.artifacts[computation.artifact]
                 exported = jax.export.deserialize(bytearray(blob))
                 assert len(exported.in_avals) == len(computation.inputs)
-                self._compiled[computation] = jax.jit(
+                self._compiled[key] = jax.jit(
                     exported.call,
                     in_shardings=tuple(exported.in_shardings_jax(mesh)),
                     out_shardings=list(exported.out_shardings_jax(mesh)),
@@ -158,7 +160,7 @@ class LocalRuntime:
                 jax.device_put(value, self._sharding(mesh, spec))
                 for value, spec in zip(args, computation.inputs, strict=True)
             ]
-            results = self._compiled[computation](*laid)
+            results = self._compiled[key](*laid)
             # Where the artifact says nothing, the compiler chose here what the client foresaw.
             for result, spec in zip(results, computation.outputs, strict=True):
                 assert result.sharding.is_equivalent_to(self._sharding(mesh, spec), result.ndim)

@@ -251,6 +251,8 @@ def test_arrays_move_to_and_from_islands(mesh: Mesh, rows: int) -> None:
         for spec in (P(), P("data"), BATCH, P("island"), P(None, "island"))
     ]
     shardings += [NamedSharding(here, P("x")), NamedSharding(here, P())]
+    if rows == ROWS:  # values that travel inside of messages
+        shardings = shardings[::3]
     for source in shardings:
         array = put(value, sharding=source)
         assert isinstance(array, Array)

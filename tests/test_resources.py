@@ -78,7 +78,8 @@ class Bench:
     def ask(self, number: int, devices: int, **how: Any) -> Any:
         """What the controller is told of a new slice."""
         wanted = [how.get(name) for name in ("kind", "island", "topology")]
-        self.say(CONTROL, AllocateSlice(number, devices, *wanted))
+        apart = how.get("apart", ())
+        self.say(CONTROL, AllocateSlice(number, devices, *wanted, apart=apart))
         return self.world.to(CONTROL)[-1]
 
     def told(self, node: str, kind: type) -> list[Any]:
@@ -122,6 +123,19 @@ def test_a_host_that_does_not_fit_is_told_why(how: Any, kind: str, words: str) -
     assert words in rejected.error.message
     bench.host("y", hosts=2)
     assert bench.told("y", FormIsland), "the others do not suffer from it"
+
+
+def test_slices_that_lie_apart_are_on_different_islands() -> None:
+    bench = Bench()
+    bench.island("a", 1, 8)
+    bench.island("b", 1, 2)
+    first = bench.ask(1, 2)
+    second = bench.ask(2, 2, apart=(1,))
+    assert {first.island, second.island} == {"a", "b"}
+    refused = bench.ask(3, 2, apart=(1, 2))
+    assert isinstance(refused, SliceRefused)
+    assert "besides the 2 islands of the other slices" in refused.error.message
+    assert bench.ask(4, 2, apart=(1,)).island == second.island
 
 
 def test_a_full_island_takes_no_host() -> None:
