@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from pw.client.pipeline.pipeline import Pipeline, pipeline
     from pw.client.pipeline.schedule import Schedule
     from pw.client.status import status
+    from pw.client.timeline.tracing import trace
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
     from pw.client.trace.pmap import pmap
@@ -108,6 +109,7 @@ _LAZY = {
     "memory": "pw.client.memory",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
+    "trace": "pw.client.timeline.tracing",
     "why": "pw.client.connection.current",
 }
 
@@ -143,6 +145,7 @@ __all__ = [
     "memory",
     "stats",
     "status",
+    "trace",
     "why",
     "Error",
     "AccessRefused",

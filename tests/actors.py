@@ -25,6 +25,7 @@ from pw.core.messages import (
     RegisterHost,
     StartCoordination,
 )
+from pw.core.recorder import Recorder as Recordings
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.replica_memory import Replica
@@ -55,6 +56,7 @@ class FakeEnv:
 
     def __init__(self, world: World, address: Address) -> None:
         self.world, self.address = world, address
+        self.recorder = world.recorders[address.node]
 
     def send(self, to: Address, message: object) -> None:
         self.world.post(self.address, to, message)
@@ -126,6 +128,7 @@ class World:
         """What will happen on a node, in this order: completions of its devices and transfers."""
         self.backends: dict[str, FakeBackend] = {}
         self.counters: Counter[str] = Counter()
+        self.recorders: defaultdict[str, Recordings] = defaultdict(Recordings)
         self.logged: list[tuple[str, str]] = []
         self.bulk: dict[int, FakeBulk] = {}
 

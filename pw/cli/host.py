@@ -239,6 +239,7 @@ def serve(
         allow_python=allow_python,
         compile_cache=cache,
         output=output,
+        recorder=node.recorder,
     )
     registration = RegisterHost(
         island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare

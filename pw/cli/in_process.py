@@ -47,7 +47,12 @@ class InProcessHost:
         self.node = Node(name, loop, hub.network(name))
         self.bulk = bulk or BulkPlane(loop)
         self.backend = JaxBackend(
-            loop, name, self.device, allow_python=True, compile_cache=default_folder()
+            loop,
+            name,
+            self.device,
+            allow_python=True,
+            compile_cache=default_folder(),
+            recorder=self.node.recorder,
         )
         registration = RegisterHost(
             island, 1, len(self._devices), _platform(self._devices[0]), "", os.getpid()

@@ -133,6 +133,28 @@ def why(
 
 
 @app.command()
+def trace(
+    seconds: Annotated[float, typer.Option(min=0.01, max=600.0, help="How long to record.")] = 5.0,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The file, for https://ui.perfetto.dev.")
+    ] = "trace.json",
+    address: Address = "",
+    timeout: Timeout = 3.0,
+) -> None:
+    """Record what all devices, transfers and schedulers do, and write it for Perfetto.
+
+    It prints the file, how exact its times are, and what is missing. docs/tracing.md says what each row means.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no address, no controller answers, or the
+    file cannot be written.
+    """
+    from pw.cli import requests
+
+    for line in requests.trace(_known(address), output, seconds, timeout):
+        typer.echo(line)
+
+
+@app.command()
 def cancel(
     what: Annotated[
         list[str],

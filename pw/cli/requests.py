@@ -1,7 +1,9 @@
-"""What `pw` asks the controller, each time in a session of its own: status, memory, why, cancel, drain."""
+"""What `pw` asks the controller, in a session of its own: status, memory, why, trace, cancel, drain."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -12,6 +14,7 @@ from pw.client.connection.threads import remote
 from pw.client.memory import ClusterMemory
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
+from pw.client.timeline import tracing
 from pw.core.errors import Error
 from pw.core.ids import client_id
 from pw.core.messages import Explanation, HostInfo, IslandInfo, Memory, Status
@@ -120,6 +123,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
+
+
+# --- pw trace ------------------------------------------------------------------------------------
+
+
+def trace(address: str, path: str, seconds: float, timeout_s: float) -> Iterator[str]:
+    """Record a timeline for some seconds; yield lines that say what is in the file.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+        ConnectionFailed: no controller answers at `address` within `timeout_s`.
+    """
+    with _session(address, timeout_s) as session, tracing.trace(path, runtime=session) as timeline:
+        time.sleep(seconds)
+    yield f"{path}: {timeline.summary}"
+    yield from timeline.notes
 
 
 # --- pw cancel, pw drain -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, PeerRefused
+from pw.core.recorder import Recorder
 
 
 class Timer(Protocol):
@@ -47,6 +48,10 @@ class Env(Protocol):
     @property
     def address(self) -> Address:
         """This actor's own address."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """What this node records for timelines (see `pw.trace`)."""
 
     def send(self, to: Address, message: object) -> None:
         """Send `message`: FIFO for each pair of nodes, at most once. Local when `to` is this node."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from pw.core.actor import Actor, Alarm, Env, Timer
 from pw.core.ids import Address
+from pw.core.recorder import Recorder
 from pw.transport.log import log
 from pw.transport.network import Network
 
@@ -36,6 +37,7 @@ class ActorEnv:
     def __init__(self, node: Node, actor: str) -> None:
         self._node = node
         self.address = Address(node.name, actor)
+        self.recorder = node.recorder
         self.now_s = time.monotonic  # uvloop's clock has a resolution of milliseconds
         self.introduce = node.network.introduce
         self.forget = node.network.forget
@@ -79,6 +81,7 @@ class Node:
         self.loop = loop
         self.network = network
         self.counters: Counter[str] = Counter()
+        self.recorder = Recorder()
         self.on_crash: Callable[[str, BaseException], None] = self._log_crash
         self._actors: dict[str, Actor] = {}
         self._mailbox: deque[tuple[str, Address | None, object]] = deque()

@@ -7,10 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from pw.client.connection.waiting import Waiting
-from pw.client.session.thread_messages import Ask, AskCompiler, Listen, Look
+from pw.client.session.thread_messages import (
+    Ask,
+    AskCompiler,
+    Listen,
+    Look,
+    StartTimeline,
+    StopTimeline,
+)
+from pw.client.session.timelines import Source
 from pw.client.show.live import About, patiently
 from pw.core.errors import ArgumentError, ConnectionFailed, Error
 from pw.core.messages import (
@@ -54,6 +63,7 @@ class Questions:
     def __init__(self, post: Callable[[object], None], address: str | None) -> None:
         self._post = post
         self._where = f"at {address}" if address else "in this process"
+        self._timelines = count(1)
         self._saving: set[Future[None]] = set()
         """Checkpoints that hosts are writing to disk."""
 
@@ -100,6 +110,19 @@ class Questions:
             return self.explain(HURRIED_S).text
         except Error as error:
             return str(error)
+
+    def start_timeline(self, timeout_s: float = STATUS_S) -> int:
+        """Have all processes record; return the timeline's number. Raises ConnectionFailed."""
+        number, ready = next(self._timelines), Future[None]()
+        self._post(StartTimeline(number, ready))
+        self._answered(ready, timeout_s)
+        return number
+
+    def stop_timeline(self, number: int, timeout_s: float = STATUS_S) -> tuple[Source, ...]:
+        """End a timeline, and return what each process has recorded. Raises ConnectionFailed."""
+        collected: Future[tuple[Source, ...]] = Future()
+        self._post(StopTimeline(number, collected))
+        return self._answered(collected, timeout_s)
 
     def _answered(self, answer: Future[T], timeout_s: float) -> T:
         try:

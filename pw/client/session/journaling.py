@@ -32,6 +32,7 @@ class JournalingEnv:
     def __init__(self, env: Env) -> None:
         self._env = env
         self.address = env.address
+        self.recorder = env.recorder
         self.now_s = env.now_s
         self.call_later = env.call_later
         self.introduce = env.introduce

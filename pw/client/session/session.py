@@ -1,8 +1,8 @@
 """`ClientSession`: a client's actor; it attaches to the controller, allocates slices, and starts runs.
 
 The API's threads reach the session with notes. Its parts fetch values from hosts (`requests.py`),
-upload inputs (`uploads.py`), pass on calls of computations (`callbacks.py`), and keep a journal for
-another controller (`journal.py`). Clients name
+upload inputs (`uploads.py`), pass on calls of computations (`callbacks.py`), collect timelines
+(`timelines.py`), and keep a journal for another controller (`journal.py`). Clients name
 what they create, so the session sends each call at once and never waits.
 
 The loss of a host is no event for the user: requests stay open until the controller has restored the arrays,
@@ -33,6 +33,7 @@ from pw.client.session.thread_messages import (
     reject,
     resolve,
 )
+from pw.client.session.timelines import Timelines
 from pw.client.session.uploads import Uploads
 from pw.core.actor import Actor, Env, handles
 from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport, HostLost
@@ -93,7 +94,9 @@ class ClientSession(Actor):
         self.uploads = Uploads(link, bulk, self.hosts)
         self.requests = Requests(link, bulk, self.hosts)
         self.callbacks = Callbacks(link, bulk, self.hosts, on_call)
+        self.timelines = Timelines(link, self.hosts)
         self.compose(link.journal, self.hosts, self.uploads, self.requests, self.callbacks)
+        self.compose(self.timelines)
 
     @property
     def hosts_ready(self) -> int:
@@ -172,6 +175,7 @@ class ClientSession(Actor):
             self._die(ConnectionFailed(words))
         elif self.link.is_open:
             self._outages += 1
+            self.timelines.lost(CONTROLLER, words)
             self.link.lost(self.requests.is_open)
             self.env.log("warning", "controller lost", reason=message.reason)
             self.env.call_later(self._reconnect_s, partial(self._give_up, self._outages, words))
@@ -205,6 +209,7 @@ class ClientSession(Actor):
         self.uploads.host_lost(node)
         self.requests.host_lost(node, error)
         self.callbacks.host_lost(node)
+        self.timelines.lost(node, error.message)
 
     @handles(Close)
     def _on_close(self, sender: Address, note: Close) -> None:
@@ -228,6 +233,7 @@ class ClientSession(Actor):
         self.uploads.close()
         self.requests.close(error)
         self.callbacks.close()
+        self.timelines.close(error)
         self._on_credits(1 << 30)
         self.env.forget(CONTROLLER)  # it may not know yet
 

@@ -158,6 +158,22 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class StartTimeline:
+    """Record a timeline; `ready` is settled with None when all processes do."""
+
+    number: int
+    ready: Settle
+
+
+@dataclass(frozen=True, slots=True)
+class StopTimeline:
+    """End a timeline; `collected` is settled with its sources."""
+
+    number: int
+    collected: Settle
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitHosts:
     """Wait until so many hosts are in formed islands."""
 

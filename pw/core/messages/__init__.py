@@ -23,6 +23,7 @@ from pw.core.messages.observing import *
 from pw.core.messages.reports import *
 from pw.core.messages.status import *
 from pw.core.messages.stores import *
+from pw.core.messages.timelines import *
 
 Message = (
     Hello | Refused | Heartbeat | Goodbye | RegisterHost | HostRejected | FormIsland | IslandJoined
@@ -40,6 +41,6 @@ Message = (
     | SaveArrays | FileWritten | CommitFiles | FilesCommitted | AbandonFiles | Describe | Described
     | ReadArray | Offer | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
     | Explain | ExplainHost | HostReport | Explanation
-    | GetMemory | Memory | MeasureHost | HostMeasured | Observe | Observed
+    | GetMemory | Memory | MeasureHost | HostMeasured | Observe | Observed | ReadRecords | Records
 )  # fmt: skip
 """All messages that may arrive from another process."""

@@ -84,6 +84,8 @@ class Value:
     """A result of the computation that its buffers were donated to."""
     joint: bool = False
     """It is made together with other hosts, so that a failure here may be this host's `alone`."""
+    recorded: int = 0
+    """The serial of the record of the computation that makes it; 0 if that was not recorded."""
 
     def fail(self, error: ErrorReport) -> None:
         """Put an error in the place of the array, while no other op knows the value."""
@@ -111,6 +113,9 @@ class Execute:
     failed: Callable[[ErrorReport], None] | None = None
     guarded: bool = True
     """No other op watches the results, or the values that are computed from them."""
+    origin: tuple[int, ...] = ()
+    """The run, the segment, and the names of the computation and of its devices here, if it is to be
+    recorded for a timeline (`pw.core.recorder`); empty if not."""
 
 
 @dataclass(slots=True)

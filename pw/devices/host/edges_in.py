@@ -29,6 +29,7 @@ from pw.core.messages import (
 )
 from pw.core.packing import unpack
 from pw.core.plan import Receive, Route
+from pw.core.recorder import RECEIVED
 from pw.core.reshard import route_layout
 from pw.core.sharding import DeviceAddress
 from pw.core.ticker import Ticker
@@ -173,8 +174,17 @@ class EdgesIn(Part):
                 for piece, view in zip(route.pieces, views, strict=True)
             ]
         incoming.missing.discard(route.source_host)
+        if self.env.recorder.on and route.source_host != self._host:
+            self._record(incoming, route)
         if not incoming.missing:
             self._complete(incoming)
+
+    def _record(self, incoming: Incoming, route: Route) -> None:
+        """Record a route that was received, for timelines."""
+        recorder, now_s = self.env.recorder, self.env.now_s()
+        run, edge, peer = incoming.run, incoming.receive.edge, recorder.name(route.source_host)
+        size_bytes = route_layout(route, incoming.receive.source)[1]
+        recorder.add(RECEIVED, incoming.since_s, now_s, run, edge, peer, size_bytes)
 
     @handles(EdgeFailed)
     def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:

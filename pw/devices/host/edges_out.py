@@ -19,6 +19,7 @@ from pw.core.landing import Bulk
 from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, EdgeGone, EdgeProbe, EdgeReport
 from pw.core.packing import pack
 from pw.core.plan import Route, Send
+from pw.core.recorder import SENT
 from pw.core.sharding import Box, DeviceAddress
 from pw.devices.host.backend import Op, Read, Value
 from pw.devices.host.early_edges import EarlyMessages
@@ -86,6 +87,8 @@ class EdgesOut(Part):
                 self._happens(outgoing, SendEvent.VALUE)
                 self.env.send(coordinator_of(key[2]), EdgeData(run, send.edge, pack(views)))
                 self._happens(outgoing, SendEvent.SENT)
+                if self.env.recorder.on:
+                    self._record(outgoing, self.env.now_s())
             else:
                 outgoing.views = views
                 if self._happens(outgoing, SendEvent.VALUE) is Sending.TRANSFER:
@@ -132,6 +135,7 @@ class EdgesOut(Part):
         """Push the bytes of a route to the place that its receiver has named."""
         landing = outgoing.landing
         assert landing is not None
+        began_s = self.env.now_s()
 
         def pushed(error: Exception | None) -> None:
             if outgoing.state is Sending.ENDED:
@@ -139,12 +143,20 @@ class EdgesOut(Part):
             self._happens(outgoing, SendEvent.SENT)
             if error is not None:
                 self._tell_failed(outgoing.key, ErrorReport.of(error, self.env.address.node))
+            elif self.env.recorder.on:
+                self._record(outgoing, began_s)
 
         if landing.size_bytes < outgoing.total_bytes:
             pushed(ProtocolError(f"edge {outgoing.key[1]} got a landing that is too small"))
             return
         parts = list(zip(outgoing.offsets, outgoing.views, strict=True))
         self.bulk.push(landing, parts, pushed)
+
+    def _record(self, outgoing: Outgoing, began_s: float) -> None:
+        """Record a route that was sent, for timelines."""
+        run, edge, peer = outgoing.key
+        recorder, now_s = self.env.recorder, self.env.now_s()
+        recorder.add(SENT, began_s, now_s, run, edge, recorder.name(peer), outgoing.total_bytes)
 
     def drop_orphans(self, is_meant: Callable[[EdgeKey], bool], client: int = 0) -> None:
         """Drop the routes without a credit, and refuse the credits without a route."""

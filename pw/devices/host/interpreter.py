@@ -68,6 +68,7 @@ class Interpreter(Part):
 
     def __post_init__(self) -> None:
         host = self._order.host
+        self._recorder = self._env.recorder
         self._cut_short = ErrorReport.of(
             HostLost("another island that the run needed was lost"), host
         )
@@ -207,7 +208,10 @@ class Interpreter(Part):
         is_last = launch.position in launch.segment.watched
         watched = is_last and launch.message.report
         guarded = not watched and launch.position in launch.segment.unread
-        self.queue.ops.append(ops.Execute(key, args, results, kept, failed, guarded))
+        op = ops.Execute(key, args, results, kept, failed, guarded)
+        if self._recorder.on:
+            op.origin = self._origin(launch, instruction.computation)
+        self.queue.ops.append(op)
         if is_last:
             launch.last += (ref(results[-1]),)
         if results and instruction.computation in run.program.unsettled:
@@ -222,6 +226,12 @@ class Interpreter(Part):
             # All results of a computation are ready at once; the last is least often donated.
             launch.to_watch = results[-1:]
         return True
+
+    def _origin(self, launch: HostLaunch, index: int) -> tuple[int, ...]:
+        """Return what a record says of computation `index` of a launch (`pw.core.recorder`)."""
+        program, name = launch.run.program, self._recorder.name
+        what = program.body.computations[index].name
+        return (*launch.name, name(what), name(program.place(index)))
 
     def _view(self, launch: HostLaunch, view: Execute) -> bool:
         """Make the results of a view; return False if a value that it reads has not arrived."""

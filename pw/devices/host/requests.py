@@ -26,6 +26,7 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.packing import pack
+from pw.core.recorder import FETCHED
 from pw.core.sharding import packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Read, Value, Watch, relative
@@ -204,9 +205,13 @@ class Requests(Part):
             self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
 
+        began_s, recorder = self.env.now_s(), self.env.recorder
+
         def pushed(error: Exception | None) -> None:
             if error is None:
                 self._open.pop((request.client.node, request.number), None)
+                if recorder.on:
+                    recorder.add(FETCHED, began_s, self.env.now_s(), fetch.array, total)
             else:
                 self._fail(request, ErrorReport.of(error, self.env.address.node))
 

@@ -14,6 +14,7 @@ from pw.core.actor import Actor, Env, handles
 from pw.core.ids import CONTROLLER, Address, client_of
 from pw.core.landing import Bulk
 from pw.core.messages import DropUploads, GetStats, RequestFailed, Stats
+from pw.core.timeline import Recordings
 from pw.devices.host.arrays import Arrays
 from pw.devices.host.backend import Backend, Value
 from pw.devices.host.callbacks import Callbacks
@@ -64,6 +65,7 @@ class ObjectStore(Actor):
         )
         self.compilations = Compilations(env, backend, self.clients)
         self.callbacks = Callbacks(env, backend, bulk, self.clients)
+        self.recordings = Recordings(env, lambda sender: self.clients.at(sender.node) is not None)
         # Uploads come before requests: the latter forget the client of a lost node.
         self.compose(
             self.clients,
@@ -76,6 +78,7 @@ class ObjectStore(Actor):
             self.files,
             self.printing,
             Measuring(env, backend, self.arrays),
+            self.recordings,
         )
 
     def joins(self, island: str, epoch: int, secret: bytes) -> None:
@@ -104,6 +107,7 @@ class ObjectStore(Actor):
             self.requests.forget_node(node)
             self.compilations.forget_node(node)
             self.callbacks.forget_node(node)
+            self.recordings.forget_node(node)
         for array in dict.fromkeys((*self.arrays, *self.requests.parked())):
             if client_of(array) == client:
                 self.drop(array)

@@ -26,6 +26,7 @@ from pw.core.messages import (
     UploadLanding,
 )
 from pw.core.packing import unpack
+from pw.core.recorder import UPLOADED
 from pw.core.sharding import Box, box_bytes, packed_offsets
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Build, Value, relative
@@ -76,8 +77,12 @@ class Uploads(Part):
         boxes = self.arrays.boxes(entry)
         offsets, total = packed_offsets([box_bytes(box, spec.dtype) for box, _ in boxes])
 
+        began_s, recorder = self.env.now_s(), self.env.recorder
+
         def deliver(buffer: bytes | Bytes) -> None:
             self._stop_landing(entry)
+            if recorder.on:
+                recorder.add(UPLOADED, began_s, self.env.now_s(), array, total)
             views = [
                 unpack(buffer, offset, spec, box)
                 for (box, _), offset in zip(boxes, offsets, strict=True)

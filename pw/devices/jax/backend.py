@@ -39,6 +39,7 @@ import jax
 import numpy as np
 
 from pw.core.messages import ThreadReport
+from pw.core.recorder import Recorder
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, host_boxes
 from pw.devices.host.backend import (
     Build,
@@ -64,6 +65,7 @@ from pw.devices.jax.layouts import Layouts, local_shards
 from pw.devices.jax.python_functions import PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, join_all
+from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -79,6 +81,7 @@ class JaxBackend:
         allow_python: run clients' Python functions.
         compile_cache: a folder that outlives this process, for executables; None for none.
         output: takes the lines that Python functions and compilations write.
+        recorder: takes when computations begin and end, for timelines.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class JaxBackend:
         allow_python: bool = False,
         compile_cache: Path | None = None,
         output: Output | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         # The client has asked for the donation, and the worker's log does not reach it.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -101,8 +105,9 @@ class JaxBackend:
         quick = Quick()
         self._answers = answers = Answers(layouts, completions, failures)
         self._builds = Builds(layouts, completions, answers, failures)
+        self._timing = timing = Timing(recorder or Recorder(), completions.fail)
         self._python = PythonFunctions(
-            host, layouts, answers, failures, output, allow_python, completions.fail
+            host, layouts, answers, failures, output, allow_python, completions.fail, timing
         )
         self._executables = Executables(compile_cache)
         self._calls = Calls(completions)
@@ -118,7 +123,9 @@ class JaxBackend:
         )
         self.install, self.forget = self.compiler.install, self.compiler.forget
         self.compile = self.compiler.examine
-        self.enqueuer = Enqueuer(layouts, completions, answers, failures, self._python, quick)
+        self.enqueuer = Enqueuer(
+            layouts, completions, answers, failures, self._python, quick, timing
+        )
         handlers: dict[type, Callable[[Any], None]] = {
             Execute: self.enqueuer.execute,
             Move: self.enqueuer.move,
@@ -237,6 +244,7 @@ class JaxBackend:
                 self.execution.thread,
                 self.compiler.thread,
                 *self._answers.watchers.close(),
+                *self._timing.watchers.close(),
                 self.enqueuer.guard_thread,
                 self._builds.thread,
                 *self._python.close(),

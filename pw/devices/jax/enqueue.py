@@ -33,6 +33,7 @@ from pw.devices.jax.moves import moved, viewed
 from pw.devices.jax.python_functions import PythonFunction, PythonFunctions
 from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, QueueThread
+from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures, awaited, fail, is_donated, may_donate
 
 _GUARD_NAP_S = 0.001
@@ -50,6 +51,7 @@ class Enqueuer:
         failures: Failures,
         python: PythonFunctions,
         quick: Quick,
+        timing: Timing,
     ) -> None:
         self.executables: dict[bytes, Executable] = {}
         """The installed computations, by key."""
@@ -65,6 +67,7 @@ class Enqueuer:
         self._failures = failures
         self._python = python
         self._quick = quick
+        self._timing = timing
         self._gang_error: ErrorReport | None = None
         """Why no computation of several hosts is enqueued any more."""
         self.guard_thread: QueueThread[tuple[Value, Callable[[ErrorReport], None]]] = QueueThread(
@@ -113,6 +116,7 @@ class Enqueuer:
                 return fail(op.results, self._gang_error)
             if donated:
                 donated = self._donate(op, arrays, donated)
+            called_s = time.monotonic() if op.origin else 0.0
             if type(call) is Aside:
                 return self._call_aside(op, call.call, arrays, donated, name)
             if op.key in self._quick.trials:
@@ -128,6 +132,8 @@ class Enqueuer:
         order = self.enqueued
         for value, array in zip(op.results, outputs, strict=True):
             value.maker, value.joint, value.order, value.payload = name, joint, order, array
+        if called_s:
+            self._timing.computed(op, called_s, outputs)
         if self._quick.proven and op.results:
             self._quick.enqueued(device, op.results, outputs[-1])
         if op.failed is not None and op.guarded and op.results:
@@ -155,12 +161,16 @@ class Enqueuer:
             value.error, value.payload = self._failures.deleted, None
         self.enqueued += 1
 
+        called_s = time.monotonic() if op.origin else 0.0
+
         def run() -> None:
             try:
                 with jax.enable_x64(True):
                     outputs = call(*arrays)
                 for value, array in zip(op.results, outputs, strict=True):
                     value.payload = array
+                if called_s:
+                    self._timing.computed(op, called_s, outputs)
                 if op.failed is not None and op.results:
                     self.guard_thread.put((op.results[-1], op.failed))
             except Exception as error:  # noqa: BLE001 - it belongs to the results

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from pw.devices.host.program import owner_of
 from pw.devices.jax.answers import Answers
 from pw.devices.jax.layouts import Layouts, aligned_empty, host_shards, local_shards, put
 from pw.devices.jax.threads import QueueThread
+from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures, awaited, fail
 from pw.devices.python.process import FunctionRaised, ProcessEnded, PythonProcess
 from pw.devices.python.wire import Load
@@ -66,6 +68,7 @@ class PythonFunctions:
     _output: Output
     _allowed: bool
     _failed: Callable[[BaseException], None]
+    _timing: Timing
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -153,8 +156,11 @@ class PythonFunctions:
             if errors:
                 fail(op.results, errors[0])
             else:
+                called_s = time.monotonic()
                 with self._output.on_behalf_of(owner_of(op.key)):
                     self._fill(function, op)
+                if op.origin:
+                    self._timing.called(op, called_s)
         except FunctionRaised as error:
             fail(op.results, self._reported(error.report, name))
         except BaseException as error:  # noqa: BLE001 - it belongs to the results

@@ -42,6 +42,7 @@ from pw.core.messages import (
     Stats,
     Status,
 )
+from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
 from pw.sched.control.checkpoints.in_memory import Checkpoints
 from pw.sched.control.checkpoints.on_disk import Saves
@@ -129,7 +130,9 @@ class Controller(Actor):
         # The order is the order of handling: `losses` marks what is lost before `rebuilder` brings
         # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
+        self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
         self.compose(sessions, resumptions, explainer, measured, ends, uploads, stream, shares)
+        self.compose(self.recordings)
         self._publishing: Publishing | None = None
         if events is not None:
             self._publishing = Publishing(sessions, events, counters)
@@ -178,6 +181,7 @@ class Controller(Actor):
             self._publishing.client_left(client)
         self.sessions.leave(client, reason)
         self.slices.client_left(client)
+        self.recordings.forget_node(client.address.node)
 
     def turn_ended(self) -> None:
         """Go on with the streams of clients, forget what nothing needs, and give credits back."""

@@ -13,6 +13,7 @@ from pw.core import events as published
 from pw.core.errors import ArrayLost, Error, ErrorReport
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
+from pw.core.recorder import SETTLED, SUBMITTED
 from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
 from pw.sched.control.clients import Client, is_repeat
@@ -116,6 +117,10 @@ class Runs(ControlPart):
     ) -> None:
         """Put a run in flight. Without `donated` it repeats the `record`, and uses no credit."""
         program = record.program
+        recorder = self._env.recorder
+        if recorder.on:
+            name = recorder.name(program.body.name)
+            recorder.add(SUBMITTED, self._env.now_s(), number, name)
         self.in_flight[number] = RunInFlight(
             number,
             client.number,
@@ -234,6 +239,8 @@ class Runs(ControlPart):
         self._due.discard(number)
 
     def _remove(self, run: RunInFlight) -> None:
+        if self._env.recorder.on:
+            self._env.recorder.add(SETTLED, self._env.now_s(), run.number)
         del self.in_flight[run.number]
         if run.credited:
             self._credit(run.client)

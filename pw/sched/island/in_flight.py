@@ -14,6 +14,7 @@ from functools import partial
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.core.messages import CancelRun, IslandLost, PassedLaunches, Progress, SegmentDone
+from pw.core.recorder import FINISHED
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.installed_program import UNKNOWN
@@ -129,6 +130,8 @@ class InFlight(Part):
             self.quarantine.ran(here.program)
         if here.installed is not UNKNOWN:
             here.installed.measured(task.segment, time_us)
+        if self.env.recorder.on:
+            self.members.record(FINISHED, now_s, here.run, task.segment, time_us)
         done = SegmentDone(here.run, task.segment, time_us, task.lost)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)

@@ -144,6 +144,11 @@ class Members(Part):
                 )
             self.env.send(executor_of(host), discard)
 
+    def record(self, kind: int, when_s: float, run: int, segment: int, *more: int) -> None:
+        """Record what happens to a launch, for timelines; call it only while the recorder is on."""
+        recorder = self.env.recorder
+        recorder.add(kind, when_s, run, segment, recorder.name(self.island), *more)
+
     def end_epoch(self, reason: str) -> None:
         """Have the island leave its epoch."""
         self.env.send(RESOURCES, EndEpoch(self.island, self.epoch, reason))

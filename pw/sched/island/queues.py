@@ -28,6 +28,7 @@ from pw.core.messages import (
     UninstallProgram,
     UploadEnded,
 )
+from pw.core.recorder import QUEUED
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.launch_states import Event, RunHere, SegmentTask
@@ -106,6 +107,9 @@ class Queues(Part):
             self._settle_accounts(queue, tasks, now_s)
         self.runs[message.run] = list(tasks)
         queue.submitted(tasks, now_s)
+        if self.env.recorder.on:
+            for task in tasks:
+                self.members.record(QUEUED, now_s, message.run, task.segment)
 
     def _launches_of(self, message: Submit) -> list[SegmentTask]:
         program = self.programs[message.program]

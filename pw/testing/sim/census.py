@@ -84,6 +84,8 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 def _is_part(value: Any) -> bool:
     """Whether it is an object of the runtime that belongs to the actor, and not another actor."""
     kind = type(value)
-    if not kind.__module__.startswith(("pw.sched.", "pw.devices.", "pw.client.")):
+    if not kind.__module__.startswith(
+        ("pw.sched.", "pw.devices.", "pw.client.", "pw.core.timeline")
+    ):
         return False
     return not hasattr(value, "turn_ended") or kind.__name__ == "Replicas"

@@ -61,6 +61,8 @@ class SimCluster(Site):
         self.numbers_apart = CLIENT_NUMBERS
         self.deals: dict[int, Any] = {}
         """How users came to the arrays that they have taken (`pw.testing.sim.sharing`)."""
+        self.launched: list[tuple[float, int, int]] = []
+        """When which segment of which run was launched, if users record timelines."""
         self.users: list[Any] = []
         """The users, for those that hand arrays to each other."""
         self.starts = 0

@@ -16,6 +16,8 @@
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
+| timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
+| clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
 | liveness | when faults have stopped, all requests are answered and all islands are formed |
@@ -54,6 +56,7 @@ from pw.devices.host.launch_order import LaunchOrder
 from pw.devices.host.store import ObjectStore
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
+from pw.testing.sim.timelines import check_idle, watch_launches
 from pw.testing.sim.world import Process, Violation
 
 PROMPT_S = 2e-3
@@ -74,6 +77,7 @@ class Monitors:
         self._seen: set[tuple[str, int, int, int]] = set()
         self._spent: Counter[str] = Counter()
         self._settled: Counter[str] = Counter()
+        watch_launches(cluster)
         world.watch_sent(Submit, self._submitted)
         world.watch_sent(Launch, self._launching)
         world.watch_handled(Launch, self._launch_arrived)
@@ -310,6 +314,7 @@ class Monitors:
             self._cluster.events.check_end(
                 {c.number for c in self._cluster.controller.sessions.clients}
             )
+        check_idle(self._world)
         held = self._cluster.census()
         if held:
             what = ", ".join(f"{name}: {count}" for name, count in sorted(held.items()))

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 from pw.core.actor import Actor, Alarm, Env, Timer
 from pw.core.ids import Address
+from pw.core.recorder import Recorder
 from pw.testing.sim.network import SimNetwork
+from pw.testing.sim.recording import LoggedRecorder
 from pw.testing.sim.world import Violation, World
 
 A = TypeVar("A", bound=Actor)
@@ -32,6 +34,7 @@ class SimEnv:
         self._node = node
         self._world = node.world
         self.address = Address(node.name, actor)
+        self.recorder = node.recorder
         self.introduce = node.network.introduce
         self.forget = node.network.forget
 
@@ -95,6 +98,7 @@ class SimNode:
     alive: bool = True
     paused_until_s: float = 0.0
     counters: Counter[str] = field(default_factory=Counter)
+    recorder: Recorder = field(default_factory=Recorder)
     actors: dict[str, Actor] = field(default_factory=dict)
     _mailbox: deque[tuple[str, Address | None, Any]] = field(default_factory=deque)
     _turn_requested: bool = False
@@ -105,6 +109,9 @@ class SimNode:
         skew = self.world.profile.clock_skew
         self.clock_rate = 1.0 + random.uniform(-skew, skew)
         self.clock_offset_s = random.uniform(0.0, 1e6) if skew else 0.0
+        if self.world.profile.timelines:
+            self.recorder = LoggedRecorder(lambda: self.world.now_s)
+        self.incarnation_began_s = self.world.now_s
         self.network: SimNetwork = SimNetwork(self, endpoint, silence_s)
         self.world.nodes[self.name] = self
 

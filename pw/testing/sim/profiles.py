@@ -64,6 +64,8 @@ class Profile:
     """For each act of a client, the probability that it turns to a stream that feeds it."""
     reductions: float = 0.0
     """For each act of a client, the probability that it runs a program that reduces between its slices."""
+    timelines: float = 0.0
+    """For each act of a client, the probability that it records a timeline."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -88,7 +90,7 @@ class Profile:
         return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
 
 
-_NO_FAULTS = ("span_s", "views", "shares", "pipelines", "streams", "reductions")
+_NO_FAULTS = ("span_s", "views", "shares", "pipelines", "streams", "reductions", "timelines")
 """Numbers of a profile that say how clients work."""
 FAULTS = tuple(
     field.name
@@ -180,6 +182,13 @@ PROFILES = {
             streams=0.5,
             slices_given_back=0.02,
             **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+        ),
+        Profile("timelines", timelines=0.2, clock_skew=0.02, **_CLIENTS),
+        Profile(
+            "timelines-lost",
+            span_s=20.0,
+            timelines=0.1,
+            **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
         ),
         Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
     )

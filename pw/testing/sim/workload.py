@@ -35,6 +35,7 @@ from pw.testing.sim.pipelines import random_pipeline
 from pw.testing.sim.programs import Draft, Slice, random_kinds, random_program
 from pw.testing.sim.reductions import reduction
 from pw.testing.sim.sharing import GONE, MOVED, give
+from pw.testing.sim.timelines import record
 from pw.testing.sim.views import overwriting, random_spoiling, random_view
 from pw.testing.sim.world import Violation
 
@@ -85,6 +86,10 @@ class SimClient(Life):
         reductions = self.world.profile.reductions
         if reductions and len(self.slices) > 1 and self.random.random() < reductions:
             self._reduce()
+            return
+        timelines = self.world.profile.timelines
+        if timelines and self.random.random() < timelines:
+            record(self)
             return
         views = self.world.profile.views
         if views and self.kinds and self.random.random() < views:

@@ -1,0 +1,281 @@
+"""Makes a timeline of the records of all processes (`pw.core.recorder` has their fields).
+
+A computation begins when it was called, the one before it on its devices has ended, and what made its
+arguments on this host has ended. Where the end of a computation is not known, because its result was
+donated, it shares the time until the next known end with the computations up to there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pw.client.session.timelines import Source
+from pw.client.timeline.timeline import (
+    Call,
+    Computation,
+    Launch,
+    Process,
+    Timeline,
+    Transfer,
+    Wait,
+)
+from pw.core.ids import client_of
+from pw.core.recorder import (
+    COMPUTED,
+    ENDED,
+    FETCHED,
+    FINISHED,
+    LAUNCHED,
+    QUEUED,
+    RECEIVED,
+    SENT,
+    SETTLED,
+    SUBMITTED,
+    UPLOADED,
+)
+
+
+def resolved(
+    sources: Sequence[Source], clients: dict[int, str], begin_s: float, end_s: float
+) -> Timeline:
+    """Return the timeline of what was recorded between two moments on this process's clock."""
+    timeline = Timeline(end_s - begin_s, clients=dict(clients))
+    edges: list[_Edge] = []
+    launches: dict[tuple[int, int, str], list[float | None]] = {}
+    calls: dict[int, list[Any]] = {}
+    for source in sources:
+        offset_s, error_s = _aligned(source)
+        process = Process(source.node, error_s, source.count, source.dropped, source.lost)
+        timeline.processes.append(process)
+        reader = _Reader(source, offset_s + begin_s, end_s - begin_s)
+        reader.read(timeline, edges, launches, calls)
+    timeline.computations.sort(key=lambda one: one.start_s)
+    _add_edges(timeline, edges)
+    timeline.transfers.sort(key=lambda one: one.start_s)
+    timeline.waits.sort(key=lambda one: one.start_s)
+    for (run, segment, island), (queued_s, launched_s, ended_s, device_s) in launches.items():
+        made = Launch(island, run, segment, queued_s, launched_s, ended_s, device_s or 0.0)
+        timeline.launches.append(made)
+    for run, (program, began_s, ended_s) in calls.items():
+        timeline.calls.append(Call(run, program, began_s, ended_s))
+    return timeline
+
+
+def _aligned(source: Source) -> tuple[float, float]:
+    """Return the offset of a clock, and its error.
+
+    An offset within its error is none: processes of one machine have one clock.
+    """
+    if abs(source.offset_s) <= source.error_s:
+        return 0.0, source.error_s
+    return source.offset_s, source.error_s
+
+
+@dataclass(slots=True)
+class _Edge:
+    """One end of a route, as its host has recorded it."""
+
+    host: str
+    is_incoming: bool
+    start_s: float
+    end_s: float
+    run: int
+    edge: int
+    peer: str
+    size_bytes: int
+
+
+class _Reader:
+    """Reads the records of one process."""
+
+    def __init__(self, source: Source, begin_s: float, length_s: float) -> None:
+        self._source = source
+        self._begin_s = begin_s
+        self._length_s = length_s
+        self._names = source.names
+
+    def _time(self, there_s: float) -> float:
+        return there_s - self._begin_s
+
+    def _is_within(self, start_s: float, end_s: float) -> bool:
+        return end_s >= 0.0 and start_s <= self._length_s
+
+    def _name(self, number: int) -> str:
+        return self._names.get(number, "?")
+
+    def read(
+        self,
+        timeline: Timeline,
+        edges: list[_Edge],
+        launches: dict[tuple[int, int, str], list[float | None]],
+        calls: dict[int, list[Any]],
+    ) -> None:
+        computed: list[_Computed] = []
+        ended: dict[int, float] = {}
+        last_s = 0.0
+        for kind, when, *more in self._records():
+            when_s = self._time(when)
+            last_s = max(last_s, when_s)
+            if kind == COMPUTED:
+                end_s, serial, run, segment, name, devices, after = more
+                if end_s:
+                    ended[serial] = self._time(end_s)
+                where = tuple(self._name(devices).split(","))
+                computed.append(
+                    _Computed(when_s, serial, run, segment, self._name(name), where, after)
+                )
+            elif kind == ENDED:
+                ended[more[0]] = when_s
+            elif kind in (SENT, RECEIVED):
+                end_s, run, edge, peer, size = more
+                end_s = self._time(end_s)
+                if self._is_within(when_s, end_s):
+                    host, name = self._source.node, self._name(peer)
+                    edges.append(
+                        _Edge(host, kind == RECEIVED, when_s, end_s, run, edge, name, size)
+                    )
+            elif kind in (UPLOADED, FETCHED):
+                end_s, array, size = more
+                end_s = self._time(end_s)
+                if self._is_within(when_s, end_s):
+                    what = "upload" if kind == UPLOADED else "fetch"
+                    host, client = self._source.node, client_of(array)
+                    incoming = kind == UPLOADED
+                    timeline.transfers.append(
+                        Transfer(host, incoming, what, when_s, end_s, size, client)
+                    )
+            elif when_s > self._length_s:
+                continue
+            elif kind in (SUBMITTED, SETTLED):
+                call = calls.setdefault(more[0], ["", None, None])
+                if kind == SUBMITTED:
+                    call[:2] = [self._name(more[1]), when_s]
+                else:
+                    call[2] = when_s
+            elif kind in (QUEUED, LAUNCHED, FINISHED):
+                run, segment, island = more[:3]
+                key = (run, segment, self._name(island))
+                launch = launches.setdefault(key, [None, None, None, None])
+                launch[(QUEUED, LAUNCHED, FINISHED).index(kind)] = when_s
+                if kind == FINISHED:
+                    launch[3] = more[3] * 1e-6
+        known_s = self._length_s if not self._source.lost else min(last_s, self._length_s)
+        for one in _placed(self._source.node, computed, ended, known_s):
+            if self._is_within(one.start_s, one.end_s):
+                timeline.computations.append(one)
+
+    def _records(self) -> Iterable[list[Any]]:
+        for part in self._source.parts:
+            yield from msgspec.msgpack.decode(part)
+
+
+@dataclass(slots=True)
+class _Computed:
+    called_s: float
+    serial: int
+    run: int
+    segment: int
+    name: str
+    devices: tuple[str, ...]
+    after: tuple[int, ...]
+
+
+def _placed(
+    host: str, computed: list[_Computed], ended: dict[int, float], known_s: float
+) -> Iterable[Computation]:
+    """Give each computation its place on its devices; `known_s` is the end of what is known."""
+    computed.sort(key=lambda one: one.serial)
+    on_device: defaultdict[str, list[_Computed]] = defaultdict(list)
+    for one in computed:
+        for device in one.devices:
+            on_device[device].append(one)
+    for device, ones in on_device.items():
+        free_s = -1.0
+        group: list[_Computed] = []
+        ends = _in_order([ended.get(one.serial) for one in ones])
+        for one, end_s, following_s in zip(ones, ends, [*ends[1:], None], strict=True):
+            group.append(one)
+            if end_s is None or end_s == following_s:
+                continue
+            start_s = max([free_s, group[0].called_s, *_ready(group[0], ended)])
+            end_s = max(end_s, start_s)
+            yield from _shared(host, device, group, start_s, end_s)
+            free_s, group = end_s, []
+        if group:
+            start_s = max([free_s, group[0].called_s, *_ready(group[0], ended)])
+            for made in _shared(host, device, group, start_s, max(known_s, start_s)):
+                yield replace(made, is_open=True)
+
+
+def _in_order(ends: list[float | None]) -> list[float | None]:
+    """Return ends none of which is later than a later one: a device computes one after the other.
+
+    A thread that has to wake up first may see an end after the next one was seen.
+    """
+    least: float | None = None
+    for at in reversed(range(len(ends))):
+        end_s = ends[at]
+        if end_s is not None:
+            least = ends[at] = end_s if least is None else min(least, end_s)
+    return ends
+
+
+def _ready(one: _Computed, ended: dict[int, float]) -> Iterable[float]:
+    """Yield when what made the arguments had ended."""
+    return (ended[serial] for serial in one.after if serial in ended)
+
+
+def _shared(
+    host: str, device: str, group: list[_Computed], start_s: float, end_s: float
+) -> Iterable[Computation]:
+    """Divide the time from a start to an end among computations; none begins before it was called."""
+    share_s = (end_s - start_s) / len(group)
+    for index, one in enumerate(group):
+        until_s = end_s
+        if index + 1 < len(group):
+            called_s = group[index + 1].called_s
+            until_s = min(max(start_s + share_s, called_s), end_s)
+        yield Computation(
+            host,
+            device,
+            one.name,
+            one.run,
+            one.segment,
+            one.called_s,
+            start_s,
+            until_s,
+            len(group),
+        )
+        start_s = until_s
+
+
+def _add_edges(timeline: Timeline, edges: list[_Edge]) -> None:
+    """Add the two ends of each edge; the bytes are on their way in from when they are sent."""
+    sent = {(e.run, e.edge, e.host, e.peer): e for e in edges if not e.is_incoming}
+    for end in edges:
+        start_s = end.start_s
+        if end.is_incoming:
+            wait = Wait(end.host, end.run, end.edge, end.peer, end.start_s, end.end_s)
+            timeline.waits.append(wait)
+            origin = sent.get((end.run, end.edge, end.peer, end.host))
+            if origin is not None:
+                start_s = min(max(origin.start_s, start_s), end.end_s)
+        timeline.transfers.append(
+            Transfer(
+                end.host,
+                end.is_incoming,
+                "edge",
+                start_s,
+                end.end_s,
+                end.size_bytes,
+                client_of(end.run),
+                end.run,
+                end.edge,
+                end.peer,
+            )
+        )

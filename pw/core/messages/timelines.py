@@ -1,0 +1,44 @@
+"""What processes record for timelines (`pw.core.recorder`), and how a client reads it."""
+
+from __future__ import annotations
+
+from pw.core.messages.base import Base
+
+
+class ReadRecords(Base, frozen=True, tag=170):
+    """ClientSession to ObjectStore or Controller: send what this process has recorded since the last one.
+
+    The first one for a timeline begins the recording. It ends with `stop`, when the client is lost, or when
+    no other one comes for `pw.core.timeline.LEASE_S`.
+    """
+
+    timeline: int
+    """The client's number for it."""
+    question: int
+    stop: bool = False
+    """Record no more; what is left is sent in answers to further messages like this one."""
+
+
+class Records(Base, frozen=True, tag=171):
+    """ObjectStore or Controller to ClientSession: the next records of a timeline, the oldest first."""
+
+    timeline: int
+    question: int
+    now_s: float
+    """The time on this process's clock."""
+    since_s: float = 0.0
+    """When this process began to record for this timeline; later if that was interrupted."""
+    first: int = 0
+    """Records of this timeline that were sent before."""
+    count: int = 0
+    """Records in this message."""
+    data: bytes = b""
+    """The records, as a msgpack array of arrays."""
+    names: tuple[tuple[int, str], ...] = ()
+    """Names that the records refer to by number, without those that were sent before."""
+    dropped: int = 0
+    """Records that found no room since the last answer."""
+    left: int = 0
+    """Records that are left to be sent."""
+    refused: bool = False
+    """The process does not know the client (yet)."""

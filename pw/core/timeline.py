@@ -1,0 +1,133 @@
+"""Answers clients that read what this process records (`pw.core.recorder`).
+
+A client's reads keep its recording alive: the first one begins it, and without further ones it ends
+after `LEASE_S`. So no component has to be told that a client has died. Several clients may read at once,
+each at its own place in the same records. No reader holds up the process: when records have no room, they are
+dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pw.core.actor import Env, Part, handles
+from pw.core.ids import Address
+from pw.core.messages import PeerLost, ReadRecords, Records
+from pw.core.ticker import Ticker
+
+PART = 4096
+"""Records in one message, about 100 KB: launches on the same link hardly wait."""
+
+LEASE_S = 10.0
+"""A recording ends when its client has read nothing for so long."""
+
+LOOK_S = 2.5
+"""How often to look for such a client."""
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A client's place in the records."""
+
+    began: int
+    """The first record that it may read."""
+    next: int
+    names: int
+    """How many names it has read."""
+    dropped: int
+    """How many records had been dropped when it last read."""
+    since_s: float
+    """When it came."""
+    read_s: float
+    end: int | None = None
+    """The record at which it has asked to stop."""
+
+
+class Recordings(Part):
+    """The clients that read this process's records.
+
+    Args:
+        env: of the actor.
+        is_known: whether the sender of a message is a client.
+    """
+
+    def __init__(self, env: Env, is_known: Callable[[Address], bool]) -> None:
+        self._env = env
+        self._recorder = env.recorder
+        self._is_known = is_known
+        self._readers: dict[tuple[str, int], _Reader] = {}
+        self._leases = Ticker(env, LOOK_S, self._end_leases)
+
+    @handles(ReadRecords)
+    def _read(self, sender: Address, message: ReadRecords) -> None:
+        now_s, recorder = self._env.now_s(), self._recorder
+        if not self._is_known(sender):
+            refusal = Records(message.timeline, message.question, now_s, refused=True)
+            self._env.send(sender, refusal)
+            return
+        key = (sender.node, message.timeline)
+        reader = self._readers.get(key)
+        if reader is None:
+            here = recorder.first + len(recorder.records)
+            reader = self._readers[key] = _Reader(here, here, 0, recorder.dropped, now_s, now_s)
+            self._leases.start()
+        reader.read_s = now_s
+        if message.stop and reader.end is None:
+            reader.end = recorder.first + len(recorder.records)
+        self._env.send(sender, self._part(reader, message, now_s))
+        if reader.next == reader.end:
+            del self._readers[key]
+        self._settle()
+
+    def _part(self, reader: _Reader, message: ReadRecords, now_s: float) -> Records:
+        """Return the next records for a reader."""
+        recorder = self._recorder
+        first, at = reader.next, reader.next - recorder.first
+        end = recorder.first + len(recorder.records) if reader.end is None else reader.end
+        some = recorder.records[at : min(at + PART, end - recorder.first)]
+        names = recorder.names(reader.names)  # after the records, which may use new ones
+        dropped = recorder.dropped - reader.dropped
+        reader.next += len(some)
+        reader.names += len(names)
+        reader.dropped += dropped
+        return Records(
+            message.timeline,
+            message.question,
+            now_s,
+            reader.since_s,
+            first - reader.began,
+            len(some),
+            msgspec.msgpack.encode(some),
+            names,
+            dropped,
+            end - reader.next,
+        )
+
+    def _settle(self) -> None:
+        """Record as long as a reader wants that; keep what some reader has not read."""
+        recorder, readers = self._recorder, self._readers.values()
+        recorder.on = any(reader.end is None for reader in readers)
+        end = recorder.first + len(recorder.records)
+        recorder.forget(min([reader.next for reader in readers], default=end))
+
+    @handles(PeerLost)
+    def _peer_lost(self, sender: Address, message: PeerLost) -> None:
+        self.forget_node(message.node)
+
+    def forget_node(self, node: str) -> None:
+        """End the recordings of a client that is lost."""
+        for key in [key for key in self._readers if key[0] == node]:
+            del self._readers[key]
+        self._settle()
+
+    def _end_leases(self) -> bool:
+        """End the recordings of clients that do not read any more."""
+        since_s = self._env.now_s() - LEASE_S
+        for key in [key for key, reader in self._readers.items() if reader.read_s < since_s]:
+            self._env.count("timelines_ended")
+            del self._readers[key]
+        self._settle()
+        return bool(self._readers)

@@ -1,0 +1,59 @@
+"""Records when computations were called and ended on the devices of this host, for timelines.
+
+A computation begins when it was called, the one before it on its devices has ended, and its arguments
+are there; the reader of the records works that out. Its end is seen here: at once if its result is
+ready when the call returns, else on a thread that waits for it. A result that is donated before that
+thread looks tells nothing: the computation that took it ends later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from pw.core.recorder import COMPUTED, ENDED, Recorder
+from pw.devices.host.backend import Execute
+from pw.devices.jax.watcher import Watchers
+
+
+class Timing:
+    """Makes the records of one host's computations."""
+
+    def __init__(self, recorder: Recorder, failed: Callable[[BaseException], None]) -> None:
+        self._recorder = recorder
+        self.watchers = Watchers(failed)
+        self._serials = count(1)
+
+    def computed(self, op: Execute, called_s: float, outputs: Sequence[Any]) -> None:
+        """Record a call of a computation that has returned; on the thread that has called it."""
+        serial = next(self._serials)
+        last = outputs[-1] if outputs else None
+        ended_s = time.monotonic()
+        try:
+            if last is not None and not last.is_ready():
+                ended_s = 0.0
+        except Exception:  # noqa: BLE001 - it has failed: its readers find out how
+            last = None
+        made_by = {value.recorded for value in op.args}
+        made_by.discard(0)
+        for value in op.results:
+            value.recorded = serial
+        self._recorder.add(COMPUTED, called_s, ended_s, serial, *op.origin, tuple(made_by))
+        if last is not None and not ended_s:
+            place = frozenset(last.sharding.addressable_devices)
+            self.watchers.wait(place, serial, last, partial(self._ended, serial, last))
+
+    def called(self, op: Execute, called_s: float) -> None:
+        """Record a Python function that has returned."""
+        serial = next(self._serials)
+        for value in op.results:
+            value.recorded = serial
+        self._recorder.add(COMPUTED, called_s, time.monotonic(), serial, *op.origin, ())
+
+    def _ended(self, serial: int, array: Any) -> None:
+        """The array is ready, has failed, or was donated."""
+        if not array.is_deleted():
+            self._recorder.add(ENDED, time.monotonic(), serial)
