@@ -36,6 +36,7 @@ SUITE = {
     "feeding": 240,
     "train": 420,
     "gateway": 600,
+    "timeline": 300,
     "pipeline-train": 600,
     "islands": 300,
     "scale": 300,
@@ -87,13 +88,14 @@ def run_and_write(run: Callable[[bool], report.Result], *, quick: bool, out: Pat
         )
     report.show(result, console)
     report.write(result, described | {"quick": quick}, out)
-    if result.figures:
+    if result.figures or result.charts:
         try:
             from bench import plots
         except ImportError as error:
             console.print(f"  note: no figures, because {error}")
         else:
             plots.draw(result.name, result.figures, out)
+            plots.draw_charts(result.name, result.charts, out)
 
 
 def run_each(names: list[str], *, quick: bool, out: Path) -> int:

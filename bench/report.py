@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -58,6 +58,37 @@ class Figure:
     log_y: bool = False
 
 
+@dataclass(frozen=True)
+class Span:
+    """One bar of a chart: in a row, of a kind that has a colour, from a moment to another, in seconds."""
+
+    row: str
+    kind: str
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """How long it is."""
+        return self.end_s - self.start_s
+
+    def moved(self, by_s: float) -> Span:
+        """Return the same at another time."""
+        return replace(self, start_s=self.start_s + by_s, end_s=self.end_s + by_s)
+
+    def in_row(self, row: str) -> Span:
+        """Return the same in another row."""
+        return replace(self, row=row)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Rows of bars over time."""
+
+    title: str
+    spans: list[Span]
+
+
 @dataclass
 class Result:
     """The result of one benchmark; `what` names the quantity, and its place in the paper."""
@@ -68,6 +99,7 @@ class Result:
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
 
     def add(
         self,
@@ -173,6 +205,7 @@ def write(result: Result, machine: dict[str, object], directory: Path) -> Path:
         "bars": [asdict(bar) | {"holds": bar.holds} for bar in result.bars],
         "notes": result.notes,
         "figures": [asdict(figure) for figure in result.figures],
+        "charts": [asdict(chart) for chart in result.charts],
     }
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
     return path
