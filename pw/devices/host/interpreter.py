@@ -229,9 +229,14 @@ class Interpreter(Part):
 
     def _origin(self, launch: HostLaunch, index: int) -> tuple[int, ...]:
         """Return what a record says of computation `index` of a launch (`pw.core.recorder`)."""
-        program, name = launch.run.program, self._recorder.name
-        what = program.body.computations[index].name
-        return (*launch.name, name(what), name(program.place(index)))
+        run = launch.run
+        known = run.program.recorded.get(index)
+        if known is None:
+            name = self._recorder.name
+            what = run.program.body.computations[index].name
+            known = name(what), name(run.program.place(index))
+            run.program.recorded[index] = known
+        return (run.run, launch.message.segment, *known)
 
     def _view(self, launch: HostLaunch, view: Execute) -> bool:
         """Make the results of a view; return False if a value that it reads has not arrived."""

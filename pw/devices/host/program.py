@@ -181,8 +181,8 @@ class HostProgram:
     """Keys of earlier installations, which runs that have begun still use."""
     unsettled: set[int] = field(default_factory=set)
     """Computations whose results no op may use before their outcome is known."""
-    _places: dict[int, str] = field(default_factory=dict)
-    """The text of `place` of each computation that was asked for."""
+    recorded: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The recorder's numbers for the name and the place of each computation that was recorded."""
     views: tuple[ViewPart, ...] = ()
     """This host's part of each result, if the program makes views; it does nothing else then."""
 
@@ -241,13 +241,10 @@ class HostProgram:
 
     def place(self, index: int) -> str:
         """Return the ordinals of this host's devices that computation `index` runs on, as in "0,1"."""
-        place = self._places.get(index)
-        if place is None:
-            computation = self.body.computations[index]
-            own = sorted(self._own(computation))
-            place = "python" if computation.is_python else ",".join(map(str, own))
-            self._places[index] = place
-        return place
+        computation = self.body.computations[index]
+        if computation.is_python:
+            return "python"
+        return ",".join(map(str, sorted(self._own(computation))))
 
     @property
     def compiled(self) -> tuple[bytes, ...]:

@@ -46,6 +46,8 @@ class Members(Part):
     island: str
     epoch: int = field(default=0, init=False)
     hosts: tuple[str, ...] = field(default=(), init=False)
+    _number: int = field(default=-1, init=False)
+    """The recorder's number for the name of the island; -1 before it is needed."""
     _next_sequence: dict[str, int] = field(default_factory=dict, init=False)
     drops: defaultdict[tuple[str, ...], Drop] = field(
         default_factory=lambda: defaultdict(Drop), init=False
@@ -146,8 +148,9 @@ class Members(Part):
 
     def record(self, kind: int, when_s: float, run: int, segment: int, *more: int) -> None:
         """Record what happens to a launch, for timelines; call it only while the recorder is on."""
-        recorder = self.env.recorder
-        recorder.add(kind, when_s, run, segment, recorder.name(self.island), *more)
+        if self._number < 0:
+            self._number = self.env.recorder.name(self.island)
+        self.env.recorder.add(kind, when_s, run, segment, self._number, *more)
 
     def end_epoch(self, reason: str) -> None:
         """Have the island leave its epoch."""
