@@ -24,7 +24,7 @@ from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.node import SimNode
-from pw.testing.sim.shards import Buffers, Installed, Layout, Shards, write_parts
+from pw.testing.sim.shards import Buffers, Installed, Layout, Shards, empty, write_parts
 from pw.testing.sim.world import Violation
 
 OP_S = 4e-6
@@ -348,7 +348,7 @@ class SimBackend:
             self._tell(op.result)
             return
         source: Shards = op.source.payload
-        shards = self._empty(op.spec, op.devices)
+        shards = empty(op.spec, op.devices, self.host)
         for piece in op.pieces:
             held = source[op.source_devices[piece.source_device].ordinal]
             data = held[box_slices(piece.source_box)]
@@ -373,7 +373,7 @@ class SimBackend:
         self._fill(op.result, shards, made=True)
 
     def _build(self, op: ops.Build) -> None:
-        total = write_parts(shards := self._empty(op.spec, op.devices), op, self.host)
+        total = write_parts(shards := empty(op.spec, op.devices, self.host), op, self.host)
         if total <= 4096:
             self._fill(op.result, shards)
             if op.done is not None:
@@ -434,14 +434,6 @@ class SimBackend:
         if value.payload is _DONATED:
             return ErrorReport.of(ArrayDeleted("the buffers were donated"), self.host)
         return None
-
-    def _empty(self, spec: ArraySpec, devices: tuple[DeviceAddress, ...]) -> Shards:
-        shape, dtype = spec.sharding.shard_shape(spec.shape), dtype_of(spec.dtype)
-        shards = Shards()
-        for device in devices:
-            if device.host == self.host:
-                shards[device.ordinal] = np.zeros(shape, dtype)
-        return shards
 
     def _fill(self, value: Value, shards: Shards, *, made: bool = False) -> None:
         if value.error is not None:

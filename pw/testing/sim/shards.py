@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.program import Computation
-from pw.core.sharding import ArraySpec, DeviceAddress, box_slices
+from pw.core.sharding import ArraySpec, DeviceAddress, box_slices, dtype_of
 from pw.devices.host.backend import Build
 from pw.testing.sim.world import Violation
 
@@ -155,6 +155,14 @@ def cut(whole: np.ndarray[Any, Any], place: _Place, host: str) -> Shards:
     for ordinal, box in place.by_host[host]:
         shards[ordinal] = whole[box]
     return shards
+
+
+def empty(spec: ArraySpec, devices: tuple[DeviceAddress, ...], host: str) -> Shards:
+    """Return shards of zeros for the devices of one host."""
+    shape, dtype = spec.sharding.shard_shape(spec.shape), dtype_of(spec.dtype)
+    return Shards(
+        {device.ordinal: np.zeros(shape, dtype) for device in devices if device.host == host}
+    )
 
 
 def write_parts(shards: Shards, op: Build, host: str) -> int:
