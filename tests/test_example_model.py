@@ -41,9 +41,10 @@ def cluster() -> Iterator[InProcessCluster]:
         yield cluster
 
 
-def built(schedule: str, micro_batches: int = 3) -> pw.Pipeline:
+def built(schedule: str, devices: int) -> pw.Pipeline:
+    """The example's pipeline for three micro-batches, with so many devices for each stage."""
     islands = ("island-0", "island-1")
-    return pipeline.build_pipeline(CONFIG, OPTIMIZER, islands, 2, micro_batches, schedule)
+    return pipeline.build_pipeline(CONFIG, OPTIMIZER, islands, devices, 3, schedule)
 
 
 # Compiled: without that, JAX compiles each operation alone, which takes longer.
@@ -102,7 +103,7 @@ def test_pipeline_gradients_equal_those_of_the_whole(
 ) -> None:
     params, rows = init_params(CONFIG, 0), pipeline.rows(draw_batch(corpus, 0))
     loss, expected = jax.jit(jax.value_and_grad(partial(whole_loss, CONFIG)))(params, *rows)
-    measured_loss, gradients = built("gpipe").gradients(params, *rows)
+    measured_loss, gradients = built("gpipe", devices=1).gradients(params, *rows)
     assert float(measured_loss) == pytest.approx(float(loss), rel=1e-5)
     for measured, wanted in zip(
         jax.tree.leaves(pw.get(gradients)), jax.tree.leaves(expected), strict=True
@@ -113,7 +114,7 @@ def test_pipeline_gradients_equal_those_of_the_whole(
 def test_training_by_schedule_matches_the_reference(
     corpus: Corpus, cluster: InProcessCluster
 ) -> None:
-    params, step = init_params(CONFIG, 0), built("1f1b")
+    params, step = init_params(CONFIG, 0), built("1f1b", devices=2)
     batches = [draw_batch(corpus, number) for number in range(3)]
     state = step.init(params)
     losses = []
