@@ -17,6 +17,8 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.devices import VirtualDeviceSet, make_virtual_device_set
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
+from pw.client.feeding.stream import stream
+from pw.client.trace.host_function import host_function
 from pw.client.trace.jit import jit
 from pw.client.trace.joined import cutting, writing
 from pw.client.trace.program import program
@@ -309,6 +311,24 @@ def test_donated_and_deleted_parts(mesh: Mesh) -> None:
     after["out"].delete()
     with pytest.raises(ArrayDeleted, match="delete"):
         after["out"] + 1
+
+
+def test_an_argument_that_is_donated_and_not_used_is_gone(mesh: Mesh) -> None:
+    x, unused = put((X, X * 2), sharding=NamedSharding(mesh, BATCH))
+    ours = jit(lambda other, x: x * 2, mesh=mesh, donate_argnums=0)
+    assert np.array_equal(ours(unused, x), X * 2)
+    assert unused.is_deleted()
+    assert not x.is_deleted()
+
+
+def test_host_functions_and_streams_say_what_they_cannot(mesh: Mesh) -> None:
+    double = host_function(lambda x: x * 2, jax.ShapeDtypeStruct((4,), np.float32), mesh=mesh)
+    with pytest.raises(PlacementError, match="runs on one island"):
+        double(np.ones(4, np.float32))
+    like, lies = jax.ShapeDtypeStruct((ROWS, 8), np.float32), NamedSharding(mesh, BATCH)
+    with pytest.raises(PlacementError, match='where="client"'):
+        stream(lambda: iter([X]), like=like, sharding=lies, where="hosts")
+    assert stream(lambda: iter([X]), like=like, sharding=lies).where == "client"
 
 
 def test_a_program_mixes_meshes(mesh: Mesh) -> None:

@@ -14,7 +14,7 @@ from pw.client.feeding.on_hosts import OnHosts
 from pw.client.feeding.source import Position, Source
 from pw.client.trace.host_function import declared, output_types, takes_part
 from pw.client.trace.prefixes import mesh_in, spread
-from pw.core.errors import ArgumentError, PythonRefused
+from pw.core.errors import ArgumentError, PlacementError, PythonRefused
 from pw.transport.log import log
 
 STATE_BYTES = 992
@@ -168,6 +168,13 @@ def stream(
         raise ArgumentError(f'where of the stream {name!r} is {where!r}: "hosts" or "client"')
     avals, tree = declared(like, f"like= of the stream {name!r}")
     mesh = mesh_in(sharding) or _mesh(devices)
+    if mesh.parts:
+        if where == "hosts":
+            raise PlacementError(
+                f"the stream {name!r} feeds {mesh!r}: over several islands its generator runs in the client, "
+                'where="client"'
+            )
+        where = "client"
     wanted = spread(sharding, like, f"sharding= of the stream {name!r}")
     types = output_types(avals, wanted, mesh)
     for type_ in types:

@@ -23,7 +23,7 @@ from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.export import Traced
 from pw.client.trace.function import JitFunction
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
-from pw.core.errors import ArgumentError, ResultMismatch, TracingError
+from pw.core.errors import ArgumentError, PlacementError, ResultMismatch, TracingError
 from pw.core.host_calls import HostCall, Structure
 from pw.core.program import Computation, Kind
 from pw.core.trees import PlainTree, is_plain
@@ -64,6 +64,11 @@ class _HostFunction(JitFunction[..., Any]):
 
     def _described(self, key: Any) -> Traced:
         tree, signature, _, mesh, _ = key
+        if mesh.parts:
+            raise PlacementError(
+                f"the host function {self._name!r} was given {mesh!r}, but a host function runs on one "
+                "island: give it devices of one, and pw.put moves what it makes"
+            )
         replicated = NamedSharding.replicated(mesh)
         inputs = tuple(ArrayType.of(aval_of(leaf), replicated) for leaf in signature)
         outputs = output_types(self._results, self._wanted, mesh)

@@ -151,6 +151,12 @@ class Recorder:
             return self._input(Feed(-1, source.placed(type_, own), type_), own)
         return self._input(Feed(source, None, type_), own)
 
+    def give(self, tracer: ProgramTracer, consumer: str) -> None:
+        """Donate a value that no computation takes."""
+        self._check_not_given(tracer, consumer)
+        if tracer.identity is not None:
+            self._given[tracer.identity] = consumer
+
     def joined(self, type_: ArrayType, parts: Sequence[ProgramTracer]) -> JoinedTracer:
         """Return a value over several islands with these parts."""
         return JoinedTracer(self, type_.aval, type_, None, None, parts=tuple(parts))

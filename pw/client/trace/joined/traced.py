@@ -77,6 +77,8 @@ class JoinedTraced:
     """By bucket and island."""
     number: int
     """The name of the value that says which island it is."""
+    unused: tuple[int, ...]
+    """Donated arguments that no piece takes."""
     results: tuple[int, ...]
 
     @property
@@ -115,6 +117,9 @@ class JoinedTraced:
                 values[name] = [results[place] for results in made]
             if step.makes is not None:
                 filled[step.makes] = [results[len(step.outputs) :] for results in made]
+        for number in self.unused:
+            for part in values[number]:
+                recorder.give(part, self.name)
         return [
             recorder.joined(type_, values[name])
             for name, type_ in zip(self.results, self.outputs, strict=True)
@@ -183,18 +188,21 @@ def _cut(
     flat.main.verify()
     cut = Cut(flat, sums.reduced, [local.island])
     writer = Writer(made.exported, flat, cut, sums.reduced, mesh.parts[0], name)
-    names: dict[Any, int] = {value: at for at, value in enumerate(cut.arguments)}
+    # The module has only the arguments that are used, and then the number of the island.
+    kept = (*made.exported.module_kept_var_idx, len(made.inputs))
+    names: dict[Any, int] = dict(zip(cut.arguments, kept, strict=True))
+    free = len(made.inputs) + 1
     results = [0] * len(cut.results)
     written: list[tuple[Piece, Written, tuple[int, ...]]] = []
     for at, piece in enumerate(cut.pieces):
         outputs = []
         for value in piece.outputs:
-            outputs.append(names.setdefault(value, len(names)))
+            outputs.append(names.setdefault(value, free + len(names)))
         for position in piece.results:
-            results[position] = names.setdefault(("result", position), len(names))
+            results[position] = names.setdefault(("result", position), free + len(names))
             outputs.append(results[position])
         written.append((piece, writer.write(piece, at), tuple(outputs)))
-    given = _last_uses(cut, donated)
+    given = _last_uses(cut, {value for value, number in names.items() if number in donated})
     steps, buckets, adders = [], {}, {}
     for at, (piece, code, made_by) in enumerate(written):
         steps.append(
@@ -231,6 +239,7 @@ def _cut(
         tuple(buckets[index] for index in sorted(buckets)),
         adders,
         names[local.island],
+        tuple(number for number in donated if number not in kept),
         tuple(results),
     )
 
@@ -254,14 +263,13 @@ def _result_type(
     return type_.with_sharding(sharding)
 
 
-def _last_uses(cut: Cut, donated: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+def _last_uses(cut: Cut, donated: set[Any]) -> dict[int, tuple[int, ...]]:
     """Return, for each piece, the positions of the donated arguments that no later piece uses."""
-    last: dict[int, tuple[int, int]] = {}
+    last: dict[Any, tuple[int, int]] = {}
     for at, piece in enumerate(cut.pieces):
         for position, value in enumerate(piece.inputs):
-            for number in donated:
-                if cut.arguments[number] == value:
-                    last[number] = (at, position)
+            if value in donated:
+                last[value] = (at, position)
     found: dict[int, tuple[int, ...]] = {}
     for at, position in last.values():
         found[at] = (*found.get(at, ()), position)
