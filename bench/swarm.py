@@ -30,9 +30,9 @@ from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.transport import codec
 from pw.transport.connection import Connection
 from pw.transport.endpoints import parse
-from pw.transport.link import Versions
+from pw.transport.link import Versions, incarnation
 from pw.transport.node import Node as ActorNode
-from pw.transport.stream_network import StreamNetwork, incarnation
+from pw.transport.stream_network import StreamNetwork
 
 HEARTBEAT_S = 1.0
 ARTIFACT = b"a computation that is never compiled"

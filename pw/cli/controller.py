@@ -29,11 +29,12 @@ from pw.core.ids import CONTROLLER
 from pw.core.waits import RECOVERY_S
 from pw.core.watchdog import STALL_S
 from pw.sched.island.policy import POLICIES
+from pw.transport.link import incarnation
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.private import PrivateFolder
 from pw.transport.secret import of_cluster
-from pw.transport.stream_network import StreamNetwork, incarnation
+from pw.transport.stream_network import StreamNetwork
 
 NUMBERS_PER_S = 1024
 """The rate of new clients from which numbers of an earlier start could repeat."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +13,11 @@ from pw.core.messages import PROTOCOL_VERSION, Hello
 from pw.transport.connection import Connection
 
 _SENDERS_REMEMBERED = 1024
+
+
+def incarnation() -> int:
+    """Return a number that grows with every start on this machine."""
+    return time.time_ns()
 
 
 class Versions(NamedTuple):

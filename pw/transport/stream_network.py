@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
 from pw.core.ids import CONTROLLER, Address
@@ -48,11 +47,6 @@ BACKLOG_MESSAGES = 20_000
 
 _LINK_KINDS = frozenset((Hello, Refused, Heartbeat, Goodbye))
 _HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(Heartbeat())]
-
-
-def incarnation() -> int:
-    """Return a number that grows with every start on this machine."""
-    return time.time_ns()
 
 
 class StreamNetwork:

@@ -27,10 +27,11 @@ from pw.core.ids import CONTROLLER
 from pw.core.sizes import parse_size
 from pw.transport import secret as secret_file
 from pw.transport.bulk import BulkPlane
+from pw.transport.link import incarnation
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
 from pw.transport.private import PrivateFolder
-from pw.transport.stream_network import StreamNetwork, incarnation
+from pw.transport.stream_network import StreamNetwork
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime

@@ -24,10 +24,11 @@ from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import address_towards
+from pw.transport.link import incarnation
 from pw.transport.node import Node
 from pw.transport.private import beside as private_folder
 from pw.transport.secret import of_cluster
-from pw.transport.stream_network import StreamNetwork, incarnation
+from pw.transport.stream_network import StreamNetwork
 
 if TYPE_CHECKING:
     from pw.client.connection.runtime import Runtime

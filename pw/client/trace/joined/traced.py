@@ -173,7 +173,7 @@ def trace_joined(
         raise TracingError(
             f"{name!r} cannot be cut along the mesh axis {mesh.crossing!r}, which crosses islands: "
             f"{error.why}{error.where}. Sums, maxima and minima can cross islands; keep everything else along "
-            "axes inside an island, or in computations of one island"
+            "axes inside an island, in computations of one island, or in this process (`pw.get(x)[0]`)"
         ) from None
 
 
