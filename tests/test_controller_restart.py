@@ -674,7 +674,7 @@ def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
         raise codec.MessageTooLarge("no frame holds it")
 
     nothing = dict.fromkeys(
-        ("address", "now_s", "call_later", "introduce", "forget", "log", "count")
+        ("address", "now_s", "call_later", "introduce", "forget", "log", "count", "recorder")
     )
     link = JournalingEnv(cast(Any, SimpleNamespace(send=send, **nothing)))
     link.keeps = True

