@@ -122,6 +122,7 @@ _DEVICES: dict[str, Any] = {
     "computation_failure": 0.01,
     "slow_hosts": 0.2,
 }
+_LOSSES = _CRASHES | _RESTARTS | _CLIENTS | _DEVICES
 
 PROFILES = {
     profile.name: profile
@@ -137,7 +138,7 @@ PROFILES = {
         Profile("crashes", span_s=20.0, **_CRASHES),
         Profile("slices", span_s=20.0, slices_given_back=0.1, **(_CRASHES | _RESTARTS)),
         Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
-        Profile("events", span_s=20.0, events=True, **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
+        Profile("events", span_s=20.0, events=True, **_LOSSES),
         Profile("views", runs=80, views=0.4),
         Profile(
             "views-lost",
@@ -145,7 +146,7 @@ PROFILES = {
             runs=60,
             views=0.4,
             device_memory_bytes=256 << 10,
-            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+            **_LOSSES,
         ),
         Profile("islands", runs=60, reductions=0.4),
         Profile(
@@ -153,7 +154,7 @@ PROFILES = {
             span_s=20.0,
             runs=60,
             reductions=0.4,
-            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+            **_LOSSES,
         ),
         Profile("shares", runs=60, shares=0.3, views=0.1),
         Profile(
@@ -163,7 +164,7 @@ PROFILES = {
             shares=0.3,
             views=0.1,
             device_memory_bytes=256 << 10,
-            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+            **_LOSSES,
         ),
         Profile("pipelines", runs=30, pipelines=0.7),
         Profile(
@@ -172,7 +173,7 @@ PROFILES = {
             runs=30,
             pipelines=0.7,
             device_memory_bytes=256 << 10,
-            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+            **_LOSSES,
         ),
         Profile("streams", runs=80, streams=0.5),
         Profile(
@@ -181,15 +182,15 @@ PROFILES = {
             runs=60,
             streams=0.5,
             slices_given_back=0.02,
-            **(_CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+            **_LOSSES,
         ),
         Profile("timelines", timelines=0.2, clock_skew=0.02, **_CLIENTS),
         Profile(
             "timelines-lost",
             span_s=20.0,
             timelines=0.1,
-            **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES),
+            **(_NETWORK | _LOSSES),
         ),
-        Profile("chaos", span_s=20.0, **(_NETWORK | _CRASHES | _RESTARTS | _CLIENTS | _DEVICES)),
+        Profile("chaos", span_s=20.0, **(_NETWORK | _LOSSES)),
     )
 }
