@@ -41,7 +41,7 @@ class InClient:
         self._closed.set()
 
     def fill(self) -> None:
-        """Do nothing: the thread works ahead by itself."""
+        """Do nothing: the thread makes elements ahead without being asked."""
 
     def next(self) -> list[Any]:
         """Return the leaves of the next element. Raises what the generator raises, and StopIteration."""
