@@ -23,7 +23,7 @@ def test_the_table_is_whole() -> None:
 @pytest.mark.parametrize("state", sorted(State))
 def test_what_can_happen_in_each_state(state: State) -> None:
     allowed = {
-        Event.PARK: {State.REQUESTED, State.PARKED},
+        Event.PARK: {State.REQUESTED, State.PARKED, State.BOUND},
         Event.BIND: {State.REQUESTED, State.PARKED},
         Event.REBIND: {State.BOUND},
         Event.MOVE: {State.BOUND},

@@ -39,7 +39,7 @@ TOLD = Status(
             "waiting",
             "cpu",
             "fake",
-            (HostInfo("east-0", NASTY, "joining", 17, 4, "tcp://e:1"),),
+            (HostInfo("east-0", NASTY, "joining", 17, 4, "tcp://e:1", True),),
             2,
             ("east-1",),
             3,
@@ -48,10 +48,10 @@ TOLD = Status(
             6,
         ),
     ),
-    (HostInfo("s", "", "spare", 18, 4, "tcp://s:1"),),
+    (HostInfo("s", "", "spare", 18, 4, "tcp://s:1", False),),
     (
-        ClientInfo(1, "pid 7", 0.5, 9, 2, 3, 1, 4, True),
-        ClientInfo(2, NASTY, 1.0, 0, 0, 0, 0, 0, False),
+        ClientInfo(1, "pid 7", 0.5, 9, 2, 3, 1, 4, True, ()),
+        ClientInfo(2, NASTY, 1.0, 0, 0, 0, 0, 0, False, ("east-1",)),
     ),
     (RunInfo("1.8", 1, "step", ("east",), 61.25, 2),),
 )

@@ -242,7 +242,14 @@ def serve(
         recorder=node.recorder,
     )
     registration = RegisterHost(
-        island, island_hosts, devices, platform, network.endpoint, os.getpid(), begin.spare
+        island,
+        island_hosts,
+        devices,
+        platform,
+        network.endpoint,
+        os.getpid(),
+        begin.spare,
+        python=allow_python,
     )
     replicas = _inherited(name, parcel, supervisor)
     executor = add_host(

@@ -17,6 +17,7 @@ __all__ = ["ClientInfo", "ClusterStatus", "HostInfo", "IslandInfo", "RunInfo", "
 STATUS_S = 10.0
 
 _COUNTS = ("devices", "slices", "queued", "launched", "formed")
+_PLACE = ("name", "state", "pid", "devices")
 _OWNED = ("share", "priority", "arrays", "programs", "slices", "runs")
 
 
@@ -73,17 +74,27 @@ class ClusterStatus:
             for i in self.islands
         ]
         hosts = [
-            (h.island or "any", h.name, h.state, h.pid, h.devices, h.endpoint) for h in self.hosts
+            (h.island or "any", *_of(h, _PLACE), "yes" if h.python else "no", h.endpoint)
+            for h in self.hosts
         ]
         clients = [
-            (c.number, c.name + (" (this one)" if c.is_me else ""), *_of(c, _OWNED))
+            (
+                c.number,
+                c.name + (" (this one)" if c.is_me else ""),
+                *_of(c, _OWNED),
+                ", ".join(c.awaited_hosts),
+            )
             for c in self.clients
         ]
         runs = [(r.run, r.function, ", ".join(r.islands), f"{r.age_s:.1f}") for r in self.runs]
         return (
             Table("Islands", ("island", "state", "platform", "hosts", *_COUNTS), tuple(islands)),
-            Table("Hosts", ("island", "host", "state", "pid", "devices", "endpoint"), tuple(hosts)),
-            Table("Clients", ("client", "name", *_OWNED), tuple(clients)),
+            Table(
+                "Hosts",
+                ("island", "host", "state", "pid", "devices", "python", "endpoint"),
+                tuple(hosts),
+            ),
+            Table("Clients", ("client", "name", *_OWNED, "waits for"), tuple(clients)),
             Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
         )
 

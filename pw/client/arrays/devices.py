@@ -189,6 +189,7 @@ class VirtualDeviceSet:
         *,
         tpu_devices: int | None = None,
         islands: None = None,
+        hosts: str | Sequence[str] | None = None,
     ) -> Slice: ...
 
     @overload
@@ -210,6 +211,7 @@ class VirtualDeviceSet:
         *,
         tpu_devices: int | None = None,
         islands: int | Sequence[str] | None = None,
+        hosts: str | Sequence[str] | None = None,
     ) -> Slice | Slices:
         """Allocate virtual devices for computations; returns when they are bound.
 
@@ -222,10 +224,13 @@ class VirtualDeviceSet:
             islands: spread the devices evenly over so many different islands, or over the islands with
                 these names. A mesh of them may have one axis that crosses islands: the first dimension of
                 `np.array(slices.devices).reshape(islands, ...)`. `island` and `topology` do not go with it.
+            hosts: names of hosts of one island, as `pw status` shows them, or one name. Each has as many of
+                the devices, in this order. If one is lost, the slice waits for it and moves to no other
+                host. `islands` and `topology` do not go with it.
 
         Raises:
-            InsufficientDevices: no island can satisfy the request.
-            ValueError: the devices do not divide over the islands.
+            InsufficientDevices: no island can satisfy the request, or has a host of that name.
+            ValueError: the devices do not divide over the islands or hosts.
         """
         if (devices is None) == (tpu_devices is None):
             raise TypeError("add_slice takes one number of devices: add_slice(devices=4)")
@@ -237,6 +242,15 @@ class VirtualDeviceSet:
         if count < 1:
             raise ValueError(f"a slice has at least one device, and a whole number; not {asked!r}")
         shape = None if topology is None else tuple(map(index, topology))
+        if hosts is not None:
+            if islands is not None or shape is not None:
+                raise TypeError("add_slice takes hosts= without islands= and topology=")
+            named = host_names(hosts)
+            if count % len(named):
+                raise ValueError(
+                    f"{count} devices do not divide over {len(named)} hosts; each has as many as the others"
+                )
+            return self._add(count, kind, island, hosts=named)
         if islands is None:
             return self._add(count, kind, island, shape)
         if island is not None or shape is not None:
@@ -255,7 +269,7 @@ class VirtualDeviceSet:
         parts: list[Slice] = []
         for name in names:
             parts.append(
-                self._add(count // len(names), kind, name, None, [one.id for one in parts])
+                self._add(count // len(names), kind, name, apart=tuple(one.id for one in parts))
             )
         return parts[0] if len(parts) == 1 else Slices.of(tuple(parts))
 
@@ -264,10 +278,10 @@ class VirtualDeviceSet:
         count: int,
         kind: str | None,
         island: str | None,
-        topology: tuple[int, ...] | None,
-        apart: Sequence[int] = (),
+        topology: tuple[int, ...] | None = None,
+        **how: Any,
     ) -> Slice:
-        bound = self._runtime.allocate_slice(count, kind, island, topology, apart=tuple(apart))
+        bound = self._runtime.allocate_slice(count, kind, island, topology, **how)
         added = Slice(self._runtime, bound)
         self._slices.append(added)
         return added
@@ -278,6 +292,34 @@ class VirtualDeviceSet:
     def _repr_html_(self) -> str:
         rows = tuple((s.island, s.size, s.platform, s.kind or "") for s in self._slices)
         return html("", [Table("Slices", ("island", "devices", "platform", "kind"), rows)])
+
+
+def host_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return names of hosts that a user gives. Raises ValueError."""
+    named = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+    if not named or not all(isinstance(one, str) and one for one in named):
+        raise ValueError(f"hosts= takes names of hosts, as pw status shows them; not {hosts!r}")
+    if len(set(named)) < len(named):
+        raise ValueError(f"hosts= names a host twice: {', '.join(named)}")
+    return named
+
+
+def slice_for_python(hosts: int | str | Sequence[str]) -> Slice:
+    """Allocate a device on each of these hosts, or of so many hosts of one island that run Python functions.
+
+    Raises:
+        InsufficientDevices: there are no such hosts.
+        PythonRefused: a host runs no Python functions of clients.
+        ValueError: `hosts` is neither a number nor names.
+    """
+    runtime = current.runtime()
+    if not isinstance(hosts, int):
+        names = host_names(hosts)
+        return Slice(runtime, runtime.allocate_slice(len(names), hosts=names, python=True))
+    if isinstance(hosts, bool) or hosts < 1:
+        raise ValueError(f"hosts= takes names, or how many hosts, at least 1; not {hosts!r}")
+    block = (hosts, 1) if hosts > 1 else None
+    return Slice(runtime, runtime.allocate_slice(hosts, topology=block, python=True))
 
 
 def make_virtual_device_set() -> VirtualDeviceSet:

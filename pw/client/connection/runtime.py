@@ -245,13 +245,12 @@ class Runtime:
         kind: str | None = None,
         island: str | None = None,
         topology: tuple[int, ...] | None = None,
-        like: int = 0,
-        apart: tuple[int, ...] = (),
+        **how: Any,
     ) -> SliceBound:
-        """Bind virtual devices; those of slice `like`, or apart from slices. Raises InsufficientDevices."""
+        """Bind virtual devices (see `AllocateSlice`). Raises InsufficientDevices, PythonRefused."""
         where = f" of island {island}" if island else ""
         bound: Future[SliceBound] = self.ask.waiting(f"{devices} devices{where}")
-        request = AllocateSlice(self._id(), devices, kind, island, topology, like=like, apart=apart)
+        request = AllocateSlice(self._id(), devices, kind, island, topology, **how)
         self._post(Allocate(request, bound))
         return bound.result(self._patience_s)
 

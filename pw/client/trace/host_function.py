@@ -17,6 +17,7 @@ import cloudpickle
 import jax
 from jax.tree_util import tree_flatten, tree_unflatten
 
+from pw.client.arrays.devices import slice_for_python
 from pw.client.arrays.mesh import Mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
@@ -164,10 +165,11 @@ def host_function(
     *,
     devices: Sequence[Any] | Any = None,
     mesh: Mesh | None = None,
+    hosts: int | str | Sequence[str] | None = None,
     out_shardings: Any = None,
     timeout: float | None = None,
 ) -> Callable[..., Any]:
-    """Make a Python function run on the hosts of `devices`, as a node like any computation.
+    """Make a Python function run on the hosts of `devices`, or on `hosts`, as a node like any computation.
 
     It takes numpy arrays, and its results become arrays on the devices. It runs in a process beside
     the host's runtime, one for each client, with JAX on CPU; that process may die without harm to
@@ -186,20 +188,27 @@ def host_function(
             `jax.pure_callback`).
         devices: virtual devices, or one; by default as for `pw.jit`.
         mesh: a mesh, in place of `devices`.
+        hosts: names of hosts of one island, as `pw status` shows them, or a number of hosts, any of
+            one island that run Python functions. The results lie on one device of each, in a mesh with the
+            axis `"hosts"`. A named host that is lost is waited for.
         out_shardings: as for `pw.jit`; by default, the results are replicated.
         timeout: seconds that a call may take once it is launched, as for `pw.jit`.
 
     Raises:
+        InsufficientDevices: no island has those hosts.
         ArgumentError: `result_shape_dtypes` is not a tree of shapes and dtypes; in the call, if
             something that the function refers to cannot be pickled.
         ShardingError: in the call, if a result cannot be split that way.
-        PythonRefused: when a result is read, if a host does not allow Python functions.
+        PythonRefused: a host of `hosts` does not allow Python functions; when a result is read, if
+            one of the devices' does not.
         ResultMismatch: when a result is read, if it has another shape or dtype than declared.
         ComputationFailed: when a result is read, if the function raised; with its traceback.
     """
-    if devices is not None and mesh is not None:
-        raise ArgumentError("pw.host_function takes devices= or mesh=, not both")
-    if devices is not None:
+    if sum(one is not None for one in (devices, mesh, hosts)) > 1:
+        raise ArgumentError("pw.host_function takes one of devices=, mesh= and hosts=, not both")
+    if hosts is not None:
+        mesh = Mesh(slice_for_python(hosts).devices, ("hosts",))
+    elif devices is not None:
         mesh = mesh_of(devices)
     return _HostFunction(
         fun, result_shape_dtypes, mesh or mesh_in(out_shardings), out_shardings, timeout

@@ -64,6 +64,10 @@ class AllocateSlice(Base, frozen=True, tag=34):
     """Another client's slice: bind this one to the same devices in the same order."""
     apart: tuple[int, ...] = ()
     """Slices of the same client: bind this one to another island than theirs."""
+    hosts: tuple[str, ...] = ()
+    """Bind it to as many devices of each of these hosts, in this order, and to no others."""
+    python: bool = False
+    """Bind it to hosts that run clients' Python functions."""
 
 
 class SliceBound(Base, frozen=True, weakref=True, tag=35):

@@ -25,6 +25,8 @@ class RegisterHost(Base, frozen=True, tag=10):
     """The epoch that this host is in, with `members`; it has lost the controller."""
     members: tuple[str, ...] = ()
     """All hosts of that epoch, in the order of their ranks."""
+    python: bool = False
+    """It runs clients' Python functions."""
 
 
 class HostRejected(Base, frozen=True, tag=11):

@@ -25,6 +25,8 @@ class HostInfo(msgspec.Struct, frozen=True, array_like=True):
     """Of its runtime, on its machine."""
     devices: int
     endpoint: str
+    python: bool
+    """It runs clients' Python functions (`pw-worker --allow-python`)."""
 
 
 class IslandInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +71,8 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     """Calls in flight."""
     is_me: bool
     """It is the session that has asked."""
+    awaited_hosts: tuple[str, ...]
+    """Hosts that its slices name, and wait for."""
 
 
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):

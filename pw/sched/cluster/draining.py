@@ -69,6 +69,11 @@ class Drains(Part):
 
     def _objection(self, island: Island, node: str) -> Error | None:
         """Return why an island cannot do without a host."""
+        if named := self.slices.naming(node):
+            return InsufficientDevices(
+                f"host {node} cannot be drained: {counted(named, 'slice')} may be on no other host "
+                "(hosts=). Their clients can use other slices and delete what lies on these"
+            )
         if self.inventory.spare_for(island) is not None:
             return None
         stuck = self.slices.stuck_on(island)

@@ -276,7 +276,15 @@ class Inventory:
 
 def _info(host: Host, island: str, state: str) -> HostInfo:
     place = host.registration
-    return HostInfo(host.node, island, state, place.process, place.local_devices, place.endpoint)
+    return HostInfo(
+        host.node,
+        island,
+        state,
+        place.process,
+        place.local_devices,
+        place.endpoint,
+        place.python,
+    )
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,6 +10,9 @@ A bound slice keeps its positions (ranks and ordinals) when its island is formed
 arrays lie where they lay; it is only bound again, to the hosts that now have the ranks. If its
 island does not come back, it moves to an island that has room. If its island comes back in a form
 that no longer fits, it is refused. Its client releases it.
+
+A slice that names hosts is bound to those and to no others. If its island is formed again without
+one of them, it is parked until that host has a place in an island again.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ SLICE = Lifecycle[State, Event](
         State.BOUND: {
             Event.REBIND: State.BOUND,
             Event.MOVE: State.BOUND,
+            Event.PARK: State.PARKED,  # its island has a spare in place of a host that it names
             Event.REFUSE: State.REFUSED,
             Event.RELEASE: State.RELEASED,
         },

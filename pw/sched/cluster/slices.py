@@ -1,24 +1,24 @@
 """Binds slices to devices: which island has room, which positions a slice gets, and when it moves.
 
 A slice goes to the island whose devices it would share the least, or has the devices of another slice that it
-is to be like. A slice of an earlier controller
+is to be like. A slice that names hosts has devices of those only. A slice of an earlier controller
 waits first for the island that it was on, then for any that has room
-(`pw.sched.cluster.slice_states`).
+(`pw.sched.cluster.slice_states`). `pw.sched.cluster.fitting` knows the devices that a slice may have.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import ErrorReport, InsufficientDevices
+from pw.core.errors import ErrorReport
 from pw.core.ids import CONTROL, Address
 from pw.core.messages import AllocateSlice, ReleaseSlice, SliceBound, SliceRefused
-from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island, Position, counted
+from pw.sched.cluster.fitting import choose, fits, refusal, suits
+from pw.sched.cluster.inventory import SETTLING_S, Inventory, Island
 from pw.sched.cluster.slice_states import Event, Slice, State
 
 MOVE_S = 30.0
@@ -71,7 +71,8 @@ class Slices(Part):
         if piece is None or piece.state is not State.PARKED:
             return
         piece.request = msgspec.structs.replace(piece.request, formerly="", like=0)
-        if timer.is_over and self._roomiest(piece.request) is None:
+        may_end = timer.is_over and not self._waits_for_hosts(piece)
+        if may_end and self._roomiest(piece.request) is None:
             self._refuse(piece)
         else:
             self._place(piece)
@@ -91,8 +92,10 @@ class Slices(Part):
         """An island has another epoch: bind its slices to their positions again."""
         island.load.clear()
         for piece in self._on(island):
-            if _fits(island, piece.request):
+            if fits(island, piece.request):
                 self._bind(piece, Event.REBIND, island)
+            elif set(piece.request.hosts) - set(island.ranks):
+                piece.happened(Event.PARK)
             else:  # the island came back smaller, or as another platform
                 self._refuse(piece)
 
@@ -116,6 +119,10 @@ class Slices(Part):
         own = (one.request for one in self._on(island) if not one.request.like)
         return sum(self._roomiest(request, island) is None for request in own)
 
+    def naming(self, node: str) -> int:
+        """Return how many slices name a host."""
+        return sum(node in one.request.hosts for one in self._slices.values())
+
     def _on(self, island: Island) -> list[Slice]:
         return [
             one
@@ -132,14 +139,16 @@ class Slices(Part):
         island = self._roomiest(request)
         if request.formerly and not request.like:
             home = islands.get(request.formerly)
-            is_back = home is not None and home.state == "ready" and _fits(home, request)
+            is_back = home is not None and home.state == "ready" and fits(home, request)
             island = home if is_back else None
         if island is not None:
             piece.request = msgspec.structs.replace(request, resumed=False, formerly="")
             self._slices[request.slice] = piece
             self._bind(piece, Event.BIND, island)
-        elif request.resumed or any(
-            i.formed and i.state != "ready" and _fits(i, request) for i in islands.values()
+        elif (
+            request.resumed
+            or self._waits_for_hosts(piece)
+            or any(i.formed and i.state != "ready" and fits(i, request) for i in islands.values())
         ):
             self._slices[request.slice] = piece
             piece.happened(Event.PARK)
@@ -154,7 +163,7 @@ class Slices(Part):
         fitting = [
             island
             for island in self.inventory.islands.values()
-            if island.state == "ready" and island is not but and _fits(island, request)
+            if island.state == "ready" and island is not but and fits(island, request)
         ]
         fitting = self._apart(request, fitting)
         return min(
@@ -178,14 +187,20 @@ class Slices(Part):
         is_bound = known is not None and known.state is State.BOUND
         return self.inventory.islands.get(known.island) if known and is_bound else None
 
+    def _waits_for_hosts(self, piece: Slice) -> bool:
+        """Whether a slice that had its place waits, however long, until a host that it names is back."""
+        ready = (i.ranks for i in self.inventory.islands.values() if i.state == "ready")
+        had_place = piece.island or piece.request.resumed
+        return bool(had_place and set(piece.request.hosts).difference(*ready))
+
     def _bind(self, piece: Slice, event: Event, island: Island) -> None:
         """Bind a slice, to the positions that it had in this island if it had any."""
         positions = piece.positions
         model = self._slices.get(piece.request.like)
         if model is not None and self._home_of(model.request.slice) is island:
             positions = model.positions[: piece.request.devices]
-        if not positions or not set(positions) <= set(island.positions()):
-            positions = _choose(island, piece.request)
+        if not positions or not suits(island, piece.request, positions):
+            positions = choose(island, piece.request)
         island.load.update(positions)
         piece.bound(event, island.name, positions)
         bound = SliceBound(
@@ -205,60 +220,5 @@ class Slices(Part):
         request = piece.request
         self._slices.pop(request.slice, None)
         piece.happened(Event.REFUSE)
-        asked = counted(request.devices, "device")
-        if request.like:
-            asked += ", those of another session's slice"
-        for name in ("kind", "island", "topology"):
-            value = getattr(request, name)
-            if value is not None:
-                asked += f" with {name}={value!r}"
-        if request.apart:
-            asked += f" besides the {counted(len(request.apart), 'island')} of the other slices"
-        there = "; ".join(island.describe() for island in self.inventory.islands.values())
-        error = InsufficientDevices(
-            f"no island has {asked} for one slice. There are: {there or 'no islands yet'}"
-        )
+        error = refusal(self.inventory, request)
         self.env.send(CONTROL, SliceRefused(request.slice, ErrorReport.of(error)))
-
-
-def _fits(island: Island, request: AllocateSlice) -> bool:
-    if request.island is not None and request.island != island.name:
-        return False
-    if request.kind is not None and request.kind.lower() not in (
-        island.platform.lower(),
-        island.kind.lower(),
-    ):
-        return False
-    if request.topology is not None:
-        extent = math.prod(request.topology)
-        if extent != request.devices or any(size < 1 for size in request.topology):
-            return False
-        rows, columns = _block(request.topology)
-        if rows > island.expected_hosts or columns > island.local_devices:
-            return False
-    return request.devices <= island.device_count
-
-
-def _choose(island: Island, request: AllocateSlice) -> tuple[Position, ...]:
-    """The least loaded devices; with a topology, the least loaded block of that form."""
-    positions = island.positions()
-    if request.topology is None or len(request.topology) < 2:
-        chosen = sorted(positions, key=lambda position: (island.load[position], position))
-        return tuple(sorted(chosen[: request.devices]))
-    rows, columns = _block(request.topology)
-    width = island.local_devices
-    blocks = [
-        tuple(
-            positions[(row + r) * width + column + c] for r in range(rows) for c in range(columns)
-        )
-        for row in range(island.expected_hosts - rows + 1)
-        for column in range(width - columns + 1)
-    ]
-    return min(blocks, key=lambda block: sum(island.load[position] for position in block))
-
-
-def _block(topology: tuple[int, ...]) -> tuple[int, int]:
-    """Rows (hosts) and columns (devices of one host) that a topology asks for."""
-    if len(topology) < 2:
-        return 1, 1
-    return topology[0], math.prod(topology[1:])

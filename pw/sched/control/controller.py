@@ -108,7 +108,7 @@ class Controller(Actor):
             sessions, slices, registry, replicas, replays, shares, recovery_s
         )
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
-        explainer = Explainer(sessions, runs, stream, island_status, heard_s)
+        explainer = Explainer(sessions, slices, runs, stream, island_status, heard_s)
         measured = MemoryReports(sessions, island_status)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
@@ -246,13 +246,14 @@ class Controller(Actor):
     @handles(GetStatus)
     def _status(self, sender: Address, message: GetStatus) -> None:
         used = self.runs.used_credits()
+        islands = self._island_status()
         self.env.send(
             sender,
             Status(
                 message.request,
                 *self._versions,
                 self._policy,
-                self._island_status(),
+                islands,
                 self._waiting_hosts(),
                 tuple(
                     ClientInfo(
@@ -265,6 +266,7 @@ class Controller(Actor):
                         len(client.slices.owned),
                         used[client.number],
                         client.address == sender,
+                        self.slices.awaited_hosts(client, islands),
                     )
                     for client in self.sessions.clients
                 ),

@@ -19,6 +19,7 @@ from pw.core.errors import Error, ErrorReport, HostLost, InsufficientDevices, Pr
 from pw.core.ids import RESOURCES, Address, client_of
 from pw.core.messages import (
     AllocateSlice,
+    IslandInfo,
     IslandLost,
     ReleaseSlice,
     SliceBound,
@@ -64,6 +65,8 @@ class Slices(ControlPart):
         error: Error | None = None
         if client_of(message.slice) != client.number or message.slice in slices.requests:
             error = ProtocolError("bad slice number")
+        elif message.hosts and not _divides(message):
+            error = ProtocolError("bad hosts of a slice")
         elif message.devices < 1:
             error = InsufficientDevices(f"a slice has at least 1 device, not {message.devices}")
         if error is not None:
@@ -100,6 +103,22 @@ class Slices(ControlPart):
             client.slices.times_bound.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self._env.send(client.address, message)
+
+    def awaited_hosts(self, client: Client, islands: Iterable[IslandInfo]) -> tuple[str, ...]:
+        """Return the hosts that a client's slices name, and without which they are not bound.
+
+        Args:
+            client: the client.
+            islands: the state of all islands.
+        """
+        slices = client.slices
+        waiting = sorted((slices.owned | slices.borrowed) - self._bindings.keys())
+        named = dict.fromkeys(host for number in waiting for host in slices.requests[number].hosts)
+        if not named:
+            return ()
+        ready = (island for island in islands if island.state == "ready")
+        here = {host.name for island in ready for host in island.hosts}
+        return tuple(host for host in named if host not in here)
 
     # --- given back -------------------------------------------------------------------------------
 
@@ -172,3 +191,9 @@ class Slices(ControlPart):
         """Do not wait any more until these slices are bound."""
         for number in numbers:
             client.slices.unbound.pop(number, None)
+
+
+def _divides(request: AllocateSlice) -> bool:
+    """Whether a slice names different hosts, and has as many devices on each as on the others."""
+    count = len(request.hosts)
+    return len(set(request.hosts)) == count and request.devices % count == 0

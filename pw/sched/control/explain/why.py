@@ -35,6 +35,7 @@ from pw.sched.control.clients import Client
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, handles_client, handles_host
+from pw.sched.control.slices import Slices
 from pw.sched.control.stream import Stream
 from pw.sched.island.reports import WORK_TOLD
 
@@ -61,6 +62,7 @@ class _Question:
 class Explainer(ControlPart):
     """Answers `Explain`; see the module."""
 
+    slices: Slices
     runs: Runs
     stream: Stream
     island_status: Callable[[], tuple[IslandInfo, ...]]
@@ -198,7 +200,9 @@ class Explainer(ControlPart):
 
     def _waits_for(self, client: Client) -> Iterator[str]:
         """What a client waits for at the controller."""
-        if client.slices.unbound:
+        if awaited := self.slices.awaited_hosts(client, self.island_status()):
+            yield f"{' and '.join(awaited)}, which its slices name (hosts=), to come back"
+        elif client.slices.unbound:
             count = len(client.slices.unbound)
             yield f"lost hosts of the island of {count} slice{'' if count == 1 else 's'}"
         elif client.arrays.lost:
