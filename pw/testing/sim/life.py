@@ -200,9 +200,19 @@ class Life:
         most = len(members) * members[0].devices
         return island, self.random.choice([n for n in (1, 2, 4, 8, most) if n <= most])
 
+    def _names(self, island: str) -> tuple[str, ...]:
+        """Return the hosts that its next slice names, none as a rule."""
+        named = self.world.profile.named_hosts
+        if not named or self.random.random() >= named:
+            return ()
+        hosts = [host.name for host in self.cluster.islands[island]]
+        return tuple(self.random.sample(hosts, self.random.randint(1, len(hosts))))
+
     def _allocate(self) -> None:
         island, size = self._place()
-        request = AllocateSlice(self._id(), size, None, island, None)
+        names = self._names(island)
+        size = len(names) or size
+        request = AllocateSlice(self._id(), size, None, island, None, hosts=names)
 
         def bound(answer: SliceBound | None, error: BaseException | None) -> None:
             if answer is not None:

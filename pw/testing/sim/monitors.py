@@ -13,6 +13,7 @@
 | survives | the arrays of an answered checkpoint would survive a crash of all runtimes now |
 | prompt | a host answers questions about ready values soon, whatever it computes |
 | program order | a host computes the parts of a run in the order of its program, as a schedule may ask |
+| named hosts | a slice that names hosts has as many devices of each, and of no other, whatever is lost |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
 | views | a view takes no memory at its scheduler; a shard of two arrays is not donated (in `shards`) |
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
@@ -37,6 +38,7 @@ from typing import Any
 from pw.core.ids import Address
 from pw.core.messages import (
     CANCELLED,
+    AllocateSlice,
     Answered,
     Checkpoint,
     Fetch,
@@ -46,6 +48,7 @@ from pw.core.messages import (
     Launch,
     Run,
     RunsSettled,
+    SliceBound,
     Submit,
     Wait,
 )
@@ -91,6 +94,10 @@ class Monitors:
         world.watch_sent(Holdings, self._told_of_copies)
         world.watch_sent(Checkpoint, self._checkpoint_asked)
         world.watch_sent(Answered, self._answered)
+        self._named: dict[int, AllocateSlice] = {}
+        """Slices that name hosts."""
+        world.watch_sent(AllocateSlice, self._asked_for)
+        world.watch_sent(SliceBound, self._bound)
         cluster.alterations.append(self._watch_order)
 
     # --- launches ------------------------------------------------------------------------------------
@@ -258,6 +265,27 @@ class Monitors:
         if not ledger.any:
             raise Violation("epochs last", f"{message.error.message}, and nothing was injected")
         ledger.touch(*self._cluster.hosts_of(message.island))
+
+    # --- slices --------------------------------------------------------------------------------------
+
+    def _asked_for(self, sender: Address, to: Address, message: AllocateSlice) -> None:
+        if message.hosts:
+            self._named[message.slice] = message
+
+    def _bound(self, sender: Address, to: Address, message: SliceBound) -> None:
+        """A slice has devices: of the hosts that it names, in their order."""
+        request = self._named.get(message.slice)
+        if request is None:
+            return
+        self._world.checked["named hosts"] += 1
+        each = request.devices // len(request.hosts)
+        hosts = [device.host for device in message.devices]
+        if hosts != [host for host in request.hosts for _ in range(each)]:
+            raise Violation(
+                "named hosts",
+                f"slice {message.slice} is bound to {', '.join(hosts)}, and names "
+                f"{', '.join(request.hosts)}",
+            )
 
     # --- memory --------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim import (  # they register their own
     mutations_of_pipelines,  # noqa: F401
     mutations_of_reductions,  # noqa: F401
+    mutations_of_slices,  # noqa: F401
     mutations_of_streams,  # noqa: F401
     mutations_of_timelines,  # noqa: F401
     mutations_of_views,  # noqa: F401

@@ -48,6 +48,8 @@ class Profile:
     """Probability that a group cannot be joined."""
     slices_given_back: float = 0.0
     """For each act of a client, the probability that it gives a slice back, and asks for another."""
+    named_hosts: float = 0.0
+    """For each slice that a client asks for, the probability that it names the hosts."""
     device_memory_bytes: int = 0
     """Memory of each device; 0 where nothing limits it."""
     broken_programs: bool = True
@@ -90,7 +92,16 @@ class Profile:
         return tuple(f for f in FAULTS if getattr(whole, f) and not getattr(self, f))
 
 
-_NO_FAULTS = ("span_s", "views", "shares", "pipelines", "streams", "reductions", "timelines")
+_NO_FAULTS = (
+    "span_s",
+    "named_hosts",
+    "views",
+    "shares",
+    "pipelines",
+    "streams",
+    "reductions",
+    "timelines",
+)
 """Numbers of a profile that say how clients work."""
 FAULTS = tuple(
     field.name
@@ -134,9 +145,15 @@ PROFILES = {
         Profile("memory", device_memory_bytes=256 << 10, **_CLIENTS),
         Profile("devices", **_DEVICES),
         Profile("network", span_s=20.0, **_NETWORK),
-        Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3),
+        Profile("drains", span_s=10.0, spares=0.8, drains=0.7, crashes=0.3, named_hosts=0.1),
         Profile("crashes", span_s=20.0, **_CRASHES),
-        Profile("slices", span_s=20.0, slices_given_back=0.1, **(_CRASHES | _RESTARTS)),
+        Profile(
+            "slices",
+            span_s=20.0,
+            slices_given_back=0.1,
+            named_hosts=0.3,
+            **(_CRASHES | _RESTARTS),
+        ),
         Profile("restarts", span_s=20.0, restarts=2.0, crashes=0.5, client_deaths=0.5, spares=0.3),
         Profile("events", span_s=20.0, events=True, **_LOSSES),
         Profile("views", runs=80, views=0.4),
