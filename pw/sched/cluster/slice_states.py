@@ -85,7 +85,7 @@ class Slice:
     request: AllocateSlice
     state: State = State.REQUESTED
     island: str = ""
-    """Where it is bound."""
+    """Where it is bound, or was last."""
     positions: tuple[Position, ...] = ()
 
     def happened(self, event: Event) -> None:

@@ -51,7 +51,7 @@ class Slices(Part):
             self.inventory.settling_until_s = self.env.now_s() + SETTLING_S
             self.env.call_later(MOVE_S, WaitedEnough(request.slice, False))
             self.env.call_later(RESUME_S, WaitedEnough(request.slice, True))
-        piece = Slice(request)
+        piece = Slice(request, island=request.formerly)
         self._place(piece)
         if not request.resumed and piece.state is State.PARKED:
             self.env.call_later(MOVE_S, WaitedEnough(request.slice, True))
@@ -190,8 +190,7 @@ class Slices(Part):
     def _waits_for_hosts(self, piece: Slice) -> bool:
         """Whether a slice that had its place waits, however long, until a host that it names is back."""
         ready = (i.ranks for i in self.inventory.islands.values() if i.state == "ready")
-        had_place = piece.island or piece.request.resumed
-        return bool(had_place and set(piece.request.hosts).difference(*ready))
+        return bool(piece.island and set(piece.request.hosts).difference(*ready))
 
     def _bind(self, piece: Slice, event: Event, island: Island) -> None:
         """Bind a slice, to the positions that it had in this island if it had any."""

@@ -272,6 +272,21 @@ class Monitors:
         if message.hosts:
             self._named[message.slice] = message
 
+    def _check_parked(self) -> None:
+        """When an island is ready, a slice waits only for hosts that it does not have."""
+        resources = self._cluster.resources
+        for piece in resources.slices.parked:
+            names, home = set(piece.request.hosts), piece.request.formerly
+            for island in resources.inventory.islands.values():
+                if not names or island.state != "ready":
+                    continue
+                if names <= set(island.ranks) and home in ("", island.name):
+                    raise Violation(
+                        "named hosts", f"slice {piece.request.slice} waits, and its hosts are there"
+                    )
+                if piece.island == island.name:
+                    self._world.ledger.injected["named host replaced"] += 1
+
     def _bound(self, sender: Address, to: Address, message: SliceBound) -> None:
         """A slice has devices: of the hosts that it names, in their order."""
         request = self._named.get(message.slice)
@@ -292,6 +307,8 @@ class Monitors:
     def _island_formed(
         self, sender: Address, to: Address, message: IslandFormed
     ) -> Callable[[], None]:
+        if not to.actor.startswith("scheduler"):
+            return self._check_parked
         return partial(self._watch_memory, to.actor.partition("/")[2])
 
     def _watch_memory(self, island: str) -> None:

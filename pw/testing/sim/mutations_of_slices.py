@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pw.sched.cluster.slice_states import Slice, State
 from pw.testing.sim.breaking import mutation
 from pw.testing.sim.cluster import SimCluster
 
@@ -22,3 +23,26 @@ def _forgetful(cluster: SimCluster) -> None:
         bind_again(island)
 
     slices.bind_again = forget
+
+
+@mutation("leave-it-parked", "slices", "named hosts")
+def _lazy(cluster: SimCluster) -> None:
+    """A slice whose host was lost is not bound again when the host has its place again."""
+    restart = cluster.restart_controller
+
+    def alter() -> None:
+        slices: Any = cluster.resources.slices
+        place = slices._place
+
+        def leave(piece: Slice) -> None:
+            if not (piece.request.hosts and piece.state is State.PARKED):
+                place(piece)
+
+        slices._place = leave
+
+    def restart_altered() -> None:
+        restart()
+        alter()
+
+    alter()
+    setattr(cluster, "restart_controller", restart_altered)  # noqa: B010  (of one object)

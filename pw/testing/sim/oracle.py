@@ -168,7 +168,8 @@ class Oracle:
                 return said
         elif kind not in INFRASTRUCTURE:
             return said
-        lasts = truth.durable and not self._ledger.injected["drain"]  # it has a place
+        placeless = ("drain", "named host replaced")
+        lasts = truth.durable and not any(self._ledger.injected[fault] for fault in placeless)
         if not self._copied.isdisjoint(truth.made_of):
             lasts = lasts and self._ledger.injected["machine crash"] < REPLICAS
         faults = self._ledger.injected

@@ -160,12 +160,15 @@ class Rebuilder(ControlPart):
                 self._env.log(
                     "warning", "island given up", island=timer.island, client=client.number
                 )
-                words = (
-                    f"{timer.error.message}; there were no devices to go on with for "
-                    f"{self.recovery_s:g} s. Start its hosts again (see pw.status()), or "
-                    "ask for other devices with pw.make_virtual_device_set() and compute there"
-                )
-                self._abandon(client, gone, msgspec.structs.replace(timer.error, message=words))
+                for names, slices in _by_hosts(client, gone).items():
+                    where = f" on {' and '.join(names)}, which the slice names," if names else ""
+                    words = (
+                        f"{timer.error.message}; there were no devices to go on with{where} for "
+                        f"{self.recovery_s:g} s. Start its hosts again (see pw.status()), or "
+                        "ask for other devices with pw.make_virtual_device_set() and compute there"
+                    )
+                    error = msgspec.structs.replace(timer.error, message=words)
+                    self._abandon(client, slices, error)
 
     @handles(SliceRefused)
     def _slice_refused(self, sender: Address, message: SliceRefused) -> None:
@@ -183,3 +186,11 @@ class Rebuilder(ControlPart):
                 what = f"{named(array.spec, origins.get(number))} is lost"
                 self._fail(client, (number,), said_of(what, error))
         self.proceed(client)
+
+
+def _by_hosts(client: Client, slices: Iterable[int]) -> dict[tuple[str, ...], set[int]]:
+    """Return slices by the hosts that they name."""
+    found: dict[tuple[str, ...], set[int]] = {}
+    for number in slices:
+        found.setdefault(client.slices.requests[number].hosts, set()).add(number)
+    return found
