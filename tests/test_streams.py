@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -285,6 +286,28 @@ def test_a_stream_goes_on_from_a_state(mesh: pw.Mesh, tmp_path: Path) -> None:
     back = pw.restore(tmp_path / "saved", {"x": last, "stream": stream})["stream"]
     assert [int(next(back)[0]) for _ in range(3)] == [50, 51, 52]
     assert log.read_text().split()[:3] == ["50", "51", "52"], "nothing is skipped"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="grain is not in the environment there")
+def test_an_iterator_of_grain_goes_on_from_a_checkpoint(mesh: pw.Mesh, tmp_path: Path) -> None:
+    def batches(part: pw.Part) -> Any:
+        import grain
+
+        rows = grain.MapDataset.range(40).seed(7).shuffle().repeat()
+        drawn = rows.random_map(lambda row, draw: np.array([row, draw.random()], np.float32))
+        return iter(drawn[part.index :: part.count].batch(2).to_iter_dataset())
+
+    like = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    stream = pw.stream(batches, like, devices=mesh.devices)
+    for _ in range(13):
+        last = next(stream)
+    pw.checkpoint({"x": last, "stream": stream}, path=tmp_path / "saved").result()
+    expected = [np.asarray(next(stream)) for _ in range(12)]  # the second epoch begins here
+    stream.close()
+    back = pw.restore(tmp_path / "saved", {"x": last, "stream": stream})["stream"]
+    assert back._position().rows is not None, "it has the iterator's own state, and skips nothing"
+    np.testing.assert_array_equal([np.asarray(next(back)) for _ in range(12)], expected)
+    assert len(np.unique(np.stack(expected)[:, :, 1])) == 24, "the elements are random"
 
 
 # --- on real processes -----------------------------------------------------------------------------
