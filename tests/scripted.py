@@ -131,9 +131,9 @@ class Client(Recorder):
             self.env.send(store_of(host), Identify(self.number, self.ticket))
         self.env.send(store_of(host), message)
 
-    def slice(self, devices: int, island: str | None = None) -> int:
+    def slice(self, devices: int, island: str | None = None, hosts: tuple[str, ...] = ()) -> int:
         number = self.id()
-        self.tell(AllocateSlice(number, devices, None, island, None))
+        self.tell(AllocateSlice(number, devices, None, island, None, hosts=hosts))
         return number
 
     def program(self, body: Program, blob: bytes = b"1") -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,7 @@ from pw.core.messages import (
 from pw.sched.cluster.epochs import REJOIN_S
 from pw.sched.cluster.slices import MOVE_S, RESUME_S
 from pw.testing import InProcessCluster
+from tests.daemons import until
 from tests.test_resources import Bench
 
 
@@ -227,3 +230,32 @@ def test_hosts_go_with_nothing_else(cluster: InProcessCluster) -> None:
         devices.add_slice(devices=2, hosts="host-0", topology=(1, 2))
     with pytest.raises(ValueError, match="3 devices do not divide over 2 hosts"):
         devices.add_slice(devices=3, hosts=["host-0", "host-1"])
+
+
+# --- on real processes --------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_function_waits_for_its_host_though_a_spare_has_its_place() -> None:
+    with pw.LocalCluster(spare_hosts=1, heartbeat_s=0.3, allow_python=True) as cluster:
+        until(lambda: pw.status().other_hosts, "the spare")
+        host = next(one for one in cluster.hosts if one.name == "island-0-host-0")
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        parent = pw.host_function(lambda: np.int32(os.getppid()), shape, hosts=host.name)
+        assert int(parent()) == host.runtime_pid()
+        family = [host.pid, host.runtime_pid()]
+        for process in family:
+            os.kill(process, signal.SIGSTOP)
+        members = lambda: [one.name for one in pw.status().islands[0].hosts]  # noqa: E731
+        until(lambda: members() == ["spare-0"], "a spare in its place")
+        pending = parent()
+        assert host.name in pw.why().splitlines()[0]
+        (me,) = pw.status().clients
+        assert me.awaited_hosts == (host.name,)
+        assert not pending.is_ready()
+        for process in family:
+            os.kill(process, signal.SIGCONT)
+        until(lambda: host.name in [one.name for one in pw.status().other_hosts], "its return")
+        pw.drain("spare-0")
+        assert int(pending) == host.runtime_pid()
+        assert not pw.status().clients[0].awaited_hosts

@@ -229,6 +229,16 @@ def test_clients_that_wait_for_lost_hosts_are_named() -> None:
     assert "1 message held" in text
 
 
+def test_a_host_that_a_slice_names_is_named() -> None:
+    cluster = Cluster()
+    cluster.client.slice(1, hosts=("b1",))
+    cluster.world.settle()
+    cluster.world.kill("b1")
+    cluster.world.settle()
+    verdict = cluster.verdict()
+    assert verdict.startswith("client 1 (client) waits for b1, which its slices name (hosts=), to")
+
+
 # --- unasked -------------------------------------------------------------------------------------------
 
 
