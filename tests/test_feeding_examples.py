@@ -6,11 +6,23 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from examples.feeding import learned_pairs, merged
+from pw.testing import InProcessCluster
 from tests.scripts import ROOT
+
+
+def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    names: dict[str, Any] = {}
+    with InProcessCluster(islands=1, devices_per_island=4):
+        exec("".join(re.findall(r"```python\n(.*?)```", page, re.S)), names)
+        assert names["w"].shape == (128,)
+        names["stream"].close()
+    assert capsys.readouterr().out == "266240\n24\n"
 
 
 def test_byte_pairs() -> None:
