@@ -90,7 +90,7 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
         if value is not None:
             asked += f" with {name}={value!r}"
     if request.hosts:
-        asked += f" on {', '.join(request.hosts)} together"
+        asked += f" on {', '.join(request.hosts)}{' together' * (len(request.hosts) > 1)}"
     if request.python:
         asked += ", on hosts that run Python functions"
     if request.apart:

@@ -188,9 +188,15 @@ class Slices(Part):
         return self.inventory.islands.get(known.island) if known and is_bound else None
 
     def _waits_for_hosts(self, piece: Slice) -> bool:
-        """Whether a slice that had its place waits, however long, until a host that it names is back."""
-        ready = (i.ranks for i in self.inventory.islands.values() if i.state == "ready")
-        return bool(piece.island and set(piece.request.hosts).difference(*ready))
+        """Whether a slice that had its place waits, however long, for an island with its named hosts."""
+        request = piece.request
+        are_there = any(
+            island.state == "ready"
+            and request.island in (None, island.name)
+            and set(request.hosts) <= set(island.ranks)
+            for island in self.inventory.islands.values()
+        )
+        return bool(piece.island and request.hosts and not are_there)
 
     def _bind(self, piece: Slice, event: Event, island: Island) -> None:
         """Bind a slice, to the positions that it had in this island if it had any."""

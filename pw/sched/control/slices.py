@@ -107,6 +107,8 @@ class Slices(ControlPart):
     def awaited_hosts(self, client: Client, islands: Iterable[IslandInfo]) -> tuple[str, ...]:
         """Return the hosts that a client's slices name, and without which they are not bound.
 
+        Those that have no place in an island; all of them if each has one, but in another island.
+
         Args:
             client: the client.
             islands: the state of all islands.
@@ -118,7 +120,7 @@ class Slices(ControlPart):
             return ()
         ready = (island for island in islands if island.state == "ready")
         here = {host.name for island in ready for host in island.hosts}
-        return tuple(host for host in named if host not in here)
+        return tuple(host for host in named if host not in here) or tuple(named)
 
     # --- given back -------------------------------------------------------------------------------
 

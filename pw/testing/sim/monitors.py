@@ -280,7 +280,8 @@ class Monitors:
             for island in resources.inventory.islands.values():
                 if not names or island.state != "ready":
                     continue
-                if names <= set(island.ranks) and home in ("", island.name):
+                allowed = piece.request.island in (None, island.name)
+                if allowed and names <= set(island.ranks) and home in ("", island.name):
                     raise Violation(
                         "named hosts", f"slice {piece.request.slice} waits, and its hosts are there"
                     )
