@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.session.timelines import Source
 from pw.client.timeline import chrome
-from pw.client.timeline.resolve import resolved
-from pw.client.timeline.timeline import Timeline, letters
+from pw.client.timeline.resolve import records_in, resolved
+from pw.client.timeline.timeline import Call, Launch, Timeline, letters
 from pw.core import recorder as kinds
 from pw.core.ids import CONTROLLER, Address, client_id, client_of, store_of
 from pw.core.messages import PeerLost, ReadRecords, Records
-from pw.core.recorder import LIMIT, Recorder
+from pw.core.recorder import LIMIT, WIDTH, Recorder
 from pw.core.timeline import LEASE_S, PART, Recordings
 from pw.testing import InProcessCluster
 from tests.actors import FakeEnv, World
@@ -63,11 +63,11 @@ class Host:
     def record(self, *values: int) -> None:
         for value in values:
             if self.recorder.on:
-                self.recorder.add(value)
+                self.recorder.add(kinds.CALLED, 1.0, 0.0, value)
 
 
 def values(answer: Records) -> list[int]:
-    found = [one for (one,) in msgspec.msgpack.decode(answer.data)] if answer.data else []
+    found = [record[3] for record in records_in(answer.data)]
     assert len(found) == answer.count
     return found
 
@@ -82,7 +82,7 @@ def test_nothing_is_recorded_before_a_client_asks_nor_after_it_stops() -> None:
     last = host.read(stop=True)
     assert (values(last), last.left) == ([4], 0)
     assert not host.recorder.on
-    assert host.recorder.records == []
+    assert host.recorder.values == []
 
 
 def test_two_clients_read_at_their_own_pace() -> None:
@@ -94,7 +94,7 @@ def test_two_clients_read_at_their_own_pace() -> None:
     assert values(host.read(CLIENTS[1], stop=True)) == [2]
     host.record(3)
     assert values(host.read(stop=True)) == [1, 2, 3]
-    assert host.recorder.records == []
+    assert host.recorder.values == []
 
 
 def test_one_client_may_record_several_timelines() -> None:
@@ -133,12 +133,22 @@ def test_a_name_is_sent_once() -> None:
     assert dict(host.read(CLIENTS[1]).names) == {first: "f", second: "g"}
 
 
+def test_what_has_not_ended_is_recorded_when_a_client_stops() -> None:
+    host = Host()
+    host.recorder.unfinished.append(lambda: host.recorder.add(kinds.CALLED, 1.0, 0.0, 7))
+    assert values(host.read(stop=True)) == []  # nothing was recorded
+    host.read()
+    host.record(1)
+    assert values(host.read()) == [1]
+    assert values(host.read(stop=True)) == [7]
+
+
 def test_records_without_room_are_dropped_and_counted() -> None:
     host = Host()
     host.read()
     for _ in range(LIMIT + 7):
-        host.recorder.add(1)
-    assert len(host.recorder.records) == LIMIT
+        host.recorder.add(kinds.CALLED, 1.0, 2.0, 1)
+    assert len(host.recorder.values) == LIMIT * WIDTH
     assert host.read().dropped == 7
     assert host.read().dropped == 0
 
@@ -172,7 +182,7 @@ def test_a_client_that_is_gone_is_recorded_for_no_longer(how: str) -> None:
     host.record(2)
     host.read(CLIENTS[1], stop=True)
     assert not host.recorder.on
-    assert host.recorder.records == []
+    assert host.recorder.values == []
     again = host.read()
     assert (again.first, again.since_s) == (0, host.world.now_s)  # another recording
 
@@ -209,18 +219,21 @@ RUN = client_id(2, 9)
 
 
 def made_of(*records: tuple[Any, ...], node: str = "h0") -> Source:
-    data = msgspec.msgpack.encode(records)
+    recorder = Recorder()
+    for record in records:
+        recorder.add(*record)
+    data = msgspec.msgpack.encode(recorder.between(0, recorder.end))
     return Source(node, 0.0, 0.0, [data], NAMES, 0.0, len(records))
 
 
 def computed(
     called_s: float, ended_s: float, serial: int, devices: int = 1, after: tuple[int, ...] = ()
 ) -> tuple[Any, ...]:
-    return (kinds.COMPUTED, called_s, ended_s, serial, RUN, 0, 0, devices, after)
+    return (kinds.COMPUTED, called_s, ended_s, RUN, 0, serial, 0, devices, after)
 
 
 def ended(when_s: float, serial: int) -> tuple[Any, ...]:
-    return (kinds.ENDED, when_s, serial)
+    return (kinds.ENDED, when_s, 0.0, serial)
 
 
 CASES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[str, float, float, int, bool]]]] = {
@@ -274,6 +287,28 @@ def test_an_edge_has_two_ends_and_a_wait() -> None:
     ]
     (wait,) = timeline.waits
     assert (wait.host, wait.peer, wait.start_s, wait.end_s) == ("h1", "h0", 2.0, 5.5)
+
+
+def test_the_last_record_of_a_launch_or_a_call_is_right() -> None:
+    def launched(ended_s: float, segment: int = 0) -> tuple[Any, ...]:
+        return (kinds.LAUNCHED, 2.0, ended_s, RUN, segment, 5, 3.0, 500_000 if ended_s else 0)
+
+    source = made_of(
+        *(launched(0.0), launched(4.0)),
+        *((kinds.CALLED, 1.0, 0.0, RUN, 6), (kinds.CALLED, 1.0, 4.5, RUN, 6)),
+        *((kinds.CALLED, -2.0, -1.0, RUN + 1, 6), (kinds.CALLED, 11.0, 0.0, RUN + 2, 6)),
+        (kinds.CALLED, -2.0, 0.0, RUN + 3, 6),
+        launched(12.0, segment=1),
+    )
+    timeline = resolved([source], {}, 0.0, 10.0)
+    assert timeline.launches == [
+        Launch("island-0", RUN, 0, 2.0, 3.0, 4.0, 0.5),
+        Launch("island-0", RUN, 1, 2.0, 3.0, None, 0.5),
+    ]
+    assert timeline.calls == [
+        Call(RUN + 3, "program", None, None),
+        Call(RUN, "program", 1.0, 4.5),
+    ]
 
 
 def test_what_is_missing_is_told() -> None:

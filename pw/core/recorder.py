@@ -1,35 +1,43 @@
 """Records what a process does, for the timelines of clients (`pw.trace`).
 
 Each node has one `Recorder`, which its actors and its backend share. It is off by default: each place
-that may record asks `if recorder.on` first. A record is a tuple of numbers, the first one its kind:
+that may record asks `if recorder.on` first. A record is `WIDTH` values: its kind, two times, a run or
+something like it, and more that depends on the kind:
 
-| kind | fields after it |
-|---|---|
-| `COMPUTED` | called, ended, serial, run, segment, name, devices, serials of what made its arguments |
-| `ENDED` | when, serial of a `COMPUTED` whose own `ended` is 0 |
-| `SENT`, `RECEIVED` | from, to, run, edge, peer, bytes |
-| `UPLOADED`, `FETCHED` | from, to, array, bytes |
-| `QUEUED`, `LAUNCHED` | when, run, segment, island |
-| `FINISHED` | when, run, segment, island, device time in µs |
-| `SUBMITTED` | when, run, program |
-| `SETTLED` | when, run |
+| kind | times | then |
+|---|---|---|
+| `COMPUTED` | called, ended | run, segment, serial, name, devices, serials of what made its arguments |
+| `ENDED` | when | serial of a `COMPUTED` whose own `ended` is 0 |
+| `SENT`, `RECEIVED` | from, to | run, edge, peer, bytes |
+| `UPLOADED`, `FETCHED` | from, to | array, bytes |
+| `LAUNCHED` | queued, ended | run, segment, island, when it was launched, device time in µs |
+| `CALLED` | began, ended | run, program |
 
-Times are seconds on the clock of the process. Names, peers, islands, programs and devices ("0,1") are
-numbers that `Recorder.name` gives.
+Times are seconds on the clock of the process; 0 is "not yet". Names, peers, islands, programs and devices
+("0,1") are numbers that `Recorder.name` gives.
+
+Launches and calls are recorded when they end. Those that have not ended when a client stops are recorded then
+(`unfinished`), and perhaps again later: the last record of one is right.
+
+The values of all records are in one list, which costs the least: no object of its own for a record, none that
+the garbage collector visits, and they are encoded only when a client reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-COMPUTED, ENDED, SENT, RECEIVED, UPLOADED, FETCHED = range(6)
-QUEUED, LAUNCHED, FINISHED, SUBMITTED, SETTLED = range(6, 11)
+COMPUTED, ENDED, SENT, RECEIVED, UPLOADED, FETCHED, LAUNCHED, CALLED = range(8)
+
+WIDTH = 9
+"""Values of a record."""
 
 LIMIT = 1 << 17
 """Records that a process keeps for its readers, about 32 MB; later ones are dropped and counted."""
 
-Record = tuple[Any, ...]
+_ROOM = LIMIT * WIDTH
 
 
 class Recorder:
@@ -38,24 +46,53 @@ class Recorder:
     Readers belong to the thread of the event loop (`pw.core.timeline`).
     """
 
-    __slots__ = ("_names", "_numbers", "dropped", "first", "on", "records")
+    __slots__ = ("_names", "_numbers", "dropped", "first", "on", "unfinished", "values")
 
     def __init__(self) -> None:
         self.on = False
         """Whether some timeline is recorded."""
-        self.records: list[Record] = []
+        self.values: list[Any] = []
         self.first = 0
         """How many records were read by all readers and removed."""
         self.dropped = 0
+        self.unfinished: list[Callable[[], None]] = []
+        """Each records the launches or calls of an actor that have not ended."""
         self._names: dict[str, int] = {}
         self._numbers = count()
 
-    def add(self, *record: Any) -> None:
+    def add(
+        self,
+        kind: int,
+        start_s: float,
+        end_s: float,
+        run: int,
+        a: float = 0,
+        b: float = 0,
+        c: float = 0,
+        d: float = 0,
+        makers: tuple[int, ...] = (),
+    ) -> None:
         """Add one record, unless the records that wait for a reader have reached `LIMIT`."""
-        if len(self.records) < LIMIT:
-            self.records.append(record)
+        values = self.values
+        if len(values) < _ROOM:
+            # One call, so that no other thread adds in between.
+            values.extend((kind, start_s, end_s, run, a, b, c, d, makers))
         else:
             self.dropped += 1
+
+    @property
+    def end(self) -> int:
+        """How many records were ever added."""
+        return self.first + len(self.values) // WIDTH
+
+    def between(self, first: int, end: int) -> list[Any]:
+        """Return the values of some records, from number `first` to before number `end`."""
+        return self.values[(first - self.first) * WIDTH : (end - self.first) * WIDTH]
+
+    def forget(self, until: int) -> None:
+        """Remove the records before this one, which all readers have read."""
+        del self.values[: (until - self.first) * WIDTH]
+        self.first = until
 
     def name(self, name: str) -> int:
         """Return the number of a name; the same one each time."""
@@ -67,8 +104,3 @@ class Recorder:
     def names(self, known: int) -> tuple[tuple[int, str], ...]:
         """Return names with their numbers, without the first `known` ones."""
         return tuple((number, name) for name, number in tuple(self._names.items())[known:])
-
-    def forget(self, until: int) -> None:
-        """Remove the records before this one, which all readers have read."""
-        del self.records[: until - self.first]
-        self.first = until

@@ -16,6 +16,7 @@ import msgspec
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, ReadRecords, Records
+from pw.core.recorder import WIDTH
 from pw.core.ticker import Ticker
 
 PART = 4096
@@ -71,12 +72,15 @@ class Recordings(Part):
         key = (sender.node, message.timeline)
         reader = self._readers.get(key)
         if reader is None:
-            here = recorder.first + len(recorder.records)
+            here = recorder.end
             reader = self._readers[key] = _Reader(here, here, 0, recorder.dropped, now_s, now_s)
             self._leases.start()
         reader.read_s = now_s
         if message.stop and reader.end is None:
-            reader.end = recorder.first + len(recorder.records)
+            if recorder.on:
+                for record in recorder.unfinished:
+                    record()
+            reader.end = recorder.end
         self._env.send(sender, self._part(reader, message, now_s))
         if reader.next == reader.end:
             del self._readers[key]
@@ -85,12 +89,13 @@ class Recordings(Part):
     def _part(self, reader: _Reader, message: ReadRecords, now_s: float) -> Records:
         """Return the next records for a reader."""
         recorder = self._recorder
-        first, at = reader.next, reader.next - recorder.first
-        end = recorder.first + len(recorder.records) if reader.end is None else reader.end
-        some = recorder.records[at : min(at + PART, end - recorder.first)]
+        first = reader.next
+        end = recorder.end if reader.end is None else reader.end
+        some = recorder.between(first, min(first + PART, end))
+        count = len(some) // WIDTH
         names = recorder.names(reader.names)  # after the records, which may use new ones
         dropped = recorder.dropped - reader.dropped
-        reader.next += len(some)
+        reader.next += count
         reader.names += len(names)
         reader.dropped += dropped
         return Records(
@@ -99,7 +104,7 @@ class Recordings(Part):
             now_s,
             reader.since_s,
             first - reader.began,
-            len(some),
+            count,
             msgspec.msgpack.encode(some),
             names,
             dropped,
@@ -110,8 +115,7 @@ class Recordings(Part):
         """Record as long as a reader wants that; keep what some reader has not read."""
         recorder, readers = self._recorder, self._readers.values()
         recorder.on = any(reader.end is None for reader in readers)
-        end = recorder.first + len(recorder.records)
-        recorder.forget(min([reader.next for reader in readers], default=end))
+        recorder.forget(min([reader.next for reader in readers], default=recorder.end))
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:

@@ -57,7 +57,7 @@ class Source:
     error_s: float = math.inf
     """How wrong the offset may be."""
     parts: list[bytes] = field(default_factory=list)
-    """The records, as msgpack arrays."""
+    """The records; each part is a msgpack array of the values of some."""
     names: dict[int, str] = field(default_factory=dict)
     since_s: float = 0.0
     """When it began to record, on its own clock."""

@@ -26,17 +26,15 @@ from pw.client.timeline.timeline import (
 )
 from pw.core.ids import client_of
 from pw.core.recorder import (
+    CALLED,
     COMPUTED,
     ENDED,
     FETCHED,
-    FINISHED,
     LAUNCHED,
-    QUEUED,
     RECEIVED,
     SENT,
-    SETTLED,
-    SUBMITTED,
     UPLOADED,
+    WIDTH,
 )
 
 
@@ -46,8 +44,8 @@ def resolved(
     """Return the timeline of what was recorded between two moments on this process's clock."""
     timeline = Timeline(end_s - begin_s, clients=dict(clients))
     edges: list[_Edge] = []
-    launches: dict[tuple[int, int, str], list[float | None]] = {}
-    calls: dict[int, list[Any]] = {}
+    launches: dict[tuple[int, int, str], Launch] = {}
+    calls: dict[int, Call] = {}
     for source in sources:
         offset_s, error_s = _aligned(source)
         process = Process(source.node, error_s, source.count, source.dropped, source.lost)
@@ -58,11 +56,8 @@ def resolved(
     _add_edges(timeline, edges)
     timeline.transfers.sort(key=lambda one: one.start_s)
     timeline.waits.sort(key=lambda one: one.start_s)
-    for (run, segment, island), (queued_s, launched_s, ended_s, device_s) in launches.items():
-        made = Launch(island, run, segment, queued_s, launched_s, ended_s, device_s or 0.0)
-        timeline.launches.append(made)
-    for run, (program, began_s, ended_s) in calls.items():
-        timeline.calls.append(Call(run, program, began_s, ended_s))
+    timeline.launches = sorted(launches.values(), key=lambda one: one.queued_s or 0.0)
+    timeline.calls = sorted(calls.values(), key=lambda one: one.began_s or 0.0)
     return timeline
 
 
@@ -74,6 +69,12 @@ def _aligned(source: Source) -> tuple[float, float]:
     if abs(source.offset_s) <= source.error_s:
         return 0.0, source.error_s
     return source.offset_s, source.error_s
+
+
+def records_in(part: bytes) -> Iterable[tuple[Any, ...]]:
+    """Return the records of a part of a source."""
+    values = iter(msgspec.msgpack.decode(part))
+    return zip(*[values] * WIDTH, strict=True)
 
 
 @dataclass(slots=True)
@@ -102,6 +103,11 @@ class _Reader:
     def _time(self, there_s: float) -> float:
         return there_s - self._begin_s
 
+    def _seen(self, there_s: float) -> float | None:
+        """Return a time, or None for what happened before or after the timeline, or not at all."""
+        here_s = self._time(there_s)
+        return here_s if there_s and 0.0 <= here_s <= self._length_s else None
+
     def _is_within(self, start_s: float, end_s: float) -> bool:
         return end_s >= 0.0 and start_s <= self._length_s
 
@@ -112,66 +118,60 @@ class _Reader:
         self,
         timeline: Timeline,
         edges: list[_Edge],
-        launches: dict[tuple[int, int, str], list[float | None]],
-        calls: dict[int, list[Any]],
+        launches: dict[tuple[int, int, str], Launch],
+        calls: dict[int, Call],
     ) -> None:
         computed: list[_Computed] = []
         ended: dict[int, float] = {}
         last_s = 0.0
-        for kind, when, *more in self._records():
-            when_s = self._time(when)
-            last_s = max(last_s, when_s)
+        for kind, start, end, run, *more in self._records():
+            start_s, end_s = self._time(start), self._time(end) if end else self._length_s
+            last_s = max(last_s, self._time(end or start))
             if kind == COMPUTED:
-                end_s, serial, run, segment, name, devices, after = more
-                if end_s:
-                    ended[serial] = self._time(end_s)
+                segment, serial, name, devices, makers = more
+                if end:
+                    ended[serial] = end_s
                 where = tuple(self._name(devices).split(","))
                 computed.append(
-                    _Computed(when_s, serial, run, segment, self._name(name), where, after)
+                    _Computed(start_s, serial, run, segment, self._name(name), where, makers)
                 )
             elif kind == ENDED:
-                ended[more[0]] = when_s
-            elif kind in (SENT, RECEIVED):
-                end_s, run, edge, peer, size = more
-                end_s = self._time(end_s)
-                if self._is_within(when_s, end_s):
-                    host, name = self._source.node, self._name(peer)
-                    edges.append(
-                        _Edge(host, kind == RECEIVED, when_s, end_s, run, edge, name, size)
-                    )
-            elif kind in (UPLOADED, FETCHED):
-                end_s, array, size = more
-                end_s = self._time(end_s)
-                if self._is_within(when_s, end_s):
-                    what = "upload" if kind == UPLOADED else "fetch"
-                    host, client = self._source.node, client_of(array)
-                    incoming = kind == UPLOADED
-                    timeline.transfers.append(
-                        Transfer(host, incoming, what, when_s, end_s, size, client)
-                    )
-            elif when_s > self._length_s:
+                ended[run] = start_s
+            elif not self._is_within(start_s, end_s):
                 continue
-            elif kind in (SUBMITTED, SETTLED):
-                call = calls.setdefault(more[0], ["", None, None])
-                if kind == SUBMITTED:
-                    call[:2] = [self._name(more[1]), when_s]
-                else:
-                    call[2] = when_s
-            elif kind in (QUEUED, LAUNCHED, FINISHED):
-                run, segment, island = more[:3]
-                key = (run, segment, self._name(island))
-                launch = launches.setdefault(key, [None, None, None, None])
-                launch[(QUEUED, LAUNCHED, FINISHED).index(kind)] = when_s
-                if kind == FINISHED:
-                    launch[3] = more[3] * 1e-6
+            elif kind == LAUNCHED:
+                segment, island, launched, device_us, _ = more
+                name = self._name(island)
+                launches[run, segment, name] = Launch(
+                    name,
+                    run,
+                    segment,
+                    self._seen(start),
+                    self._seen(launched),
+                    self._seen(end),
+                    device_us * 1e-6,
+                )
+            elif kind == CALLED:
+                program = self._name(more[0])
+                calls[run] = Call(run, program, self._seen(start), self._seen(end))
+            elif kind in (SENT, RECEIVED):
+                edge, peer, size = more[:3]
+                host, name = self._source.node, self._name(peer)
+                edges.append(_Edge(host, kind == RECEIVED, start_s, end_s, run, edge, name, size))
+            elif kind in (UPLOADED, FETCHED):
+                what = "upload" if kind == UPLOADED else "fetch"
+                host, client = self._source.node, client_of(run)
+                timeline.transfers.append(
+                    Transfer(host, kind == UPLOADED, what, start_s, end_s, more[0], client)
+                )
         known_s = self._length_s if not self._source.lost else min(last_s, self._length_s)
         for one in _placed(self._source.node, computed, ended, known_s):
             if self._is_within(one.start_s, one.end_s):
                 timeline.computations.append(one)
 
-    def _records(self) -> Iterable[list[Any]]:
+    def _records(self) -> Iterable[tuple[Any, ...]]:
         for part in self._source.parts:
-            yield from msgspec.msgpack.decode(part)
+            yield from records_in(part)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class Records(Base, frozen=True, tag=171):
     count: int = 0
     """Records in this message."""
     data: bytes = b""
-    """The records, as a msgpack array of arrays."""
+    """The values of all records in one msgpack array (`pw.core.recorder.WIDTH` for each)."""
     names: tuple[tuple[int, str], ...] = ()
     """Names that the records refer to by number, without those that were sent before."""
     dropped: int = 0

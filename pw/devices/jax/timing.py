@@ -29,31 +29,34 @@ class Timing:
 
     def computed(self, op: Execute, called_s: float, outputs: Sequence[Any]) -> None:
         """Record a call of a computation that has returned; on the thread that has called it."""
-        serial = next(self._serials)
         last = outputs[-1] if outputs else None
-        ended_s = time.monotonic()
         try:
-            if last is not None and not last.is_ready():
-                ended_s = 0.0
+            is_ready = last is None or last.is_ready()
         except Exception:  # noqa: BLE001 - it has failed: its readers find out how
-            last = None
-        made_by = {value.recorded for value in op.args}
-        made_by.discard(0)
-        for value in op.results:
-            value.recorded = serial
-        self._recorder.add(COMPUTED, called_s, ended_s, serial, *op.origin, tuple(made_by))
-        if last is not None and not ended_s:
+            is_ready = True
+        ended_s = time.monotonic() if is_ready else 0.0
+        makers = {value.recorded for value in op.args}
+        makers.discard(0)
+        serial = self._add(op, called_s, ended_s, tuple(makers))
+        if not is_ready:
+            assert last is not None
             place = frozenset(last.sharding.addressable_devices)
             self.watchers.wait(place, serial, last, partial(self._ended, serial, last))
 
     def called(self, op: Execute, called_s: float) -> None:
         """Record a Python function that has returned."""
+        self._add(op, called_s, time.monotonic(), ())
+
+    def _add(self, op: Execute, called_s: float, ended_s: float, makers: tuple[int, ...]) -> int:
+        """Add a record, and return its serial."""
         serial = next(self._serials)
         for value in op.results:
             value.recorded = serial
-        self._recorder.add(COMPUTED, called_s, time.monotonic(), serial, *op.origin, ())
+        run, segment, name, devices = op.origin
+        self._recorder.add(COMPUTED, called_s, ended_s, run, segment, serial, name, devices, makers)
+        return serial
 
     def _ended(self, serial: int, array: Any) -> None:
         """The array is ready, has failed, or was donated."""
         if not array.is_deleted():
-            self._recorder.add(ENDED, time.monotonic(), serial)
+            self._recorder.add(ENDED, time.monotonic(), 0.0, serial)

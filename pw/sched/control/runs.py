@@ -13,7 +13,7 @@ from pw.core import events as published
 from pw.core.errors import ArrayLost, Error, ErrorReport
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
-from pw.core.recorder import SETTLED, SUBMITTED
+from pw.core.recorder import CALLED
 from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
 from pw.sched.control.clients import Client, is_repeat
@@ -51,6 +51,7 @@ class Runs(ControlPart):
         self._due: set[int] = set()
         """Clients that get theirs when this turn ends."""
         self._timer = Ticker(self._env, CREDITS_S, self._give_back)
+        self._env.recorder.unfinished.append(self._record_unfinished)
 
     def used_credits(self) -> Counter[int]:
         """Return how many credits each client uses, by its number."""
@@ -117,10 +118,6 @@ class Runs(ControlPart):
     ) -> None:
         """Put a run in flight. Without `donated` it repeats the `record`, and uses no credit."""
         program = record.program
-        recorder = self._env.recorder
-        if recorder.on:
-            name = recorder.name(program.body.name)
-            recorder.add(SUBMITTED, self._env.now_s(), number, name)
         self.in_flight[number] = RunInFlight(
             number,
             client.number,
@@ -232,6 +229,8 @@ class Runs(ControlPart):
         for run in list(self.in_flight.values()):
             if run.client == number:
                 self._hand(run, error)
+                if self._env.recorder.on:
+                    self._record(run)
             elif is_repeat(run.record.program.program) and number in map(client_of, run.results):
                 self.withdraw(run, RunEvent.FAIL, error)
         self.in_flight = {n: run for n, run in self.in_flight.items() if run.client != number}
@@ -240,10 +239,21 @@ class Runs(ControlPart):
 
     def _remove(self, run: RunInFlight) -> None:
         if self._env.recorder.on:
-            self._env.recorder.add(SETTLED, self._env.now_s(), run.number)
+            self._record(run, self._env.now_s())
         del self.in_flight[run.number]
         if run.credited:
             self._credit(run.client)
+
+    def _record(self, run: RunInFlight, ended_s: float = 0.0) -> None:
+        """Record a call that has ended, or has not; call it only while the recorder is on."""
+        recorder = self._env.recorder
+        name = recorder.name(run.record.program.body.name)
+        recorder.add(CALLED, run.began_s, ended_s, run.number, name)
+
+    def _record_unfinished(self) -> None:
+        """Record the calls that have not ended, for a timeline that ends now."""
+        for run in self.in_flight.values():
+            self._record(run)
 
     # --- credits ----------------------------------------------------------------------------------
 

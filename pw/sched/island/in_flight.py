@@ -14,7 +14,6 @@ from functools import partial
 from pw.core.actor import Env, Part, handles
 from pw.core.ids import CONTROL, Address, client_of, scheduler_of
 from pw.core.messages import CancelRun, IslandLost, PassedLaunches, Progress, SegmentDone
-from pw.core.recorder import FINISHED
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.installed_program import UNKNOWN
@@ -131,7 +130,7 @@ class InFlight(Part):
         if here.installed is not UNKNOWN:
             here.installed.measured(task.segment, time_us)
         if self.env.recorder.on:
-            self.members.record(FINISHED, now_s, here.run, task.segment, time_us)
+            self.members.record(task, now_s)
         done = SegmentDone(here.run, task.segment, time_us, task.lost)
         for island in task.notify:
             self.env.send(scheduler_of(island), done)
@@ -162,5 +161,7 @@ class InFlight(Part):
     def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
         for task in self.launches.values():
             task.happened(Event.LOSE)
+            if self.env.recorder.on:
+                self.members.record(task)
         self.launches.clear()
         self._reporting.clear()

@@ -105,6 +105,8 @@ class RunHere:
     arguments: Arguments
     reservation: Reservation | None
     """The run's way to admission; None where memory does not limit it."""
+    queued_s: float
+    """When the run came."""
     is_timed: bool
     """The controller has yet to hear of the run's first launch."""
     installed: InstalledProgram
@@ -143,8 +145,8 @@ class SegmentTask:
     """Why a host has no value: another host was lost."""
     ended_on: tuple[str, ...] = ()
     passed_on: frozenset[str] = frozenset()
-    launched_s: float = -1.0
-    """When it was launched."""
+    launched_s: float = 0.0
+    """When it was launched; 0 before."""
 
     def producer_launched(self, segment: int) -> None:
         """A segment of the run was launched on another island."""

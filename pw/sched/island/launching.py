@@ -19,7 +19,6 @@ from pw.core.actor import Env, Part
 from pw.core.copying import orders
 from pw.core.ids import CONTROL, executor_of, scheduler_of
 from pw.core.messages import Copy, CopyFile, RunStarted, SegmentLaunched
-from pw.core.recorder import LAUNCHED
 from pw.core.watchdog import Watchdog
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
@@ -166,8 +165,6 @@ class Launcher(Part):
         task.launch(self.watchdog.progress_s)
         self.window.launched(task.footprint, task.estimate_us, task.launched_s)
         self.env.count("launches")
-        if self.env.recorder.on:
-            self.members.record(LAUNCHED, task.launched_s, here.run, task.segment)
         self.queues.launched(task)
         for island in task.notify:
             self.env.send(scheduler_of(island), SegmentLaunched(here.run, task.segment))

@@ -26,7 +26,8 @@ from pw.core.messages import (
     LaunchGap,
     RunRefused,
 )
-from pw.sched.island.launch_states import RunHere
+from pw.core.recorder import LAUNCHED
+from pw.sched.island.launch_states import RunHere, SegmentTask
 
 
 @dataclass(slots=True)
@@ -146,11 +147,22 @@ class Members(Part):
                 )
             self.env.send(executor_of(host), discard)
 
-    def record(self, kind: int, when_s: float, run: int, segment: int, *more: int) -> None:
-        """Record what happens to a launch, for timelines; call it only while the recorder is on."""
+    def record(self, task: SegmentTask, ended_s: float = 0.0) -> None:
+        """Record a launch that has ended, or has not; call it only while the recorder is on."""
+        recorder = self.env.recorder
         if self._number < 0:
-            self._number = self.env.recorder.name(self.island)
-        self.env.recorder.add(kind, when_s, run, segment, self._number, *more)
+            self._number = recorder.name(self.island)
+        here = task.here
+        recorder.add(
+            LAUNCHED,
+            here.queued_s,
+            ended_s,
+            here.run,
+            task.segment,
+            self._number,
+            task.launched_s,
+            task.device_time_us,
+        )
 
     def end_epoch(self, reason: str) -> None:
         """Have the island leave its epoch."""

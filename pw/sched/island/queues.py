@@ -28,7 +28,6 @@ from pw.core.messages import (
     UninstallProgram,
     UploadEnded,
 )
-from pw.core.recorder import QUEUED
 from pw.sched.island.admission import Admission
 from pw.sched.island.client_queue import ClientQueue, CopyTask, DiscardTask, Task
 from pw.sched.island.launch_states import Event, RunHere, SegmentTask
@@ -80,6 +79,8 @@ class Queues(Part):
         for tasks in self.runs.values():
             for task in tasks:
                 task.happened(Event.LOSE)
+                if self.env.recorder.on:
+                    self.members.record(task)
         self.runs.clear()
         self._uploads.clear()
         for queue in self.clients.values():
@@ -96,28 +97,26 @@ class Queues(Part):
         if queue is None or not all(map(self.members.include, message.hosts)):
             self.env.count("messages_stale")
             return
-        tasks = self._launches_of(message)
+        now_s = self.env.now_s()
+        tasks = self._launches_of(message, now_s)
         for array in tasks[0].awaits:
             self._uploads.setdefault(array, []).append(tasks[0])
         if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
             tasks[0].happened(Event.REFUSE)
             self.env.send(CONTROL, RunRefused(message.run, refusal))
-        now_s = self.env.now_s()
         if self.policy.keeps_accounts:
             self._settle_accounts(queue, tasks, now_s)
         self.runs[message.run] = list(tasks)
         queue.submitted(tasks, now_s)
-        if self.env.recorder.on:
-            for task in tasks:
-                self.members.record(QUEUED, now_s, message.run, task.segment)
 
-    def _launches_of(self, message: Submit) -> list[SegmentTask]:
+    def _launches_of(self, message: Submit, now_s: float) -> list[SegmentTask]:
         program = self.programs[message.program]
         here = RunHere(
             message.run,
             message.program,
             Arguments(message.args, message.results),
             self.admission.reservation(message),
+            now_s,
             message.is_timed,
             program,
         )
@@ -204,6 +203,8 @@ class Queues(Part):
         """Cancel the launches that are left of a run here."""
         for task in tasks:
             task.happened(Event.CANCEL)
+            if self.env.recorder.on:
+                self.members.record(task)
         if (reservation := tasks[0].here.reservation) is not None:
             self.admission.withdraw(reservation, len(tasks))
 

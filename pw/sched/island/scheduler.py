@@ -56,6 +56,7 @@ class IslandScheduler(Actor):
         # `queues` sees `RemoveClient` before `admission` does.
         self.compose(members, in_flight, queues, admission, programs, quarantine)
         self.compose(self._launcher, reports)
+        env.recorder.unfinished.append(self._record_unfinished)
 
     @property
     def queued(self) -> int:
@@ -74,6 +75,12 @@ class IslandScheduler(Actor):
         if message.host:
             compiling = [n for n, p in self.programs.compiling() if message.host in p.compiling]
             self.quarantine.host_lost(compiling, self.in_flight.programs_on(message.host))
+
+    def _record_unfinished(self) -> None:
+        """Record the launches that have not ended, for a timeline that ends now."""
+        for tasks in (self.in_flight.launches.values(), *self.queues.runs.values()):
+            for task in tasks:
+                self.members.record(task)
 
     def turn_ended(self) -> None:
         """Launch all that may go, then send what hosts may drop."""

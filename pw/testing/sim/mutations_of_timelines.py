@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from pw.core.ids import Address
 from pw.core.messages import ReadRecords, Records
+from pw.core.recorder import WIDTH
 from pw.testing.sim.breaking import mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
@@ -35,7 +36,7 @@ def _incomplete(cluster: SimCluster) -> None:
     def alter(random: Random, to: Address, message: Records) -> list[Any] | None:
         if not message.count or random.random() > 0.2:
             return None
-        data = msgspec.msgpack.encode(msgspec.msgpack.decode(message.data)[1:])
+        data = msgspec.msgpack.encode(msgspec.msgpack.decode(message.data)[WIDTH:])
         return [replace(message, data=data)]
 
     tamper(cluster, Records, alter)
@@ -52,7 +53,7 @@ def _selfish(cluster: SimCluster) -> None:
 
         def settled() -> None:
             settle()
-            del recorder.records[:]
+            del recorder.values[:]
 
         recordings._settle = settled
 
@@ -73,6 +74,12 @@ def _hasty(cluster: SimCluster) -> None:
         return read
 
     rehandle(controller, ReadRecords, wrap)
+
+
+@mutation("leave-out-what-is-in-flight", "timelines", "timelines")
+def _early(cluster: SimCluster) -> None:
+    """The controller's process leaves out the launches that have not ended when a timeline ends."""
+    cluster.on_spawn.append(lambda scheduler: scheduler.env.recorder.unfinished.clear())
 
 
 @mutation("wrong-time", "timelines", "clocks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pw.core.recorder import Record, Recorder
+from pw.core.recorder import WIDTH, Recorder
 
 
 class LoggedRecorder(Recorder):
@@ -14,9 +14,9 @@ class LoggedRecorder(Recorder):
     def __init__(self, now_s: Callable[[], float]) -> None:
         super().__init__()
         self._now_s = now_s
-        self.log: list[tuple[float, Record]] = []
+        self.log: list[tuple[float, tuple[Any, ...]]] = []
 
     def add(self, *record: Any) -> None:
         """Add one record."""
-        self.log.append((self._now_s(), record))
         super().add(*record)
+        self.log.append((self._now_s(), tuple(self.values[-WIDTH:])))

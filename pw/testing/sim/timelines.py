@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from pw.client.session.thread_messages import StartTimeline, StopTimeline
 from pw.client.session.timelines import Source
+from pw.client.timeline.resolve import records_in
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import CANCELLED, Launch
-from pw.core.recorder import LAUNCHED, Record
+from pw.core.recorder import LAUNCHED
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.life import Life
 from pw.testing.sim.recording import LoggedRecorder
@@ -78,7 +77,7 @@ def _stop(user: Life, life: int, number: int, asked_s: float, began_s: float) ->
 def _check(user: Life, source: Source, began_s: float, ended_s: float) -> None:
     world = user.world
     world.checked["timelines"] += 1
-    found = [tuple(map(_plain, each)) for part in source.parts for each in _decoded(part)]
+    found = [tuple(map(_plain, each)) for part in source.parts for each in records_in(part)]
     if source.lost:
         if not world.ledger.any:
             raise Violation("timelines", f"{source.node}: {source.lost}, and nothing was injected")
@@ -96,7 +95,9 @@ def _check(user: Life, source: Source, began_s: float, ended_s: float) -> None:
         words = f"{len(wanted)} records of {source.node}, of which a timeline has {len(found)}"
         raise Violation("timelines", words)
     if source.node == CONTROLLER:
-        told = {(each[2], each[3]) for each in found if each[0] == LAUNCHED}
+        told = {
+            each[3:5] for each in found if each[0] == LAUNCHED and each[6]
+        }  # run, segment; when
         missed = [
             name
             for at_s, *name in user.cluster.launched
@@ -127,22 +128,17 @@ def check_idle(world: World) -> None:
     """Raise Violation if a process still records, or has kept records."""
     for node in world.nodes.values():
         recorder = getattr(node, "recorder", None)
-        if isinstance(recorder, LoggedRecorder) and (recorder.on or recorder.records):
+        if isinstance(recorder, LoggedRecorder) and (recorder.on or recorder.values):
             raise Violation(
                 "timelines", f"{node.name} still records, or keeps what it has recorded"
             )
-
-
-def _decoded(part: bytes) -> list[list[Any]]:
-    found: list[list[Any]] = msgspec.msgpack.decode(part)
-    return found
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _is_within(some: list[Record], whole: list[Record]) -> bool:
+def _is_within(some: list[tuple[Any, ...]], whole: list[tuple[Any, ...]]) -> bool:
     """Whether `some` stand in `whole` one after the other."""
     if not some:
         return True
