@@ -214,7 +214,7 @@ def test_times_are_those_of_this_process(offset_s: float, start_s: float) -> Non
 
 # --- from records to computations --------------------------------------------------------------------
 
-NAMES = {0: "f", 1: "0", 2: "0,1", 3: "h1", 4: "h0", 5: "island-0", 6: "program", 7: "1"}
+NAMES = {1: "0 f", 2: "0,1 f", 3: "h1", 4: "h0", 5: "island-0", 6: "program", 7: "1 f"}
 RUN = client_id(2, 9)
 
 
@@ -229,7 +229,7 @@ def made_of(*records: tuple[Any, ...], node: str = "h0") -> Source:
 def computed(
     called_s: float, ended_s: float, serial: int, devices: int = 1, after: tuple[int, ...] = ()
 ) -> tuple[Any, ...]:
-    return (kinds.COMPUTED, called_s, ended_s, RUN, 0, serial, 0, devices, after)
+    return (kinds.COMPUTED, called_s, ended_s, RUN, 0, serial, devices, 0, after)
 
 
 def ended(when_s: float, serial: int) -> tuple[Any, ...]:

@@ -6,15 +6,16 @@ something like it, and more that depends on the kind:
 
 | kind | times | then |
 |---|---|---|
-| `COMPUTED` | called, ended | run, segment, serial, name, devices, serials of what made its arguments |
-| `ENDED` | when | serial of a `COMPUTED` whose own `ended` is 0 |
+| `COMPUTED` | called, ended | run, segment, serial, computation, a maker of its arguments, the other makers |
+| `ENDED` | when | serial of a computation whose own `ended` is 0 |
 | `SENT`, `RECEIVED` | from, to | run, edge, peer, bytes |
 | `UPLOADED`, `FETCHED` | from, to | array, bytes |
 | `LAUNCHED` | queued, ended | run, segment, island, when it was launched, device time in µs |
 | `CALLED` | began, ended | run, program |
 
-Times are seconds on the clock of the process; 0 is "not yet". Names, peers, islands, programs and devices
-("0,1") are numbers that `Recorder.name` gives.
+Times are seconds on the clock of the process; 0 is "not yet". Peers, islands, programs and computations are
+numbers that `Recorder.name` gives; the name of a computation begins with its devices, as in "0,1 step". Makers
+are serials of other computations; 0 is none. Nearly all computations have one at most, which needs no tuple.
 
 Launches and calls are recorded when they end. Those that have not ended when a client stops are recorded then
 (`unfinished`), and perhaps again later: the last record of one is right.
@@ -70,13 +71,13 @@ class Recorder:
         b: float = 0,
         c: float = 0,
         d: float = 0,
-        makers: tuple[int, ...] = (),
+        others: tuple[int, ...] = (),
     ) -> None:
         """Add one record, unless the records that wait for a reader have reached `LIMIT`."""
         values = self.values
         if len(values) < _ROOM:
             # One call, so that no other thread adds in between.
-            values.extend((kind, start_s, end_s, run, a, b, c, d, makers))
+            values.extend((kind, start_s, end_s, run, a, b, c, d, others))
         else:
             self.dropped += 1
 

@@ -128,12 +128,13 @@ class _Reader:
             start_s, end_s = self._time(start), self._time(end) if end else self._length_s
             last_s = max(last_s, self._time(end or start))
             if kind == COMPUTED:
-                segment, serial, name, devices, makers = more
+                segment, serial, what, maker, others = more
                 if end:
                     ended[serial] = end_s
-                where = tuple(self._name(devices).split(","))
+                devices, _, name = self._name(what).partition(" ")
+                where = tuple(devices.split(","))
                 computed.append(
-                    _Computed(start_s, serial, run, segment, self._name(name), where, makers)
+                    _Computed(start_s, serial, run, segment, name, where, (maker, *others))
                 )
             elif kind == ENDED:
                 ended[run] = start_s

@@ -114,8 +114,8 @@ class Execute:
     guarded: bool = True
     """No other op watches the results, or the values that are computed from them."""
     origin: tuple[int, ...] = ()
-    """The run, the segment, and the names of the computation and of its devices here, if it is to be
-    recorded for a timeline (`pw.core.recorder`); empty if not."""
+    """The run, the segment and the recorder's number of the computation, if it is to be recorded for a
+    timeline (`pw.core.recorder`); empty if not."""
 
 
 @dataclass(slots=True)

@@ -230,13 +230,12 @@ class Interpreter(Part):
     def _origin(self, launch: HostLaunch, index: int) -> tuple[int, ...]:
         """Return what a record says of computation `index` of a launch (`pw.core.recorder`)."""
         run = launch.run
-        known = run.program.recorded.get(index)
-        if known is None:
-            name = self._recorder.name
-            what = run.program.body.computations[index].name
-            known = name(what), name(run.program.place(index))
-            run.program.recorded[index] = known
-        return (run.run, launch.message.segment, *known)
+        what = run.program.recorded.get(index)
+        if what is None:
+            computation = run.program.body.computations[index]
+            what = self._recorder.name(f"{run.program.place(index)} {computation.name}")
+            run.program.recorded[index] = what
+        return run.run, launch.message.segment, what
 
     def _view(self, launch: HostLaunch, view: Execute) -> bool:
         """Make the results of a view; return False if a value that it reads has not arrived."""

@@ -181,8 +181,8 @@ class HostProgram:
     """Keys of earlier installations, which runs that have begun still use."""
     unsettled: set[int] = field(default_factory=set)
     """Computations whose results no op may use before their outcome is known."""
-    recorded: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """The recorder's numbers for the name and the place of each computation that was recorded."""
+    recorded: dict[int, int] = field(default_factory=dict)
+    """The recorder's number of each computation that was recorded."""
     views: tuple[ViewPart, ...] = ()
     """This host's part of each result, if the program makes views; it does nothing else then."""
 

@@ -23,7 +23,7 @@ class Timing:
     """Makes the records of one host's computations."""
 
     def __init__(self, recorder: Recorder, failed: Callable[[BaseException], None]) -> None:
-        self._recorder = recorder
+        self._add = recorder.add
         self.watchers = Watchers(failed)
         self._serials = count(1)
 
@@ -35,9 +35,31 @@ class Timing:
         except Exception:  # noqa: BLE001 - it has failed: its readers find out how
             is_ready = True
         ended_s = time.monotonic() if is_ready else 0.0
-        makers = {value.recorded for value in op.args}
-        makers.discard(0)
-        serial = self._add(op, called_s, ended_s, tuple(makers))
+        serial = next(self._serials)
+        maker, others = 0, None
+        for value in op.args:
+            made_by = value.recorded
+            if made_by and made_by != maker:
+                if not maker:
+                    maker = made_by
+                elif others is None:
+                    others = {made_by}
+                else:
+                    others.add(made_by)
+        for value in op.results:
+            value.recorded = serial
+        run, segment, what = op.origin
+        self._add(
+            COMPUTED,
+            called_s,
+            ended_s,
+            run,
+            segment,
+            serial,
+            what,
+            maker,
+            () if others is None else tuple(others),
+        )
         if not is_ready:
             assert last is not None
             place = frozenset(last.sharding.addressable_devices)
@@ -45,18 +67,13 @@ class Timing:
 
     def called(self, op: Execute, called_s: float) -> None:
         """Record a Python function that has returned."""
-        self._add(op, called_s, time.monotonic(), ())
-
-    def _add(self, op: Execute, called_s: float, ended_s: float, makers: tuple[int, ...]) -> int:
-        """Add a record, and return its serial."""
         serial = next(self._serials)
         for value in op.results:
             value.recorded = serial
-        run, segment, name, devices = op.origin
-        self._recorder.add(COMPUTED, called_s, ended_s, run, segment, serial, name, devices, makers)
-        return serial
+        run, segment, what = op.origin
+        self._add(COMPUTED, called_s, time.monotonic(), run, segment, serial, what)
 
     def _ended(self, serial: int, array: Any) -> None:
         """The array is ready, has failed, or was donated."""
         if not array.is_deleted():
-            self._recorder.add(ENDED, time.monotonic(), 0.0, serial)
+            self._add(ENDED, time.monotonic(), 0.0, serial)
