@@ -177,6 +177,8 @@ class Incoming:
     """The hosts that have neither delivered nor failed."""
     state: Receiving = Receiving.ARRIVING
     parts: list[Part] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The bytes that each other host sends."""
     transfers: dict[str, int] = field(default_factory=dict)
     """The landing of each sender that was given one."""
 

@@ -81,10 +81,10 @@ class EdgesIn(Part):
         for source, route in routes.items():
             if source == self._host:
                 continue
+            total = incoming.sizes[source] = route_layout(route, receive.source)[1]
             if self.runs.is_absent(source):
                 self._fail(incoming, source, self._lost(source, "it left its island"))
                 continue
-            total = route_layout(route, receive.source)[1]
             if total > INLINE_BYTES and not self._grant(incoming, route, total):
                 continue
             early = self.early.take((run, receive.edge, source))
@@ -175,16 +175,22 @@ class EdgesIn(Part):
             ]
         incoming.missing.discard(route.source_host)
         if self.env.recorder.on and route.source_host != self._host:
-            self._record(incoming, route)
+            self._record(incoming, route.source_host)
         if not incoming.missing:
             self._complete(incoming)
 
-    def _record(self, incoming: Incoming, route: Route) -> None:
+    def _record(self, incoming: Incoming, source: str) -> None:
         """Record a route that was received, for timelines."""
-        recorder, now_s = self.env.recorder, self.env.now_s()
-        run, edge, peer = incoming.run, incoming.receive.edge, recorder.name(route.source_host)
-        size_bytes = route_layout(route, incoming.receive.source)[1]
-        recorder.add(RECEIVED, incoming.since_s, now_s, run, edge, peer, size_bytes)
+        recorder = self.env.recorder
+        recorder.add(
+            RECEIVED,
+            incoming.since_s,
+            self.env.now_s(),
+            incoming.run,
+            incoming.receive.edge,
+            recorder.name(source),
+            incoming.sizes[source],
+        )
 
     @handles(EdgeFailed)
     def _edge_failed(self, sender: Address, message: EdgeFailed) -> None:
@@ -233,14 +239,12 @@ class EdgesIn(Part):
 
     def _observe(self, incoming: Incoming) -> None:
         """Note the end of an edge from other hosts."""
-        receive = incoming.receive
-        routes = [route for route in receive.routes if route.source_host != self._host]
-        if routes:
+        if incoming.sizes:
             transfer = Transferred(
                 incoming.run,
-                receive.edge,
-                tuple(route.source_host for route in routes),
-                sum(route_layout(route, receive.source)[1] for route in routes),
+                incoming.receive.edge,
+                tuple(incoming.sizes),
+                sum(incoming.sizes.values()),
                 self.env.now_s() - incoming.since_s,
                 incoming.state is not Receiving.ARRIVING,
             )

@@ -135,7 +135,8 @@ class EdgesOut(Part):
         """Push the bytes of a route to the place that its receiver has named."""
         landing = outgoing.landing
         assert landing is not None
-        began_s = self.env.now_s()
+        # If it began before the recording, a timeline shows it from its start, whenever that was.
+        began_s = self.env.now_s() if self.env.recorder.on else outgoing.since_s
 
         def pushed(error: Exception | None) -> None:
             if outgoing.state is Sending.ENDED:
