@@ -135,7 +135,7 @@ def test_a_name_is_sent_once() -> None:
 
 def test_what_has_not_ended_is_recorded_when_a_client_stops() -> None:
     host = Host()
-    host.recorder.unfinished.append(lambda: host.recorder.add(kinds.CALLED, 1.0, 0.0, 7))
+    host.recorder.unfinished["a"] = lambda: host.recorder.add(kinds.CALLED, 1.0, 0.0, 7)
     assert values(host.read(stop=True)) == []  # nothing was recorded
     host.read()
     host.record(1)

@@ -56,8 +56,8 @@ class Recorder:
         self.first = 0
         """How many records were read by all readers and removed."""
         self.dropped = 0
-        self.unfinished: list[Callable[[], None]] = []
-        """Each records the launches or calls of an actor that have not ended."""
+        self.unfinished: dict[str, Callable[[], None]] = {}
+        """By actor: records its launches or calls that have not ended."""
         self._names: dict[str, int] = {}
         self._numbers = count()
 

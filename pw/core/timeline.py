@@ -78,7 +78,7 @@ class Recordings(Part):
         reader.read_s = now_s
         if message.stop and reader.end is None:
             if recorder.on:
-                for record in recorder.unfinished:
+                for record in recorder.unfinished.values():
                     record()
             reader.end = recorder.end
         self._env.send(sender, self._part(reader, message, now_s))

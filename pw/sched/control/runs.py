@@ -51,7 +51,7 @@ class Runs(ControlPart):
         self._due: set[int] = set()
         """Clients that get theirs when this turn ends."""
         self._timer = Ticker(self._env, CREDITS_S, self._give_back)
-        self._env.recorder.unfinished.append(self._record_unfinished)
+        self._env.recorder.unfinished[self._env.address.actor] = self._record_unfinished
 
     def used_credits(self) -> Counter[int]:
         """Return how many credits each client uses, by its number."""

@@ -56,7 +56,7 @@ class IslandScheduler(Actor):
         # `queues` sees `RemoveClient` before `admission` does.
         self.compose(members, in_flight, queues, admission, programs, quarantine)
         self.compose(self._launcher, reports)
-        env.recorder.unfinished.append(self._record_unfinished)
+        env.recorder.unfinished[env.address.actor] = self._record_unfinished
 
     @property
     def queued(self) -> int:
