@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from pw.client.connection.cluster import LocalCluster
     from pw.client.connection.current import connect, disconnect, stats, why
     from pw.client.feeding.stream import Stream, stream
+    from pw.client.gradients.gradients import grad, value_and_grad
     from pw.client.memory import memory
     from pw.client.pipeline.cutting import stage_boundary
     from pw.client.pipeline.pipeline import Pipeline, pipeline
@@ -88,6 +89,8 @@ _LAZY = {
     "jit": "pw.client.trace.jit",
     "pmap": "pw.client.trace.pmap",
     "program": "pw.client.trace.program",
+    "grad": "pw.client.gradients.gradients",
+    "value_and_grad": "pw.client.gradients.gradients",
     "host_function": "pw.client.trace.host_function",
     "Part": "pw.core.parts",
     "stream": "pw.client.feeding.stream",
@@ -124,6 +127,8 @@ __all__ = [
     "jit",
     "pmap",
     "program",
+    "grad",
+    "value_and_grad",
     "host_function",
     "Part",
     "stream",

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.pipeline.graph import Graph, Literal, Name
+from pw.client.gradients.graph import Graph, Literal, Name
 from pw.client.pipeline.stages import (
     KEY,
     Stage,
@@ -27,8 +27,8 @@ from pw.client.pipeline.stages import (
     is_float,
     name_of,
     takes_key,
-    tracing,
 )
+from pw.client.trace.export import tracing
 from pw.core.errors import ArgumentError
 
 

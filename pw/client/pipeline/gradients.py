@@ -14,8 +14,9 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from pw.client.pipeline.graph import Graph, Name, Piece, cut, size_bytes
-from pw.client.pipeline.stages import Stage, is_float, tracing
+from pw.client.gradients.graph import Graph, Name, Piece, cut, size_bytes
+from pw.client.pipeline.stages import Stage, is_float
+from pw.client.trace.export import tracing
 
 
 @dataclass(frozen=True, eq=False)

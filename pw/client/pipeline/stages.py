@@ -8,8 +8,7 @@ the loss.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.arrays.transformed import for_hosts
-from pw.client.pipeline.graph import Name
+from pw.client.gradients.graph import Name
+from pw.client.trace.export import tracing
 from pw.client.trace.function import JitFunction
 from pw.core.errors import ArgumentError
 
@@ -58,13 +57,6 @@ def takes_key(function: Any) -> bool:
         return "key" in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-
-
-@contextmanager
-def tracing(mesh: Mesh) -> Iterator[None]:
-    """In the block, functions are traced for the hosts of a mesh, as `pw.jit` traces them."""
-    with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        yield
 
 
 def trace_stages(

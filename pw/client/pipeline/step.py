@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
+from pw.client.gradients.graph import Name, Piece
 from pw.client.pipeline.gradients import Tasks, total_dtype
-from pw.client.pipeline.graph import Name, Piece
 from pw.client.pipeline.schedule import Schedule
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.table import Task

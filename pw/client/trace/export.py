@@ -14,10 +14,11 @@ result. It is the same on all devices, so all hosts agree; users never see it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,19 +119,7 @@ def export(
     check_nans: bool = False,
 ) -> Made:
     """Trace and export `function` as `trace` does."""
-    mesh.check_alive()
-    trees = []
-
-    @functools.wraps(function)
-    def flat(*args: Any, **kwargs: Any) -> list[Any]:
-        results, tree = jax.tree_util.tree_flatten(function(*args, **kwargs))
-        trees.append(tree)
-        return results
-
-    given, named = jax.tree_util.tree_unflatten(arguments, [type_.aval for type_ in inputs])
-    with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        closed = jax.make_jaxpr(flat)(*given, **named)
-    tree = trees[-1]
+    closed, tree = jaxpr_of(function, arguments, mesh, inputs)
     jaxpr, constants, lifted = lift(closed, _must_lift)
     captured = tuple(_on_mesh(value, mesh) for value in lifted)
     types = (*inputs, *(_captured_type(array, mesh) for array in captured))
@@ -144,6 +133,32 @@ def export(
     shardings = _settled(exported, mesh, avals, wanted)
     outputs = tuple(map(ArrayType.of, avals, shardings))
     return Made(exported, artifact, captured, types, outputs, tuple(checks.values()), tree)
+
+
+def jaxpr_of(
+    function: Callable[..., Any], arguments: Any, mesh: Mesh, inputs: Sequence[ArrayType]
+) -> tuple[Any, Any]:
+    """Trace a function for a mesh. Returns its closed jaxpr, and the tree of its results."""
+    mesh.check_alive()
+    trees = []
+
+    @functools.wraps(function)
+    def flat(*args: Any, **kwargs: Any) -> list[Any]:
+        results, tree = jax.tree_util.tree_flatten(function(*args, **kwargs))
+        trees.append(tree)
+        return results
+
+    given, named = jax.tree_util.tree_unflatten(arguments, [type_.aval for type_ in inputs])
+    with tracing(mesh):
+        closed = jax.make_jaxpr(flat)(*given, **named)
+    return closed, trees[-1]
+
+
+@contextlib.contextmanager
+def tracing(mesh: Mesh) -> Iterator[None]:
+    """In the block, functions are traced for the hosts of a mesh."""
+    with for_hosts(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def _settled(

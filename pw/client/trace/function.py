@@ -12,13 +12,10 @@ transformation, only shapes are computed (`pw.client.arrays.transformed`).
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,19 +38,15 @@ from pw.client.arrays.signature import (
 )
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
-from pw.client.trace.export import Traced, trace
+from pw.client.trace.export import OutShardings, Traced, trace
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
-from pw.client.trace.launch import Launches
 from pw.client.trace.lowered import Lowered
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
 from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError, PlacementError, ShardingError
-
-P = ParamSpec("P")
-Q = ParamSpec("Q")
-R = TypeVar("R")
 
 tree_flatten = jax.tree_util.tree_flatten
 tree_unflatten = jax.tree_util.tree_unflatten
@@ -92,43 +85,27 @@ def under_jax_trace(leaves: Sequence[Any]) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in others)
 
 
-class Wrapped(Generic[P, R]):
-    """Takes the place of a user's function: has its name and metadata, and can be a method."""
+class Call(NamedTuple):
+    """A kind of calls of a function: the types of the arguments, and the function to trace."""
 
-    _kind: str
-
-    def __init__(self, fun: Callable[P, R], statics: Statics, timeout: float | None) -> None:
-        functools.update_wrapper(self, fun)
-        self.__wrapped__: Callable[..., Any] = fun
-        self._name: str = getattr(fun, "__name__", type(fun).__name__)
-        self._statics = statics
-        self._has_statics = bool(statics)
-        self._timeout_s = timeout_s_of(timeout)
-        self._launches = Launches()
-
-    def __repr__(self) -> str:
-        return f"<{self._kind} {self._name}>"
-
-    @overload
-    def __get__(self, instance: None, owner: Any = None) -> Self: ...
-
-    @overload
-    def __get__(
-        self: Wrapped[Concatenate[Any, Q], R], instance: object, owner: Any = None
-    ) -> Callable[Q, R]: ...
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    @abstractmethod
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function."""
+    name: str
+    key: Any
+    tree: Any
+    """Of the arguments, (args, kwargs) without the static ones."""
+    types: tuple[ArrayType, ...]
+    mesh: Mesh
+    function: Callable[..., Any]
+    """Takes the arguments in their tree."""
+    output_shardings: OutShardings
+    check_nans: bool
 
 
 class JitFunction(Wrapped[P, R]):
     """A function that runs on virtual devices; made by `pw.jit`."""
 
     _kind = "pw.jit function"
+    why_no_gradient = ""
+    """Why its calls cannot be differentiated, as the end of a sentence; nothing if they can."""
 
     def __init__(
         self,
@@ -149,6 +126,7 @@ class JitFunction(Wrapped[P, R]):
         self._check_nans = check_nans
         self._by_call: dict[Any, Traced | JoinedTraced] = {}
         self._by_types: dict[Any, Traced | JoinedTraced] = {}
+        self._derivatives: dict[Any, Any] = {}
         self._tracing = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -176,6 +154,9 @@ class JitFunction(Wrapped[P, R]):
             key = (tree, signature, statics, mesh, tracing_configuration())
             recorder = recording()
             if recorder is not None:
+                tape = recorder.tape_of(leaves)
+                if tape is not None:
+                    return cast(R, tape.call(self, key, leaves))
                 traced = self._trace(key)
                 return cast(R, tree_unflatten(traced.tree, recorder.call(traced, leaves)))
             launch = self._launches.get(key)
@@ -253,39 +234,60 @@ class JitFunction(Wrapped[P, R]):
         if traced is not None:
             return traced
         with self._tracing:
-            tree, signature, statics, mesh, configuration = key
-            avals = [aval_of(leaf) for leaf in signature]
-            wanted = self._input_shardings(tree, avals, mesh)
-            types = []
-            for index, (leaf, aval, sharding) in enumerate(
-                zip(signature, avals, wanted, strict=True)
-            ):
-                try:
-                    types.append(ArrayType.of(aval, self._input_sharding(leaf, sharding, mesh)))
-                except ShardingError as error:
-                    arguments = tree_unflatten(tree, range(len(avals)))
-                    where = describe_leaf(arguments, index)
-                    raise ShardingError(f"{self._name}: {where}: {error}") from None
-            types_key = (tree, tuple(types), statics, mesh, configuration)
-            traced = self._by_types.get(types_key)
+            call = self.call_of(key)
+            traced = self._by_types.get(call.key)
             if traced is None:
                 self._forget_closed()
-                make = trace_joined if mesh.parts else trace
-                traced = self._by_types[types_key] = make(
-                    self._named(self._body(tree, statics, mesh, types)),
-                    tree,
+                make = trace_joined if call.mesh.parts else trace
+                traced = self._by_types[call.key] = make(
+                    call.function,
+                    call.tree,
                     self._name,
-                    mesh,
-                    types,
-                    lambda out, results: self._output_shardings(out, results, mesh, types),
-                    tuple(self._donated_leaves(tree)),
-                    checks_nans() if self._check_nans is None else self._check_nans,
+                    call.mesh,
+                    call.types,
+                    call.output_shardings,
+                    tuple(self._donated_leaves(call.tree)),
+                    call.check_nans,
                 )
             self._by_call[key] = traced
             return traced
 
+    def call_of(self, key: Any) -> Call:
+        """Return the types of a call, and the function to trace for it. Raises ShardingError."""
+        tree, signature, statics, mesh, configuration = key
+        avals = [aval_of(leaf) for leaf in signature]
+        wanted = self._input_shardings(tree, avals, mesh)
+        types = []
+        for index, (leaf, aval, sharding) in enumerate(zip(signature, avals, wanted, strict=True)):
+            try:
+                types.append(ArrayType.of(aval, self._input_sharding(leaf, sharding, mesh)))
+            except ShardingError as error:
+                arguments = tree_unflatten(tree, range(len(avals)))
+                where = describe_leaf(arguments, index)
+                raise ShardingError(f"{self._name}: {where}: {error}") from None
+        return Call(
+            self._name,
+            (tree, tuple(types), statics, mesh, configuration),
+            tree,
+            tuple(types),
+            mesh,
+            self._named(self._body(tree, statics, mesh, types)),
+            lambda out, results: self._output_shardings(out, results, mesh, types),
+            checks_nans() if self._check_nans is None else self._check_nans,
+        )
+
+    def derivative(self, key: Any, active: tuple[int, ...], make: Callable[..., Any]) -> Any:
+        """Return what `make` returned for calls of this kind and these arguments, or call it."""
+        with self._tracing:
+            call = self.call_of(key)
+            found = self._derivatives.get((call.key, active))
+            if found is None:
+                self._forget_closed()
+                found = self._derivatives[call.key, active] = make(call, active)
+            return found
+
     def _forget_closed(self) -> None:
-        for cache in (self._by_call, self._by_types):
+        for cache in (self._by_call, self._by_types, self._derivatives):
             for stale in [k for k, known in cache.items() if not known.mesh.runtime.alive]:
                 del cache[stale]
 
@@ -365,15 +367,6 @@ class JitFunction(Wrapped[P, R]):
             if name in names:
                 yield from range(start, start + child.num_leaves)
             start += child.num_leaves
-
-
-def timeout_s_of(timeout: float | None) -> float:
-    """A user's timeout in seconds, 0 for none."""
-    if timeout is None:
-        return 0.0
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"a timeout is a positive number of seconds, not {timeout!r}")
-    return float(timeout)
 
 
 def parameters_of(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -32,6 +32,10 @@ from pw.core.trees import PlainTree, is_plain
 
 class _HostFunction(JitFunction[..., Any]):
     _kind = "pw.host_function"
+    why_no_gradient = (
+        "is a host function: Python has no gradient. If none is meant to flow through it, pass what it "
+        "returns through pw.jit(jax.lax.stop_gradient)"
+    )
 
     def __init__(
         self,

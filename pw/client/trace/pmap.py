@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, aval_of, both_ways, describe_leaf
-from pw.client.trace.function import JitFunction, P, R, parameters_of, tree_flatten, tree_unflatten
+from pw.client.trace.function import JitFunction, parameters_of, tree_flatten, tree_unflatten
 from pw.client.trace.prefixes import spread
+from pw.client.trace.wrapped import P, R
 from pw.core.errors import ArgumentError
 
 _DEFAULT_AXIS = "pmap_axis"

@@ -17,9 +17,6 @@ from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing_configuration
 from pw.client.connection import current, jax_backend
 from pw.client.trace.function import (
-    P,
-    R,
-    Wrapped,
     parameters_of,
     tree_flatten,
     tree_unflatten,
@@ -29,6 +26,7 @@ from pw.client.trace.launch import Launch
 from pw.client.trace.recorder import Recorder, Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.wrapped import P, R, Wrapped
 from pw.core.errors import ArgumentError
 
 

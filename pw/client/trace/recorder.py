@@ -7,10 +7,11 @@ consumers: each different placement is an input of the program.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,12 +31,30 @@ from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
 
 
+class Tape(Protocol):
+    """Records the calls of a function that is differentiated (`pw.client.gradients`)."""
+
+    outer: Tape | None
+    """The tape of the function around it."""
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether one of the values depends on what the function is differentiated by."""
+
+    def call(self, function: Any, key: Any, leaves: Sequence[Any]) -> Any:
+        """Add a call of a `pw.jit` function to the program, so that it can be differentiated."""
+
+    def alias(self, made: ProgramTracer, source: ProgramTracer) -> None:
+        """Say that two tracers are the same value."""
+
+
 class Recorder:
     """A program under construction."""
 
     def __init__(self, name: str, timeout_s: float = 0.0) -> None:
         self.name = name
         self.runtime: Any = None
+        self.tape: Tape | None = None
+        """The innermost function of this program that is being differentiated."""
         self._timeout_s = timeout_s
         self._feeds: list[Feed] = []
         self._feed_of: dict[Any, int] = {}
@@ -117,9 +136,33 @@ class Recorder:
             for result, type_ in enumerate(traced.outputs)
         ]
 
+    def tape_of(self, leaves: Sequence[Any]) -> Tape | None:
+        """Return the innermost tape that has to see a call with these arguments."""
+        tape = self.tape
+        while tape is not None and not tape.takes(leaves):
+            tape = tape.outer
+        return tape
+
+    @contextlib.contextmanager
+    def taping(self, tape: Tape | None) -> Iterator[None]:
+        """In the block, `tape` is the innermost tape."""
+        before, self.tape = self.tape, tape
+        try:
+            yield
+        finally:
+            self.tape = before
+
     def reshard(self, leaf: Any, sharding: NamedSharding) -> ProgramTracer:
         """Return the value with this sharding: another array, unless it has the sharding already."""
         tracer = self.lift(leaf)
+        made = self._resharded(leaf, tracer, sharding)
+        if self.tape is not None and made is not tracer:
+            self.tape.alias(made, tracer)
+        return made
+
+    def _resharded(
+        self, leaf: Any, tracer: ProgramTracer, sharding: NamedSharding
+    ) -> ProgramTracer:
         self._use(sharding.mesh)
         type_ = ArrayType.of(tracer.aval, sharding)
         if type_ is tracer._type:

@@ -1,0 +1,161 @@
+"""`pw.grad` and `pw.value_and_grad`: gradients of functions that call `pw.jit` functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pw.client.arrays.signature import describe_leaf
+from pw.client.gradients.derivative import is_inexact
+from pw.client.gradients.tape import Tape
+from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.program import program
+from pw.client.trace.recorder import Recorder, recording
+from pw.core.errors import ArgumentError
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Make a function that returns the value of `fun` and its gradient, as `jax.value_and_grad` does.
+
+    `fun` calls `pw.jit` or `pw.pmap` functions, each on its own devices, of any islands. For each call
+    the program has one computation forward and one backward, on the same devices. Cotangents move
+    between devices as values do. Inside of a `pw.jit` function this is `jax.value_and_grad`.
+
+    A call whose arguments have a gradient does not donate them: the backward computation needs them.
+
+    Args:
+        fun: what `pw.program` can trace, of trees of arrays and numbers. It returns the loss, a
+            floating-point number.
+        argnums: the positional arguments to differentiate by: trees of floating-point (or complex)
+            arrays.
+        has_aux: `fun` returns a pair of the loss and a tree of other results.
+
+    Returns:
+        A function of the arguments of `fun`. It returns the pair (value, gradient): the value is what
+        `fun` returns. The gradient has the tree of the argument, or is a tuple of such trees if
+        `argnums` is a sequence. A gradient has the shape, dtype and sharding of its argument; an
+        argument on which the loss does not depend has zeros. In a `pw.program` the call becomes part of the
+        program; elsewhere it is a program of its own.
+
+    Raises:
+        ArgumentError: at a call, `fun` does not return a floating-point number, or an argument cannot be
+            differentiated by.
+        TracingError: at a call, a gradient would flow through a host function.
+    """
+    name = getattr(fun, "__name__", type(fun).__name__)
+    if not callable(fun):
+        raise TypeError(f"pw.value_and_grad takes a function, not {fun!r}")
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        if under_jax_trace(tree_flatten((args, kwargs))[0]):
+            return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
+        recorder = recording()
+        if recorder is None:
+            return alone(*args, **kwargs)
+        value, found = _recorded(recorder, fun, name, numbers, has_aux, args, kwargs)
+        return value, found[0] if isinstance(argnums, int) else found
+
+    alone = program(differentiated)
+    return differentiated
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Make a function that returns the gradient of `fun`, as `jax.grad` does: see `pw.value_and_grad`.
+
+    With `has_aux`, it returns the pair (gradient, other results).
+    """
+    both = value_and_grad(fun, argnums, has_aux)
+
+    @functools.wraps(fun)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, found = both(*args, **kwargs)
+        return (found, value[1]) if has_aux else found
+
+    return gradient
+
+
+def _recorded(
+    recorder: Recorder,
+    fun: Callable[..., Any],
+    name: str,
+    numbers: Sequence[int],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """Call `fun` and its backward computations in a program. Returns the value, and the gradients."""
+    count = len(args)
+    for number in numbers:
+        if not -count <= number < count:
+            raise ArgumentError(
+                f"argnums={number} of the gradient of {name!r}, but the call has {count} positional arguments; "
+                "arguments that are given by name cannot be differentiated by"
+            )
+    positions = [number % count for number in numbers]
+    tape = Tape(recorder)
+    watched = {at: _watched(tape, name, args, at) for at in positions}
+    given = [
+        tree_unflatten(watched[at][1], watched[at][0]) if at in watched else argument
+        for at, argument in enumerate(args)
+    ]
+    with recorder.taping(tape):
+        value = fun(*given, **kwargs)
+    tape.walk_back(_loss(recorder, name, value, has_aux))
+    found = {
+        at: tree_unflatten(tree, [tape.gradient(leaf) for leaf in leaves])
+        for at, (leaves, tree) in watched.items()
+    }
+    return value, tuple(found[at] for at in positions)
+
+
+def _watched(tape: Tape, name: str, args: tuple[Any, ...], at: int) -> tuple[list[Any], Any]:
+    """Return the leaves of an argument as values to differentiate by, and their tree."""
+    before = len(tree_flatten(args[:at])[0])
+    leaves, tree = tree_flatten(args[at])
+    found = []
+    for number, leaf in enumerate(leaves):
+        where = f"{describe_leaf((args, {}), before + number)} of {name!r}"
+        try:
+            made = tape.watch(leaf)
+        except ArgumentError:
+            raise ArgumentError(
+                f"{where} is {leaf!r}, which is no array: name another argument in argnums="
+            ) from None
+        if not is_inexact(made.aval):
+            raise ArgumentError(
+                f"{where} is {made.aval.str_short()}, and gradients are of floating-point arrays only: "
+                "name another argument in argnums=, or pass this one by itself"
+            )
+        found.append(made)
+    return found, tree
+
+
+def _loss(recorder: Recorder, name: str, value: Any, has_aux: bool) -> Any:
+    """Return the loss of what a function has returned. Raises ArgumentError."""
+    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+        raise ArgumentError(
+            f"{name!r} returned a {type(value).__name__}, and with has_aux=True it has to return a pair of "
+            "the loss and other results"
+        )
+    leaf = value[0] if has_aux else value
+    try:
+        loss = recorder.lift(leaf)
+    except ArgumentError:
+        loss = None
+    if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        said = f"a {type(leaf).__name__}" if loss is None else loss.aval.str_short()
+        raise ArgumentError(
+            f"{name!r} returned {said}, and a gradient is of one floating-point number: return the loss, "
+            "and other results with has_aux=True"
+        )
+    return loss

@@ -1,0 +1,58 @@
+"""`Wrapped`: takes the place of a user's function, as `pw.jit` and `pw.program` functions do."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+from pw.client.arrays.signature import Statics
+from pw.client.trace.launch import Launches
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+class Wrapped(Generic[P, R]):
+    """Takes the place of a user's function: has its name and metadata, and can be a method."""
+
+    _kind: str
+
+    def __init__(self, fun: Callable[P, R], statics: Statics, timeout: float | None) -> None:
+        functools.update_wrapper(self, fun)
+        self.__wrapped__: Callable[..., Any] = fun
+        self._name: str = getattr(fun, "__name__", type(fun).__name__)
+        self._statics = statics
+        self._has_statics = bool(statics)
+        self._timeout_s = timeout_s_of(timeout)
+        self._launches = Launches()
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} {self._name}>"
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Wrapped[Concatenate[Any, Q], R], instance: object, owner: Any = None
+    ) -> Callable[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    @abstractmethod
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function."""
+
+
+def timeout_s_of(timeout: float | None) -> float:
+    """A user's timeout in seconds, 0 for none."""
+    if timeout is None:
+        return 0.0
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"a timeout is a positive number of seconds, not {timeout!r}")
+    return float(timeout)
