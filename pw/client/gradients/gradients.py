@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pw.client.arrays import jax_arrays
 from pw.client.arrays.signature import describe_leaf
 from pw.client.gradients.derivative import is_inexact
 from pw.client.gradients.tape import Tape
@@ -123,7 +124,7 @@ def _watched(tape: Tape, name: str, args: tuple[Any, ...], at: int) -> tuple[lis
     before = len(tree_flatten(args[:at])[0])
     leaves, tree = tree_flatten(args[at])
     found = []
-    for number, leaf in enumerate(leaves):
+    for number, leaf in enumerate(jax_arrays.taken(leaves)):
         where = f"{describe_leaf((args, {}), before + number)} of {name!r}"
         try:
             made = tape.watch(leaf)
