@@ -195,7 +195,8 @@ class JitFunction(Wrapped[P, R]):
         return (
             f"{self!r} was called by a function that JAX transforms outside of pw.jit, which would compute "
             f"in this process. Transform it inside: pw.jit(jax.grad({name})), pw.jit(jax.vmap({name})), or, "
-            f"for a loop, pw.jit(lambda carry, xs: jax.lax.scan({name}, carry, xs))"
+            f"for a loop, pw.jit(lambda carry, xs: jax.lax.scan({name}, carry, xs)); pw.grad differentiates "
+            "functions on several slices"
         )
 
     def _bad_argument(self, arguments: Any, leaves: Sequence[Any]) -> ArgumentError:
