@@ -8,6 +8,7 @@ imported a host's parts, and a host that imported a controller's, would start 0.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -148,6 +149,7 @@ def add_controller(
             first_client=first_client,
             waiting_hosts=resources.waiting_hosts,
             events=events,
+            only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),
     )
     return services

@@ -30,7 +30,9 @@ from pw.core.segments import Draft, Edge, Schedule
 from pw.core.sharding import Binding
 
 
-def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
+def lower(
+    program: Program, bindings: Mapping[int, Binding], physical: Physical | None = None
+) -> Plan:
     """Give every host its part of `program`.
 
     Slots are numbered: program inputs, then the results of the nodes in order, then edges.
@@ -38,6 +40,7 @@ def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
     Args:
         program: the program; nodes in an order in which they can run.
         bindings: the binding of every slice that the program touches.
+        physical: the devices of its specs, if the caller knows them.
 
     Returns:
         The plan, for all hosts with instructions, outputs or donated inputs.
@@ -49,14 +52,14 @@ def lower(program: Program, bindings: Mapping[int, Binding]) -> Plan:
             shape or dtype than its producer makes.
         ArgumentError: a node has the wrong number of arguments, or reads what is computed later.
     """
-    return _write(program, Schedule(program, Physical(program, bindings)))[0]
+    return _write(program, Schedule(program, physical or Physical(program, bindings)))[0]
 
 
 def lower_with_memory(
-    program: Program, bindings: Mapping[int, Binding]
+    program: Program, bindings: Mapping[int, Binding], physical: Physical | None = None
 ) -> tuple[Plan, tuple[IslandMemory, ...]]:
     """Lower a program as `lower` does, and return the memory of a run on each island too."""
-    schedule = Schedule(program, Physical(program, bindings))
+    schedule = Schedule(program, physical or Physical(program, bindings))
     plan, executes = _write(program, schedule)
     return plan, island_memory(program, schedule, executes)
 

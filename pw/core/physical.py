@@ -60,14 +60,18 @@ class Physical:
         pair = (source, destination)
         if pair not in self._moves:
             there, here = self.devices(destination.placement), self.devices(source.placement)
-            same = (
-                (source.shape, source.dtype) == (destination.shape, destination.dtype)
-                and source.memory == destination.memory
-                and set(here) == set(there)
-                and self._layout(source) == self._layout(destination)
-            )
+            same = self.is_there(source, destination)
             self._moves[pair] = None if same else plan_routes(source, destination, here, there)
         return self._moves[pair]
+
+    def is_there(self, source: ArraySpec, destination: ArraySpec) -> bool:
+        """Return whether every device has its shard already."""
+        return source == destination or (
+            (source.shape, source.dtype) == (destination.shape, destination.dtype)
+            and source.memory == destination.memory
+            and set(self.devices(source.placement)) == set(self.devices(destination.placement))
+            and self._layout(source) == self._layout(destination)
+        )
 
     def _layout(self, spec: ArraySpec) -> dict[DeviceAddress, Box]:
         if spec not in self._boxes:

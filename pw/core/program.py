@@ -27,6 +27,9 @@ class Kind(StrEnum):
     STREAM = "stream"
     """Make one element of a stream, in a Python process of its own, if they allow it. The arguments say which
     element, so it can be made again; the last result says how the generator went on."""
+    RESHARD = "reshard"
+    """Compile a function that returns its argument: XLA re-shards it. Only the controller makes these
+    (`pw.core.ways`)."""
     VIEW = "view"
     """Nothing: the results consist of shards of the arguments, where they lie."""
 
@@ -63,6 +66,11 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
     def is_repeatable(self) -> bool:
         """Whether it makes the same results again of the same arguments."""
         return self.kind is not Kind.PYTHON
+
+    @property
+    def has_code(self) -> bool:
+        """Whether it has an artifact."""
+        return self.kind is not Kind.VIEW and self.kind is not Kind.RESHARD
 
     @property
     def is_view(self) -> bool:
@@ -123,8 +131,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
         return any(computation.is_view for computation in self.computations)
 
     def artifacts(self) -> tuple[bytes, ...]:
-        """Return the artifact of each computation that has code; a view has none."""
-        return tuple([one.artifact for one in self.computations if not one.is_view])
+        """Return the artifact of each computation that has code."""
+        return tuple([one.artifact for one in self.computations if one.has_code])
 
     def slices(self) -> set[int]:
         """Return the slices of the program."""

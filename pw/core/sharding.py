@@ -200,6 +200,10 @@ class Binding(msgspec.Struct, frozen=True, array_like=True):
     slice: int
     island: str
     devices: tuple[DeviceAddress, ...]
+    platform: str = ""
+    """Of the devices."""
+    machine: str = ""
+    """The machine of all hosts of the island; empty if they are on several, or on unknown ones."""
 
     def located(self, placement: Placement) -> tuple[DeviceAddress, ...]:
         """Physical device at every position of `placement`."""

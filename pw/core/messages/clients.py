@@ -80,6 +80,8 @@ class SliceBound(Base, frozen=True, weakref=True, tag=35):
     devices: tuple[DeviceAddress, ...]
     epoch: int
     """The island's; hosts fence uploads for another epoch."""
+    machine: str = ""
+    """That of all hosts of the island; empty if they are on several."""
 
 
 class SliceRefused(Base, frozen=True, tag=36):

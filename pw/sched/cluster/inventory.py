@@ -77,6 +77,12 @@ class Island:
         """How many devices its hosts have."""
         return self.expected_hosts * self.local_devices
 
+    @property
+    def machine(self) -> str:
+        """The machine of all its hosts; empty if they are on several."""
+        machines = {_machine_of(host.registration.endpoint) for host in self.hosts.values()}
+        return machines.pop() if len(machines) == 1 else ""
+
     def ranked(self) -> list[Host]:
         """Return the registered hosts in the order of their ranks."""
         order = self.ranks if self.formed else sorted(self.hosts)
@@ -285,6 +291,12 @@ def _info(host: Host, island: str, state: str) -> HostInfo:
         place.endpoint,
         place.python,
     )
+
+
+def _machine_of(endpoint: str) -> str:
+    """Return the machine of an endpoint; unix sockets reach no other one."""
+    scheme, _, place = endpoint.partition("://")
+    return "this one" if scheme == "ipc" else place.rpartition(":")[0]
 
 
 def counted(count: int, noun: str) -> str:

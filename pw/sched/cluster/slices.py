@@ -215,6 +215,7 @@ class Slices(Part):
             island.kind,
             island.located(positions),
             island.epoch,
+            island.machine,
         )
         self.env.send(CONTROL, bound)
         for one in self.parked:

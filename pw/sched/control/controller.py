@@ -84,6 +84,7 @@ class Controller(Actor):
         waiting_hosts: Callable[[], tuple[HostInfo, ...]] = tuple,
         credits_at_once: int = CREDITS_AT_ONCE,
         events: Sink | None = None,
+        only_transfers: bool = False,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -95,7 +96,7 @@ class Controller(Actor):
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(env, self._islands, secret, first_client, events)
         slices = self.slices = Slices(sessions, recovery_s)
-        registry = self.registry = ProgramRegistry(sessions)
+        registry = self.registry = ProgramRegistry(sessions, only_transfers)
         runs = self.runs = Runs(sessions, credits_at_once)
         replicas = self.replicas = Replicas(sessions, recovery_s)
         checkpoints = self.checkpoints = Checkpoints(sessions, replicas)

@@ -15,9 +15,11 @@ from pw.core.errors import ErrorReport, ProtocolError
 from pw.core.lower import lower, lower_with_memory
 from pw.core.messages import Artifact, InstallProgram, Submit
 from pw.core.peak import IslandMemory
+from pw.core.physical import Physical
 from pw.core.plan import HostPlan, Plan
-from pw.core.program import Program, Value
+from pw.core.program import Kind, Program, Value
 from pw.core.sharding import ArraySpec, Binding
+from pw.core.ways import edges_of, written
 
 Home = tuple[str, tuple[str, ...]]
 """The island and the hosts that hold an array."""
@@ -30,6 +32,8 @@ class RegisteredProgram:
     program: int
     body: Program
     artifacts: tuple[Artifact, ...]
+    only_transfers: bool = False
+    """Its edges go from host to host only."""
     error: ErrorReport | None = None
     segment_count: int = 0
     parts: dict[str, Submit] = field(default_factory=dict)
@@ -75,11 +79,15 @@ class RegisteredProgram:
             ShardingError: an array does not divide as its sharding says.
         """
         memory: dict[str, IslandMemory] = {}
+        physical = Physical(self.body, bindings)
+        body = written(
+            self.body, edges_of(self.body, physical, only_transfers=self.only_transfers)
+        )
         if limited:
-            plan, found = lower_with_memory(self.body, bindings)
+            plan, found = lower_with_memory(body, bindings, physical)
             memory = {one.island: one for one in found if one.island in limited}
         else:
-            plan = lower(self.body, bindings)
+            plan = lower(body, bindings, physical)
         self.segment_count = len(plan.segments)
         by_island: dict[str, list[HostPlan]] = {}
         for host_plan in plan.hosts:
@@ -97,7 +105,7 @@ class RegisteredProgram:
                 island,
                 InstallProgram(
                     self.program,
-                    self.body,
+                    body,
                     tuple(plans),
                     self.artifacts,
                     memory.get(island),
@@ -163,6 +171,8 @@ def _island_of(host_plan: HostPlan, plan: Plan) -> str:
 def check_program(body: Program) -> None:
     """Raise ProtocolError unless each index points at something; lowering checks the specs."""
     for computation in body.computations:
+        if computation.kind is Kind.RESHARD:
+            raise ProtocolError(f"{computation.name!r} is a re-shard, which only the controller makes")
         if any(not 0 <= position < len(computation.inputs) for position in computation.donated):
             raise ProtocolError(f"{computation.name!r} donates an argument that it does not have")
     if any(not 0 <= index < len(body.inputs) for index in body.donated):

@@ -31,6 +31,9 @@ from pw.sched.control.sessions import ControlPart, handles_client
 class ProgramRegistry(ControlPart):
     """All programs; see the module."""
 
+    only_transfers: bool = False
+    """Edges go from host to host only, whatever XLA or a relay would cost."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.artifacts = Artifacts()
@@ -47,7 +50,9 @@ class ProgramRegistry(ControlPart):
             return
         sent = [a for a in message.artifacts if hashlib.sha256(a.blob).digest() == a.digest]
         body = body.with_placed(client.one_spec, lambda placement: placement)
-        program = RegisteredProgram(message.program, body, self.artifacts.of(body, sent))
+        program = RegisteredProgram(
+            message.program, body, self.artifacts.of(body, sent), self.only_transfers
+        )
         if client.resuming is not None:
             client.resuming.programs[message.program] = program
             if message.released:

@@ -87,7 +87,9 @@ class Slices(ControlPart):
         if client is None or number not in client.slices:
             self._env.send(RESOURCES, ReleaseSlice(number))
             return
-        self._bindings[number] = Binding(number, message.island, message.devices)
+        self._bindings[number] = Binding(
+            number, message.island, message.devices, message.platform, message.machine
+        )
         self._env.send(client.address, message)
         times_bound = client.slices.times_bound
         times_bound[number] = times_bound.get(number, 0) + 1
