@@ -168,9 +168,7 @@ class _Estimating:
     def _transfers_s(self, source: ArraySpec, destination: ArraySpec) -> float:
         """Estimate the transfers between hosts, by the host with most work."""
         costs = self._costs(destination)
-        wire = (
-            costs.shared_byte_s if self._is_near(source, destination) else costs.wire_byte_s
-        )
+        wire = costs.shared_byte_s if self._is_near(source, destination) else costs.wire_byte_s
         messages: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
@@ -201,9 +199,7 @@ class _Estimating:
     def _reshard_s(self, way: Way, source: ArraySpec, destination: ArraySpec) -> float:
         """Estimate a re-shard by XLA."""
         costs = self._costs(destination)
-        widths = Counter(
-            device.host for device in self._physical.devices(destination.placement)
-        )
+        widths = Counter(device.host for device in self._physical.devices(destination.placement))
         width = max(widths.values())
         total_s = costs.launch_s + costs.compile_s / self._runs
         total_s += costs.device_byte_s * destination.shard_bytes * width

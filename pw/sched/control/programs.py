@@ -80,9 +80,7 @@ class RegisteredProgram:
         """
         memory: dict[str, IslandMemory] = {}
         physical = Physical(self.body, bindings)
-        body = written(
-            self.body, edges_of(self.body, physical, only_transfers=self.only_transfers)
-        )
+        body = written(self.body, edges_of(self.body, physical, only_transfers=self.only_transfers))
         if limited:
             plan, found = lower_with_memory(body, bindings, physical)
             memory = {one.island: one for one in found if one.island in limited}
@@ -172,7 +170,9 @@ def check_program(body: Program) -> None:
     """Raise ProtocolError unless each index points at something; lowering checks the specs."""
     for computation in body.computations:
         if computation.kind is Kind.RESHARD:
-            raise ProtocolError(f"{computation.name!r} is a re-shard, which only the controller makes")
+            raise ProtocolError(
+                f"{computation.name!r} is a re-shard, which only the controller makes"
+            )
         if any(not 0 <= position < len(computation.inputs) for position in computation.donated):
             raise ProtocolError(f"{computation.name!r} donates an argument that it does not have")
     if any(not 0 <= index < len(body.inputs) for index in body.donated):

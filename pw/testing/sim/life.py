@@ -189,7 +189,7 @@ class Life:
             return
         self.attached = answer
         self.credits += min(answer.run_credits, RUNS_AHEAD)
-        for _ in range(self.random.choice((1, 2, 2, 3))):
+        for _ in range(5 if self.world.profile.moves else self.random.choice((1, 2, 2, 3))):
             self._allocate()
         self.world.after(0.001, self.act, self.lives)
 

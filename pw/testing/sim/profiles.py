@@ -62,6 +62,9 @@ class Profile:
     """The controller publishes events, and the monitor follows them."""
     pipelines: float = 0.0
     """For each program that a client registers, the probability that it is a step of a pipeline."""
+    moves: float = 0.0
+    """For each program that a client registers, the probability that it moves a value around. Then clients
+    have more slices."""
     streams: float = 0.0
     """For each act of a client, the probability that it turns to a stream that feeds it."""
     reductions: float = 0.0
@@ -98,6 +101,7 @@ _NO_FAULTS = (
     "views",
     "shares",
     "pipelines",
+    "moves",
     "streams",
     "reductions",
     "timelines",
@@ -189,6 +193,15 @@ PROFILES = {
             span_s=20.0,
             runs=30,
             pipelines=0.7,
+            device_memory_bytes=256 << 10,
+            **_LOSSES,
+        ),
+        Profile("moves", hosts=8, moves=0.7),
+        Profile(
+            "moves-lost",
+            hosts=8,
+            span_s=20.0,
+            moves=0.7,
             device_memory_bytes=256 << 10,
             **_LOSSES,
         ),

@@ -30,9 +30,9 @@ from pw.testing.sim.digests import DOES_NOT_COMPILE
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
+from pw.testing.sim.moving import random_draft
 from pw.testing.sim.oracle import INFRASTRUCTURE
-from pw.testing.sim.pipelines import random_pipeline
-from pw.testing.sim.programs import Draft, Slice, random_kinds, random_program
+from pw.testing.sim.programs import Draft, Slice, random_kinds
 from pw.testing.sim.reductions import reduction
 from pw.testing.sim.sharing import GONE, MOVED, give
 from pw.testing.sim.timelines import record
@@ -141,12 +141,8 @@ class SimClient(Life):
         if not self.kinds:
             self.kinds = random_kinds(self.random, slices)
         number = self._id()
-        name, pipelines = f"{self.name}/{number & 0xFFFF}", self.world.profile.pipelines
-        if pipelines and self.random.random() < pipelines:
-            self._add_program(number, random_pipeline(self.random, slices, self.kinds, name))
-            return
-        broken = self.world.profile.broken_programs and self.random.random() < 0.05
-        draft = random_program(self.random, slices, self.kinds, name, broken=broken)
+        name, profile = f"{self.name}/{number & 0xFFFF}", self.world.profile
+        draft = random_draft(self.random, profile, slices, self.kinds, name)
         self._add_program(number, draft)
 
     def _add_program(self, number: int, draft: Draft) -> None:
