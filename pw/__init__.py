@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from pw.client.pipeline.cutting import stage_boundary
     from pw.client.pipeline.pipeline import Pipeline, pipeline
     from pw.client.pipeline.schedule import Schedule
+    from pw.client.plan import plan
     from pw.client.status import status
     from pw.client.timeline.tracing import trace
     from pw.client.trace.host_function import host_function
@@ -110,6 +111,7 @@ _LAZY = {
     "restore": "pw.client.checkpoint_files",
     "drain": "pw.client.checkpoint",
     "memory": "pw.client.memory",
+    "plan": "pw.client.plan",
     "stats": "pw.client.connection.current",
     "status": "pw.client.status",
     "trace": "pw.client.timeline.tracing",
@@ -148,6 +150,7 @@ __all__ = [
     "restore",
     "drain",
     "memory",
+    "plan",
     "stats",
     "status",
     "trace",

@@ -133,6 +133,33 @@ def why(
 
 
 @app.command()
+def plan(
+    program: Annotated[
+        str,
+        typer.Argument(help="A program's name, or a run in flight as `pw status` shows it."),
+    ],
+    address: Address = "",
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="One JSON document; sizes in bytes, estimates in seconds."),
+    ] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Show the plan of a program: its segments on each island, its edges, and the way of each edge.
+
+    Exit codes: 0; 1, with one line on standard error, if there is no such program, no address or no controller
+    answers.
+    """
+    from pw.cli import requests
+
+    told = requests.plan(_known(address), program, timeout)
+    if as_json:
+        typer.echo(json.dumps(requests.plan_document(told), indent=2))
+    else:
+        requests.show_plan(told)
+
+
+@app.command()
 def trace(
     seconds: Annotated[float, typer.Option(min=0.01, max=600.0, help="How long to record.")] = 5.0,
     output: Annotated[

@@ -1,4 +1,4 @@
-"""What `pw` asks the controller, in a session of its own: status, memory, why, trace, cancel, drain."""
+"""What `pw` asks the controller, in a session of its own: status, memory, plan, why, trace, cancel, drain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import msgspec
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import remote
 from pw.client.memory import ClusterMemory
+from pw.client.plan import Plan
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
 from pw.client.timeline import tracing
 from pw.core.errors import Error
 from pw.core.ids import client_id
-from pw.core.messages import Explanation, HostInfo, IslandInfo, Memory, Status
+from pw.core.messages import Explanation, HostInfo, IslandInfo, Memory, ProgramPlan, Status
 
 CONNECT_S = 3.0
 
@@ -96,6 +97,28 @@ def memory_document(address: str, told: Memory) -> dict[str, Any]:
 def show_memory(told: Memory) -> None:
     """Print the memory of all devices as tables."""
     seen = ClusterMemory.of(told)
+    tables.show(seen.head, seen.tables())
+
+
+# --- pw plan -------------------------------------------------------------------------------------
+
+
+def plan(address: str, name: str, timeout_s: float) -> ProgramPlan:
+    """Return the plan of a program. Raises ArgumentError if there is no program or run of that name."""
+    with _session(address, timeout_s) as session:
+        return session.ask.plan(name, 0, timeout_s)
+
+
+def plan_document(told: ProgramPlan) -> dict[str, Any]:
+    """Return the plan of a program for JSON; sizes in bytes, estimates in seconds."""
+    fields: dict[str, Any] = _plain(told)
+    del fields["request"]
+    return fields
+
+
+def show_plan(told: ProgramPlan) -> None:
+    """Print the plan of a program as tables."""
+    seen = Plan.of(told)
     tables.show(seen.head, seen.tables())
 
 

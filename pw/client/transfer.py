@@ -19,13 +19,15 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.joined.moving import RELAYED_BYTES
 from pw.client.trace.prefixes import spread
 from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
 from pw.core.sharding import ArraySpec
+
+UPLOADED_ONCE_BYTES = 1 << 20
+"""A value from this size on that more than two islands take whole is uploaded to one, and moved from there."""
 
 
 def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = False) -> Any:
@@ -119,7 +121,7 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
 def _uploaded_to_islands(session: Any, value: Any, type_: ArrayType, keep: bool) -> Array:
     """Upload to each island its part."""
     along, parts = type_.sharding.crossing_dimension, type_.parts
-    if along is None and len(parts) > 2 and type_.size_bytes >= RELAYED_BYTES:
+    if along is None and len(parts) > 2 and type_.size_bytes >= UPLOADED_ONCE_BYTES:
         first = Array(session, session.upload(value, parts[0].spec, keep), parts[0])
         relayed: Array = _put(first, type_.sharding, keep)
         return relayed

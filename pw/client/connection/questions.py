@@ -32,9 +32,11 @@ from pw.core.messages import (
     Explain,
     Explanation,
     GetMemory,
+    GetPlan,
     GetStats,
     GetStatus,
     Memory,
+    ProgramPlan,
     SaveArrays,
     Status,
 )
@@ -90,6 +92,11 @@ class Questions:
     def memory(self, timeout_s: float = STATUS_S) -> Memory:
         """Return the memory of all devices. Raises ConnectionFailed if the controller does not answer."""
         return self._answered(self._ask(GetMemory, Future[Memory]()), timeout_s)
+
+    def plan(self, name: str, program: int, timeout_s: float = STATUS_S) -> ProgramPlan:
+        """Return the plan of a program. Raises ArgumentError if there is none, or ConnectionFailed."""
+        request = partial(GetPlan, name=name, program=program)
+        return self._answered(self._ask(request, Future[ProgramPlan]()), timeout_s)
 
     def stats(self, timeout_s: float) -> dict[str, dict[str, int]]:
         """Return the counters of the controller and of each host."""

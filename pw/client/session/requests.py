@@ -63,6 +63,7 @@ from pw.core.messages import (
     GetStats,
     Inquire,
     Memory,
+    ProgramPlan,
     Ready,
     RequestFailed,
     RunFailed,
@@ -282,10 +283,8 @@ class Requests(Part):
             request.of.result = message
             self._settle(request.of)
 
-    @handles(Ready, Described, Status, Explanation, Memory, Stats)
-    def _on_report(
-        self, sender: Address, message: Ready | Described | Status | Explanation | Memory | Stats
-    ) -> None:
+    @handles(Ready, Described, Status, Explanation, Memory, ProgramPlan, Stats)
+    def _on_report(self, sender: Address, message: Any) -> None:
         request = self._taken(message.request)
         if request is None:
             return

@@ -50,6 +50,11 @@ class Launch:
             for position, name in donated.items()
         )
 
+    @property
+    def program(self) -> int | None:
+        """The number of the program; None if it does nothing."""
+        return self._program
+
     def __call__(self, leaves: Sequence[Any]) -> list[Array]:
         """Run on the leaves of a call; returns at once."""
         session = self.runtime
@@ -176,6 +181,11 @@ class Launches:
         self.lock = threading.RLock()
         self._by_key: dict[Any, Launch] = {}
         self.get = self._by_key.get
+
+    def newest(self) -> Launch | None:
+        """Return the launch that was added last and can still be called."""
+        alive = (one for one in reversed(self._by_key.values()) if one.runtime.alive)
+        return next((one for one in alive if one.program is not None), None)
 
     def add(self, key: Any, launch: Launch) -> Launch:
         """Remember `launch`; call with the lock held."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from pw.client.arrays.signature import Statics
-from pw.client.trace.launch import Launches
+from pw.client.trace.launch import Launch, Launches
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -43,6 +43,10 @@ class Wrapped(Generic[P, R]):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+    def newest_launch(self) -> Launch | None:
+        """Return the launch of its newest kind of call."""
+        return self._launches.newest()
 
     @abstractmethod
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

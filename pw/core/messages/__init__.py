@@ -20,6 +20,7 @@ from pw.core.messages.islands import *
 from pw.core.messages.links import *
 from pw.core.messages.memory import *
 from pw.core.messages.observing import *
+from pw.core.messages.plans import *
 from pw.core.messages.reports import *
 from pw.core.messages.status import *
 from pw.core.messages.stores import *
@@ -42,5 +43,6 @@ Message = (
     | ReadArray | Offer | Printed | Compile | Compiled | CallClient | CallReturned | CallLanding
     | Explain | ExplainHost | HostReport | Explanation
     | GetMemory | Memory | MeasureHost | HostMeasured | Observe | Observed | ReadRecords | Records
+    | GetPlan | ProgramPlan
 )  # fmt: skip
 """All messages that may arrive from another process."""

@@ -49,6 +49,7 @@ from pw.sched.control.checkpoints.on_disk import Saves
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client, Resumption
 from pw.sched.control.explain.memory import MemoryReports
+from pw.sched.control.explain.plans import Plans
 from pw.sched.control.explain.why import Explainer
 from pw.sched.control.islands import Islands
 from pw.sched.control.publishing import Publishing
@@ -111,6 +112,7 @@ class Controller(Actor):
         resumptions = Resumptions(sessions, slices, replicas, rebuilder, shares)
         explainer = Explainer(sessions, slices, runs, stream, island_status, heard_s)
         measured = MemoryReports(sessions, island_status)
+        plans = Plans(sessions, runs)
         ends = RunEnds(sessions, runs, losses, rebuilder, stream, explainer)
         uploads = self._uploads = Uploads(sessions, replicas, losses, replays, ends)
         in_order: Handlers = {
@@ -132,7 +134,9 @@ class Controller(Actor):
         # it back.
         self.compose(slices, registry, runs, losses, replicas, checkpoints, rebuilder, saves)
         self.recordings = Recordings(env, lambda sender: sessions.at(sender.node) is not None)
-        self.compose(sessions, resumptions, explainer, measured, ends, uploads, stream, shares)
+        self.compose(
+            sessions, resumptions, explainer, measured, plans, ends, uploads, stream, shares
+        )
         self.compose(self.recordings)
         self._publishing: Publishing | None = None
         if events is not None:

@@ -19,9 +19,6 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.export import trace
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 
-RELAYED_BYTES = 1 << 20
-"""Values from this size on go from island to island: a smaller one is there sooner straight from its sender."""
-
 
 def divided(recorder: Any, tracer: ProgramTracer, type_: ArrayType) -> list[ProgramTracer]:
     """Return the parts of a value for the islands of `type_`, wherever it is; edges move them."""
@@ -31,7 +28,7 @@ def divided(recorder: Any, tracer: ProgramTracer, type_: ArrayType) -> list[Prog
     count = len(type_.parts)
     if not isinstance(tracer, JoinedTracer):
         if along is None:
-            return _relayed(recorder, tracer, type_)
+            return [tracer] * count
         return list(_split(recorder, tracer, along, count))
     before = tracer._type.sharding.crossing_dimension
     if before == along and len(tracer.parts) == count:
@@ -47,26 +44,6 @@ def divided(recorder: Any, tracer: ProgramTracer, type_: ArrayType) -> list[Prog
     if along is None:
         return wholes
     return [_split(recorder, whole, along, count)[at] for at, whole in enumerate(wholes)]
-
-
-def _relayed(recorder: Any, tracer: ProgramTracer, type_: ArrayType) -> list[ProgramTracer]:
-    """Return the sources of a value that each island takes whole.
-
-    Several islands are a binary tree: the sender sends a large value once, and each island at most twice.
-    """
-    count = len(type_.parts)
-    if count <= 2 or type_.size_bytes < RELAYED_BYTES:
-        return [tracer] * count
-    sources: list[ProgramTracer] = []
-    for at, part in enumerate(type_.parts):
-        source = sources[(at - 1) // 2] if at else tracer
-        if 2 * at + 1 < count:  # it passes the value on
-            mesh = part.sharding.mesh
-            (source,) = _applied(
-                recorder, lambda x: (x,), "relay", mesh, [source], [part], [part.sharding]
-            )
-        sources.append(source)
-    return sources
 
 
 def gathered(recorder: Any, tracer: JoinedTracer, type_: ArrayType) -> ProgramTracer:

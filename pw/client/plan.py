@@ -1,0 +1,115 @@
+"""`pw.plan()`: the plan of a program, as an object and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pw.client.connection import current
+from pw.client.show.tables import Table, html, plain, renderable
+from pw.client.trace.function import Wrapped
+from pw.core.errors import ArgumentError
+from pw.core.messages import PlannedEdge, PlannedSegment, ProgramPlan
+from pw.core.sizes import size_in_words
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Plan", "PlannedEdge", "PlannedSegment", "plan"]
+
+PLAN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """The plan of a program at the time of the question; prints as tables."""
+
+    name: str
+    program: str
+    """Its client's number, a dot, and its own."""
+    segments: tuple[PlannedSegment, ...]
+    """What each island runs as a unit; `depends` are positions in this tuple."""
+    edges: tuple[PlannedEdge, ...]
+    """The values that are moved, each with its way and the estimates of all possible ways, in seconds."""
+
+    @classmethod
+    def of(cls, told: ProgramPlan) -> Plan:
+        """Return the controller's answer."""
+        return cls(told.name, told.program, told.segments, told.edges)
+
+    @property
+    def head(self) -> str:
+        """One line about the program."""
+        count = sum(edge.count for edge in self.edges)
+        return f"{self.name} (program {self.program}): {len(self.segments)} segments, {count} edges"
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the tables of segments and edges."""
+        segments = [
+            (
+                number,
+                segment.island,
+                len(segment.hosts),
+                ", ".join(map(str, segment.depends)),
+                ", ".join(name + (f" × {n}" if n > 1 else "") for name, n in segment.computations),
+            )
+            for number, segment in enumerate(self.segments)
+        ]
+        edges = [
+            (
+                f"{edge.value} → {edge.consumer}",
+                edge.source,
+                edge.destination,
+                edge.type,
+                size_in_words(edge.size_bytes),
+                edge.count,
+                edge.way,
+                ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in edge.estimates_s),
+            )
+            for edge in self.edges
+        ]
+        return (
+            Table(
+                "Segments", ("segment", "island", "hosts", "after", "computations"), tuple(segments)
+            ),
+            Table(
+                "Edges",
+                ("edge", "from", "to", "type", "bytes", "count", "way", "estimates"),
+                tuple(edges),
+            ),
+        )
+
+    def __repr__(self) -> str:
+        return plain(self.head, self.tables())
+
+    def __rich__(self) -> Group:
+        return renderable(self.head, self.tables())
+
+    def _repr_html_(self) -> str:
+        return html(self.head, self.tables())
+
+
+def plan(what: Any, timeout_s: float = PLAN_S) -> Plan:
+    """Return the plan of a program: its segments on each island, its edges, and the way of each edge.
+
+    In a terminal the result prints as tables, in a notebook it shows as such; a script reads its attributes.
+
+    Args:
+        what: a function of `pw.jit`, `pw.pmap` or `pw.program` that was called before: the plan is that of
+            its newest kind of call. Or the name of a program, or of a run as `pw.status()` shows it; among
+            programs of one name the newest one counts. `pw.put` to another sharding is called "pw.put".
+        timeout_s: how long to wait for the controller's answer, in seconds.
+
+    Raises:
+        ArgumentError: the function was not called, there is no such program, or it has no devices now.
+        ConnectionFailed: the controller has not answered within `timeout_s`, or is gone for good.
+    """
+    if isinstance(what, str):
+        return Plan.of(current.runtime().ask.plan(what, 0, timeout_s))
+    launch = what.newest_launch() if isinstance(what, Wrapped) else None
+    if launch is None:
+        raise ArgumentError(
+            f"{what!r} has no plan; call a function of pw.jit or pw.program once, and pass it to pw.plan"
+        )
+    told = launch.runtime.ask.plan(launch.name, launch.program, timeout_s)
+    return Plan.of(told)

@@ -1,0 +1,56 @@
+"""The plan of a program, for people."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pw.core.messages.base import Base
+
+
+class GetPlan(Base, frozen=True, tag=188):
+    """ClientSession to Controller: describe the plan of a program; `Answered` says why there is none."""
+
+    request: int
+    name: str
+    """A program's name, or that of a run in flight (client.number); the newest program of a name counts."""
+    program: int = 0
+    """Its number instead, if it is the asker's own."""
+
+
+class PlannedSegment(msgspec.Struct, frozen=True, array_like=True):
+    """What one island runs as a unit; its number is its position in the plan."""
+
+    island: str
+    hosts: tuple[str, ...]
+    depends: tuple[int, ...]
+    computations: tuple[tuple[str, int], ...]
+    """Names, and how often each is called."""
+
+
+class PlannedEdge(msgspec.Struct, frozen=True, array_like=True):
+    """A value that its consumer wants elsewhere, or in another sharding; or several alike."""
+
+    value: str
+    consumer: str
+    source: str
+    destination: str
+    type: str
+    """The dtype and shape."""
+    size_bytes: int
+    """Of the array."""
+    count: int
+    """How many edges are alike."""
+    way: str
+    estimates_s: tuple[tuple[str, float], ...]
+    """Of each possible way, for one run, the chosen one first."""
+
+
+class ProgramPlan(Base, frozen=True, tag=189):
+    """Controller to ClientSession: the plan of a program."""
+
+    request: int
+    name: str
+    program: str
+    """Its client's number, a dot, and its own."""
+    segments: tuple[PlannedSegment, ...]
+    edges: tuple[PlannedEdge, ...]

@@ -1,0 +1,140 @@
+"""Describes the plan of a program: its segments, its edges, and why each edge goes the way it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from pw.core.errors import ArgumentError, Error, ErrorReport
+from pw.core.ids import run_name, serial_of
+from pw.core.lower import lower
+from pw.core.messages import Answered, GetPlan, PlannedEdge, PlannedSegment, ProgramPlan
+from pw.core.physical import Physical
+from pw.core.plan import Execute, Plan
+from pw.core.program import Program
+from pw.core.sharding import ArraySpec
+from pw.core.ways import EdgeWay, edges_of, written
+from pw.sched.control.clients import Client
+from pw.sched.control.programs import RegisteredProgram
+from pw.sched.control.runs import Runs
+from pw.sched.control.sessions import ControlPart, handles_client
+
+NAMED = 20
+"""Programs that the error for an unknown name lists."""
+
+
+@dataclass(eq=False)
+class Plans(ControlPart):
+    """Answers `GetPlan`; it plans again, as the plan is a function of the program and its devices."""
+
+    runs: Runs
+
+    @handles_client(GetPlan)
+    def _get(self, client: Client, message: GetPlan) -> None:
+        try:
+            program = self._found(client, message)
+            name, segments, edges = self._described(program)
+        except Error as error:
+            answer = Answered(message.request, ErrorReport.of(error))
+            self._env.send(client.address, answer)
+            return
+        number = run_name(program.program)
+        told = ProgramPlan(message.request, name, number, segments, edges)
+        self._env.send(client.address, told)
+
+    def _found(self, client: Client, message: GetPlan) -> RegisteredProgram:
+        if message.program in client.programs:
+            return client.programs[message.program]
+        for run in self.runs.in_flight.values():
+            if run_name(run.record.order) == message.name:
+                return run.record.program
+        programs = [program for one in self.sessions.clients for program in one.programs.values()]
+        found = [program for program in programs if program.body.name == message.name]
+        if found:
+            return found[-1]
+        names = dict.fromkeys(program.body.name for program in reversed(programs))
+        there = ", ".join(list(names)[:NAMED]) or "none"
+        raise ArgumentError(
+            f"there is no program, and no run in flight, called {message.name!r}. The newest programs: {there}"
+        )
+
+    def _described(
+        self, program: RegisteredProgram
+    ) -> tuple[str, tuple[PlannedSegment, ...], tuple[PlannedEdge, ...]]:
+        body, bindings = program.body, self._islands.bindings
+        if program.error is not None:
+            raise program.error.exception()
+        if not program.slices <= bindings.keys():
+            raise ArgumentError(
+                f"{body.name!r} has no devices at the moment: a host of their island was lost"
+            )
+        physical = Physical(body, bindings)
+        edges = edges_of(body, physical, only_transfers=program.only_transfers)
+        whole = written(body, edges)
+        plan = lower(whole, bindings, physical)
+        return body.name, _segments(whole, plan), _edges(body, edges, physical)
+
+
+def _segments(program: Program, plan: Plan) -> tuple[PlannedSegment, ...]:
+    calls: list[dict[Execute, None]] = [{} for _ in plan.segments]
+    for host in plan.hosts:
+        for part in host.segments:
+            made = (one for one in part.instructions if isinstance(one, Execute))
+            calls[part.segment] |= dict.fromkeys(made)
+    return tuple(
+        [
+            PlannedSegment(
+                segment.island,
+                segment.hosts,
+                segment.depends,
+                tuple(Counter(program.computations[one.computation].name for one in made).items()),
+            )
+            for segment, made in zip(plan.segments, calls, strict=True)
+        ]
+    )
+
+
+def _edges(program: Program, edges: list[EdgeWay], physical: Physical) -> tuple[PlannedEdge, ...]:
+    def called(node: int) -> str:
+        return program.computations[program.nodes[node].computation].name
+
+    def lies(spec: ArraySpec) -> str:
+        island = physical.island(spec.placement)
+        return f"slice {serial_of(spec.placement.slice)} on {island}, {_split(spec)}"
+
+    alike: Counter[PlannedEdge] = Counter()
+    for edge in edges:
+        value = edge.value
+        source = f"argument {value.index}" if value.node < 0 else called(value.node)
+        consumer = "the caller" if edge.consumer is None else called(edge.consumer)
+        described = PlannedEdge(
+            source,
+            consumer,
+            lies(edge.source),
+            lies(edge.destination),
+            edge.source.short,
+            edge.source.size_bytes,
+            1,
+            edge.way.value,
+            _estimates(edge),
+        )
+        alike[described] += 1
+    return tuple([_times(edge, count) for edge, count in alike.items()])
+
+
+def _estimates(edge: EdgeWay) -> tuple[tuple[str, float], ...]:
+    first = sorted(edge.estimates.items(), key=lambda one: (one[0] is not edge.way, one[1]))
+    return tuple([(way.value, seconds) for way, seconds in first])
+
+
+def _times(edge: PlannedEdge, count: int) -> PlannedEdge:
+    return msgspec.structs.replace(edge, count=count)
+
+
+def _split(spec: ArraySpec) -> str:
+    """Return how a spec divides an array, as in "P(x, -) of 4"."""
+    axes = spec.sharding.spec
+    split = [("+".join(names) or "-") for names in axes]
+    return f"P({', '.join(split)}) of {spec.sharding.device_count}"
