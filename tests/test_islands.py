@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -267,24 +266,12 @@ def test_arrays_move_to_and_from_islands(mesh: Mesh, rows: int) -> None:
             assert np.array_equal(moved, value)
 
 
-def test_a_large_value_is_sent_once_and_relayed(rt: LocalRuntime) -> None:
+def test_a_large_value_is_uploaded_once(rt: LocalRuntime) -> None:
     rt.islands = ("a", "b", "c", "d", "e")
     joined = make_virtual_device_set().add_slice(devices=5, islands=5)
-    mesh = Mesh(joined.devices, "island")
     value = np.arange(1 << 18, dtype=np.float32)
-    array = put(value, sharding=NamedSharding(mesh, P()))
+    array = put(value, sharding=NamedSharding(Mesh(joined.devices, "island"), P()))
     assert rt.uploads == 1
-    (graph,) = rt.programs.values()
-    islands = [part.slice.id for part in mesh.parts]
-    sent: Counter[int] = Counter()
-    ends = [(graph.spec_of(out.value), out.spec) for out in graph.outputs]
-    for node in graph.nodes:
-        takes = graph.computations[node.computation].inputs
-        ends += zip(map(graph.spec_of, node.args), takes, strict=True)
-    for source, target in ends:
-        if source.placement != target.placement:
-            sent[islands.index(source.placement.slice)] += 1
-    assert sent == {0: 2, 1: 2}
     for member in array.members:
         assert np.array_equal(member, value)
 
