@@ -1,7 +1,7 @@
 """Bytes between two hosts: how fast, over which channel, and which delay for other work.
 
 The paper keeps buffers in device memory and moves them over the accelerators' own network or the
-datacentre's (its §4.2 and figure 12), without figures. Three levels are measured:
+datacentre's (its §4.2 and figure 12), without figures. Four levels are measured:
 
 - the bulk plane (`pw.transport.bulk`) between two processes, from request to delivered bytes,
   beside a memcpy in one process and a bare tcp socket between the same two processes;
@@ -9,6 +9,8 @@ datacentre's (its §4.2 and figure 12), without figures. Three levels are measur
   store between two actors if Ray is installed. The bars are about arrays that must be copied:
   results of computations, and in Ray arrays that an actor returns. Arrays that are already in
   shared memory are only mapped, by both systems; their rows are called *again*;
+- an edge between two computations of one island, by the way that the planner has chosen, beside
+  transfers alone and beside XLA alone;
 - a small call on a host that receives 64 MiB arrays of another client, one after the other.
 """
 
@@ -32,6 +34,8 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import uvloop
+from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 import pw
 from bench.baselines.peer import Peer
@@ -60,11 +64,13 @@ def run(quick: bool) -> Result:
     with Ends(max(sizes)) as ends:
         _planes(result, ends, sizes, rounds)
     _arrays(result, 4 * MIB if quick else BAR_BYTES, rounds, 20 if quick else 300)
+    _edges(result, MIB if quick else 16 * MIB, 2 if quick else 8)
     result.notes += [
         "from request to delivered: the receiver asks, gets all bytes into its own memory, and "
         "frees them; one transfer at a time",
         "cold: every transfer, and every memcpy, gets new pages (a pool that keeps no memory)",
         "all on one machine: 'tcp' is the loopback interface",
+        "edges: two hosts of one island, from the call to the ready result of the second computation",
         "again: the array is in shared memory already, so it is not copied",
     ]
     return result
@@ -247,6 +253,66 @@ def _arrays(result: Result, size: int, rounds: int, calls: int) -> None:
             result.at_least(1.5, over_ray, f"{text} Ray's warm store")
         for address, mover in movers.items():
             _small_calls(result, address, mover, rounds, calls)
+
+
+# --- edges in one island ---------------------------------------------------------------------------
+
+_EDGES = {
+    "whole to rows": (P(), P("x")),
+    "whole to columns": (P(), P(None, "x")),
+    "rows to whole": (P("x"), P()),
+    "rows to columns": (P("x"), P(None, "x")),
+}
+EDGE_BAR = 0.8
+
+
+def _edges(result: Result, size: int, rounds: int) -> None:
+    with ExitStack() as stack:
+        calls: dict[str, dict[str, Callable[[], float]]] = {edge: {} for edge in _EDGES}
+        for ways in ("transfers", "chosen"):
+            with patch.dict(os.environ, {"PW_EDGES": ways}):
+                stack.enter_context(LocalCluster(hosts_per_island=2))
+            mesh = new_mesh(2, axis="x")
+            for edge, (source, destination) in _EDGES.items():
+                calls[edge][ways] = _edge(mesh, source, destination, size, by_hand=False)
+                if ways == "chosen":
+                    calls[edge]["XLA"] = _edge(mesh, source, destination, size, by_hand=True)
+        for edge, cases in calls.items():
+            samples = alternate(cases, rounds=rounds, warm_up=2)
+            params = {"edge": edge, "size": _human(size)}
+            result.compare(samples, unit="edges/s", params=params, baseline="transfers")
+            chosen = samples.pop("chosen")
+            best = min(chosen.over(other).median for other in samples.values())
+            result.at_least(
+                EDGE_BAR, best, f"an edge by the chosen way over the best other, {edge}"
+            )
+
+
+def _edge(
+    mesh: pw.Mesh, source: PartitionSpec, destination: PartitionSpec, size: int, *, by_hand: bool
+) -> Callable[[], float]:
+    """Return a function that returns edges a second; `by_hand` re-shards in a computation."""
+    here, there = pw.NamedSharding(mesh, source), pw.NamedSharding(mesh, destination)
+    make = pw.jit(lambda x: x + 1, mesh=mesh, in_shardings=(here,), out_shardings=here)
+    same = pw.jit(lambda x: x, mesh=mesh, in_shardings=(here,), out_shardings=there)
+    take = pw.jit(lambda x: x + 1, mesh=mesh, in_shardings=(there,), out_shardings=there)
+
+    @pw.program
+    def step(x: Any) -> Any:
+        made = make(x)
+        return take(same(made) if by_hand else made)
+
+    given = pw.put(np.ones((64, size // 4 // 64), np.float32), sharding=here)
+    step(given).block_until_ready()
+
+    def reading() -> float:
+        def work() -> None:
+            for _ in range(MOVES):
+                step(given).block_until_ready()
+
+        return MOVES / seconds(work)
+
+    return reading
 
 
 # --- small calls beside transfers ----------------------------------------------------------------

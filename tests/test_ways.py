@@ -27,7 +27,7 @@ from tests.test_lower import BINDINGS, check_reporters, check_shape, programs
 MIB = 1 << 20
 P = jax.sharding.PartitionSpec
 KEEN = CPU._replace(
-    wire_byte_s=1e-3, copy_byte_s=1e-3, collective_byte_s=1e-6, compile_s=0.0, least_bytes=0
+    wire_byte_s=1e-3, stage_byte_s=1e-3, collective_byte_s=1e-6, compile_s=0.0, least_bytes=0
 )
 """Costs with which everything goes another way than by transfers, if there is one."""
 
@@ -83,7 +83,7 @@ def edge(source: ArraySpec, destination: ArraySpec, *bindings: Binding) -> EdgeW
 @pytest.mark.parametrize(
     ("mib", "source", "destination", "platform", "way"),
     [
-        (16, (), (0,), "cpu", Way.SLICES),
+        (16, (), (0,), "cpu", Way.TRANSFERS),
         (16, (), (1,), "cpu", Way.SLICES),
         (0.01, (), (0,), "cpu", Way.TRANSFERS),
         (16, (0,), (), "cpu", Way.TRANSFERS),
@@ -104,13 +104,13 @@ def test_re_shards_in_one_island(
 
 def test_slices_of_the_same_devices_are_one_place() -> None:
     other = Binding(1, "a", binding(0).devices, "cpu")
-    assert edge(lies(16, 0), lies(16, 1, 0), binding(0), other).way is Way.SLICES
+    assert edge(lies(16, 0), lies(16, 1, 1), binding(0), other).way is Way.SLICES
     turned = Binding(1, "a", binding(0).devices[::-1], "cpu")
-    assert edge(lies(16, 0), lies(16, 1, 0), binding(0), turned).way is Way.TRANSFERS
+    assert edge(lies(16, 0), lies(16, 1, 1), binding(0), turned).way is Way.TRANSFERS
 
 
 def test_a_move_is_worth_less_compiling_than_a_step() -> None:
-    moved = Program("pw.put", (), (), (lies(16, 0),), (Output(Value(-1, 0), lies(16, 0, 0)),))
+    moved = Program("pw.put", (), (), (lies(16, 0),), (Output(Value(-1, 0), lies(16, 0, 1)),))
     (found,), _ = chosen(moved, binding(0))
     assert found.way is Way.TRANSFERS
     assert Way.SLICES in found.estimates

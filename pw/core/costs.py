@@ -20,7 +20,7 @@ class Costs(NamedTuple):
     wire_byte_s: float
     """A byte between two machines."""
     copy_byte_s: float
-    """A byte that a host puts into its place in a new shard."""
+    """A byte that a host puts into its place in a new shard; a piece that is the whole shard is not copied."""
     stage_byte_s: float
     """A byte between the memory of a device and that of its host, either way."""
     launch_s: float
@@ -65,7 +65,7 @@ of an accelerator's memory bandwidth."""
 
 SIMULATED = CPU._replace(
     wire_byte_s=1 / 1e6,
-    copy_byte_s=1 / 4e6,
+    stage_byte_s=1 / 8e6,
     collective_byte_s=1 / 2e6,
     compile_s=0.0,
     least_bytes=64,

@@ -173,25 +173,31 @@ class _Estimating:
         sent: Counter[str] = Counter()
         received: Counter[str] = Counter()
         read: Counter[str] = Counter()
-        put: Counter[str] = Counter()
+        staged: Counter[str] = Counter()
+        copied: Counter[str] = Counter()
+        shard = source.sharding.shard_shape(source.shape)
         for route in self._physical.routes(source, destination) or ():
             here, there = route.source_host, route.destination_host
             for piece in route.pieces:
                 size_bytes = box_bytes(piece.source_box, source.dtype)
+                placed_bytes = size_bytes * len(piece.destination_devices)
                 read[here] += size_bytes
-                put[there] += size_bytes * len(piece.destination_devices)
+                staged[there] += placed_bytes
                 if here != there:
                     sent[here] += size_bytes
                     received[there] += size_bytes
+                is_whole = size_bytes == destination.shard_bytes
+                if not is_whole or (here == there and not _is_one_run(piece.source_box, shard)):
+                    copied[there] += placed_bytes
             if here != there:
                 messages.update((here, there))
         return max(
             (
                 costs.message_s * messages[host]
                 + wire * max(sent[host], received[host])
-                + costs.copy_byte_s * put[host]
-                + costs.stage_byte_s * (read[host] + put[host])
-                for host in {**read, **put}
+                + costs.copy_byte_s * copied[host]
+                + costs.stage_byte_s * (read[host] + staged[host])
+                for host in {**read, **staged}
             ),
             default=0.0,
         )
@@ -289,6 +295,13 @@ def _axes(sharding: Sharding, ndim: int) -> list[tuple[str, ...]]:
 def _common(one: Box, other: Box) -> Box:
     both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
     return tuple([(low, max(low, high)) for low, high in both])
+
+
+def _is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
+    """Return whether a box of an array of `shape` is one run of memory, which needs no copy."""
+    extents = [stop - start for start, stop in box]
+    first = next((at for at, extent in enumerate(extents) if extent > 1), len(extents))
+    return tuple(extents[first + 1 :]) == shape[first + 1 :]
 
 
 def _in_parts(spec: ArraySpec) -> ArraySpec | None:
