@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from pw.client.connection import current
 from pw.client.show.tables import Table, html, plain, renderable
-from pw.client.trace.function import Wrapped
 from pw.core.errors import ArgumentError
 from pw.core.messages import PlannedEdge, PlannedSegment, ProgramPlan
 from pw.core.sizes import size_in_words
@@ -106,7 +105,8 @@ def plan(what: Any, timeout_s: float = PLAN_S) -> Plan:
     """
     if isinstance(what, str):
         return Plan.of(current.runtime().ask.plan(what, 0, timeout_s))
-    launch = what.newest_launch() if isinstance(what, Wrapped) else None
+    newest_launch = getattr(what, "newest_launch", None)  # a check of its type would import JAX
+    launch = None if newest_launch is None else newest_launch()
     if launch is None:
         raise ArgumentError(
             f"{what!r} has no plan; call a function of pw.jit or pw.program once, and pass it to pw.plan"
