@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pw
+from pw.client.pipeline.bubble import Names, measured
 from pw.client.pipeline.schedules import NAMES, named
 from pw.client.pipeline.table import Task
+from pw.client.timeline.timeline import Computation, Timeline
 
 SPLIT = {"F": 1, "B": 1, "W": 1}
 WHOLE = {"F": 1, "B": 2}
@@ -96,6 +99,82 @@ def test_transfers_and_slow_stages_make_the_expected_bubble_larger() -> None:
     assert schedule.bubble({**WHOLE, (1, "B"): 6}) > schedule.bubble(WHOLE)
     with pytest.raises(pw.ArgumentError, match="no duration for 'B' of stage"):
         schedule.bubble({"F": 1})
+
+
+def computation(name: str, run: int, host: str, start_s: float, end_s: float) -> Computation:
+    return Computation(host, "0", name, run, 0, start_s, start_s, end_s)
+
+
+def timeline_of(schedule: pw.Schedule, run: int, begin_s: float, wait_s: float) -> Timeline:
+    """A step as its timetable says, each group on two hosts; `wait_s` is the time of a transfer."""
+    table = schedule.timetable({**times(schedule), "U": 5}, transfer=wait_s)
+    return Timeline(
+        computations=[
+            computation(
+                f"stage_{task.stage}_{task.kind}",
+                run,
+                f"{schedule.group_of[task.stage]}-{host}",
+                begin_s + table.begins[task],
+                begin_s + table.ends[task],
+            )
+            for task in table.order
+            for host in range(2)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bubble_of_a_timeline_is_that_of_its_timetable(name: str) -> None:
+    schedule = named(name, [0, 1, 2, 3] * (2 if name == "interleaved" else 1), 8)
+    names: Names = {f"stage_{t.stage}_{t.kind}": t[::2] for t in schedule if t.kind != "U"}
+    first, second = timeline_of(schedule, 1, 0.0, 0.5), timeline_of(schedule, 2, 1000.0, 0.5)
+    cut_off = timeline_of(schedule, 3, 2000.0, 0.5).computations[:20]
+    both = Timeline(computations=first.computations + second.computations + cut_off)
+    found = measured(schedule, names, both)
+    assert found.steps == 2
+    assert found.times == {key: times(schedule)[key[1]] for key in names.values()}
+    assert found.expected == schedule.bubble(times(schedule))
+    assert found.measured == pytest.approx(schedule.bubble(times(schedule), transfer=0.5))
+    assert found.measured > found.expected
+    assert found.step_s == pytest.approx(schedule.timetable(times(schedule), transfer=0.5).span)
+
+
+def test_a_group_does_not_wait_while_its_device_works_for_others() -> None:
+    """Two stages, one microbatch, by hand: 10 s, of which group 0 waits 4 and group 1 waits 6."""
+    schedule = named("gpipe", [0, 1], 1)
+    names: Names = {"a_0_F": (0, "F"), "a_0_B": (0, "B"), "b_1_B": (1, "B")}
+    ones = [
+        computation("a_0_begin", 1, "h0", 0, 1),
+        computation("a_0_F", 1, "h0", 1, 3),
+        computation("b_1_B", 1, "h1", 3, 7),  # the forward pass is a part of it
+        computation("a_0_B", 1, "h0", 7, 11),
+        computation("b_1_update", 1, "h1", 7, 9),
+        computation("a_0_update", 1, "h0", 11, 12),
+    ]
+    found = measured(schedule, names, Timeline(computations=ones))
+    assert (found.groups, found.measured, found.step_s) == ((0.4, 0.6), 0.5, 10)
+    assert found.times == {(0, "F"): 2, (0, "B"): 4, (1, "F"): 0, (1, "B"): 4}
+    assert str(found) == (
+        "bubble 50.0% measured, 50.0% expected from the tasks' times; 1 step of 10.000 s, groups wait "
+        "40.0%, 60.0%"
+    )
+    others = [computation("else", 2, "h1", 0, 2), computation("else", 3, "h1", 10, 20)]
+    found = measured(schedule, names, Timeline(computations=ones + others))
+    assert found.groups == pytest.approx((0.4, 0.4))
+
+
+@pytest.mark.parametrize("how", ["not begun", "not ended", "nothing"])
+def test_a_bubble_needs_a_whole_step(how: str) -> None:
+    schedule = named("1f1b", [0, 1], 2)
+    names: Names = {f"stage_{t.stage}_{t.kind}": t[::2] for t in schedule if t.kind != "U"}
+    timeline = timeline_of(schedule, 1, 0.0, 0.0)
+    if how == "not ended":
+        timeline.computations[-3] = replace(timeline.computations[-3], is_open=True)
+        assert timeline.computations[-3].name in names
+    else:
+        timeline.computations[: 2 if how == "not begun" else None] = []
+    with pytest.raises(pw.ArgumentError, match="no whole step of the schedule '1f1b'; call a step"):
+        measured(schedule, names, timeline)
 
 
 def test_a_users_own_table_gets_its_updates() -> None:

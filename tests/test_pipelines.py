@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.pipeline.schedules import NAMES, named
+from pw.client.timeline.timeline import Timeline
 from pw.client.trace.recorder import Recorder
 from pw.testing import InProcessCluster
 from tests.scripts import ROOT
@@ -271,16 +272,34 @@ def test_low_precision_gradients_are_summed_in_float32(meshes: list[pw.Mesh]) ->
     assert float(gradient) == float(jnp.bfloat16(263 / 8))
 
 
+def test_the_bubble_is_measured_in_a_timeline(meshes: list[pw.Mesh]) -> None:
+    pipe = made(meshes[1:3], schedule="interleaved", optimizer=optax.sgd(0.1))
+    with pytest.raises(pw.ArgumentError, match="has done no step"):
+        pipe.bubble(Timeline())
+    state, _ = pipe(pipe.init(first_params()), *batch())
+    jax.block_until_ready(state)
+    with pw.trace(None) as timeline:
+        for number in range(2):
+            state, _ = pipe(state, *batch(number))
+            jax.block_until_ready(state)
+    found = pipe.bubble(timeline)
+    assert (found.steps, len(found.groups)) == (2, 2)
+    tasks_s = timeline.busy(lambda one: re.fullmatch(r".*_\d_[FBW]", one.name) is not None)
+    assert found.measured == pytest.approx(1 - tasks_s / (2 * 2 * found.step_s))
+    assert 0 <= found.expected < 1
+    assert set(found.times) == {(stage, kind) for stage in range(4) for kind in "FB"}
+
+
 def test_the_examples_of_the_page_run(
     cluster: InProcessCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pipelines.md").read_text(), re.S)
-    training, marked, printed, own = blocks
+    training, marked, printed, own, traced = blocks
     known: dict[str, Any] = {}
     exec(training.replace("range(10)", "range(2)"), known)
     assert 4 < float(known["loss"]) < 8
     assert "1f1b: 4 stages on 4 device groups, 8 microbatches" in capsys.readouterr().out
-    words = known["words"]
+    words, trained = known["words"], {name: known[name] for name in ("step", "state")}
     known |= {"params": [{"words": words}, known["middle"]()], "targets": known["inputs"]}
     exec(marked.replace("meshes[:3]", "meshes[:1]"), known)
     assert [len(jax.tree.leaves(stage["params"])) for stage in known["state"]] == [1, 2, 1]
@@ -290,6 +309,8 @@ def test_the_examples_of_the_page_run(
     lines = [line for line in own.splitlines() if not any(word in line for word in with_pictures)]
     exec("\n".join(lines), known)
     assert known["schedule"].bubble() > 0
+    exec(traced, {**known, **trained})
+    assert "1 step of" in capsys.readouterr().out
 
 
 # --- bad input: one sentence, before anything is launched ----------------------------------------------

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pw.client.gradients.graph import Graph, Name, Piece, cut, size_bytes
 from pw.client.pipeline.stages import Stage, is_float
+from pw.client.pipeline.table import Kind
 from pw.client.trace.export import tracing
 
 
@@ -23,7 +24,7 @@ from pw.client.trace.export import tracing
 class Tasks:
     """The pieces of a stage by kind of task; a kind that has nothing to do has none."""
 
-    pieces: dict[str, Piece]
+    pieces: dict[Kind, Piece]
 
     def kept_bytes(self) -> int:
         """Return the bytes that a microbatch keeps for its later tasks, on all devices of the stage."""
@@ -67,7 +68,7 @@ def tasks_of(stage: Stage, *, is_last: bool, split: bool, recompute: bool, fuse:
         pieces = [*cut(graph, [(f"{label}_F", ys)], "saved"), *cut(graph, backward, "kept")]
     else:
         pieces = cut(graph, [(f"{label}_F", ys), *backward], "saved")
-    kinds = ("B", "W") if fuse else ("F", "B", "W")
+    kinds: tuple[Kind, ...] = ("B", "W") if fuse else ("F", "B", "W")
     return Tasks({kind: piece for kind, piece in zip(kinds, pieces, strict=False) if piece.gives})
 
 

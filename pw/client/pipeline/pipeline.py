@@ -10,20 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
+from pw.client.pipeline.bubble import Bubble, Names, measured
 from pw.client.pipeline.forms import Listed, Marked, check_floats
 from pw.client.pipeline.gradients import Tasks, tasks_of
+from pw.client.pipeline.microbatches import Microbatches
 from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
 from pw.client.pipeline.schedule import Schedule, task_times
 from pw.client.pipeline.schedules import named
 from pw.client.pipeline.stages import Stage
 from pw.client.pipeline.step import Plan, Step, placed
 from pw.client.pipeline.table import Task
+from pw.client.timeline.timeline import Timeline
 from pw.client.trace.function import tree_unflatten
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.program import program
@@ -47,6 +48,9 @@ class Pipeline:
         self._form = form
         self._asked = schedule
         self.microbatches = microbatches
+        self._parts = Microbatches(form.name, microbatches)
+        self._names: Names = {}
+        """The computations that are tasks; known after a step was traced."""
         self._optimizer = optimizer
         self._recompute = recompute
         self._schedule: Schedule | None = None
@@ -80,7 +84,7 @@ class Pipeline:
             The state: for each stage a dict with "params" and, if there is an optimizer, "optimizer". A tied
             parameter is in each of its stages, and in the optimizer's state of the first.
         """
-        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        micro = self._parts.shapes(batch)
         trees = self._form.trees(params, micro)
         numbered = self._form.numbered(trees)
         check_floats(self._form.name, numbered)
@@ -137,7 +141,7 @@ class Pipeline:
                 "'params' and 'optimizer'"
             )
         after: tuple[tuple[dict[str, Any], ...], Any] = self._train(
-            tuple(state), self._divided(batch), self._checked_key(key)
+            tuple(state), self._parts.divided(batch), self._checked_key(key)
         )
         return after
 
@@ -149,7 +153,7 @@ class Pipeline:
             batch, key: as in a step.
         """
         found: tuple[Any, Any] = self._differentiate(
-            params, self._divided(batch), self._checked_key(key)
+            params, self._parts.divided(batch), self._checked_key(key)
         )
         return found
 
@@ -165,7 +169,7 @@ class Pipeline:
         """
         total: Any = 0.0
         for number in range(self.microbatches):
-            micro = jax.tree.map(lambda leaf: self._part(leaf, number), batch)  # noqa: B023
+            micro = jax.tree.map(lambda leaf: self._parts.part(leaf, number), batch)  # noqa: B023
             total = total + self._form.loss(params, micro, key, number)
         return total / self.microbatches
 
@@ -178,7 +182,7 @@ class Pipeline:
         Args:
             params, batch: as for `gradients`, or `jax.ShapeDtypeStruct`s like them.
         """
-        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        micro = self._parts.shapes(batch)
         trees = self._form.trees(params, micro)
         key = jax.eval_shape(lambda: jax.random.key(0)) if self._form.takes_key else None
         stages = self._form.trace(trees, micro, key)
@@ -187,6 +191,28 @@ class Pipeline:
         each = [self._tasks(stage, self._schedule).kept_bytes() for stage in stages]
         most = [max(steps) for steps in self._schedule.activations(task_times(self._schedule))]
         return [size * count for size, count in zip(each, most, strict=True)]
+
+    def bubble(self, timeline: Timeline) -> Bubble:
+        """Return how long the device groups waited for other stages in the steps of a timeline.
+
+            with pw.trace(None) as timeline:
+                state, loss = step(state, *batch)
+                jax.block_until_ready(state)
+            print(step.bubble(timeline))
+
+        It counts the whole steps of all clients that have stages of the same names.
+
+        Args:
+            timeline: of `pw.trace`, after its block.
+
+        Raises:
+            ArgumentError: the timeline shows no whole step, or no step was called.
+        """
+        if not self._names:
+            raise ArgumentError(
+                f"{self!r} has done no step; call one inside of the block of pw.trace"
+            )
+        return measured(self.schedule, self._names, timeline)
 
     # --- the program ---------------------------------------------------------------------------------
 
@@ -222,7 +248,7 @@ class Pipeline:
         return tuple({"params": tree, "optimizer": own} for tree, own in new), loss
 
     def _gradient_step(self, params: Any, batch: Any, key: Any) -> Any:
-        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        micro = self._parts.shapes(batch)
         trees = self._form.trees(params, micro)
         plan, numbered = self._planned(trees, batch, key)
         step = Step(plan, numbered, jax.tree.leaves(batch), key)
@@ -257,13 +283,18 @@ class Pipeline:
         form = self._form
         numbered = form.numbered(trees)
         check_floats(form.name, numbered)
-        micro = [jax.tree.map(self._microbatch_shape, part) for part in batch]
+        micro = self._parts.shapes(batch)
         described = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
         stages = form.trace(trees, micro, described)
         if self._schedule is None:
             self._schedule = self._made([stage.mesh for stage in stages])
         schedule = self._schedule
         tasks = [self._tasks(stage, schedule) for stage in stages]
+        self._names = {
+            piece.name: (stage.number, kind)
+            for stage, own in zip(stages, tasks, strict=True)
+            for kind, piece in own.pieces.items()
+        }
         params, xs, parts = form.specs(trees, stages, micro)
         order = schedule.timetable(task_times(schedule)).order
         owners = form.owners(trees)
@@ -329,43 +360,6 @@ class Pipeline:
                 + ("pass key=" if key is None else "no stage function has a parameter 'key'")
             )
         return key
-
-    def _divided(self, batch: Sequence[Any]) -> tuple[Any, ...]:
-        """Check a batch, and give values of this process a dimension for the microbatches."""
-        if not batch:
-            raise ArgumentError(f"{self!r} takes a batch behind the state")
-        return tuple(jax.tree.map(self._divided_leaf, part) for part in batch)
-
-    def _divided_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, (Array, ProgramTracer)) or jax_arrays.is_remote(leaf):
-            self._rows(leaf.shape)
-            return leaf
-        value = leaf if hasattr(leaf, "reshape") else np.asarray(leaf)
-        rows = self._rows(value.shape)
-        return value.reshape(self.microbatches, rows, *value.shape[1:])
-
-    def _part(self, leaf: Any, number: int) -> Any:
-        """Return a microbatch of a part of the batch."""
-        rows = self._rows(leaf.shape)
-        return leaf[number * rows : (number + 1) * rows]
-
-    def _microbatch_shape(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape of a microbatch of a value of a batch."""
-        if isinstance(leaf, ProgramTracer) and leaf.sharding is None:
-            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        value = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-        return jax.ShapeDtypeStruct((self._rows(value.shape), *value.shape[1:]), dtype)
-
-    def _rows(self, shape: tuple[int, ...]) -> int:
-        """Return the number of rows of a microbatch."""
-        if not shape or shape[0] % self.microbatches or not shape[0]:
-            rows = f"{shape[0]} rows" if shape else "no rows: it is one number"
-            raise ArgumentError(
-                f"a part of the batch of {self._form.name!r} has {rows}, which cannot be divided into "
-                f"{self.microbatches} microbatches of equal size"
-            )
-        return shape[0] // self.microbatches
 
 
 def _backward_follows(schedule: Schedule) -> bool:

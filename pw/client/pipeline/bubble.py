@@ -1,0 +1,112 @@
+"""`Bubble`: how long the device groups of a pipeline waited in a timeline, beside what was to be expected."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pw.client.pipeline.schedule import Schedule
+from pw.client.pipeline.table import Kind
+from pw.client.timeline.timeline import Computation, Timeline
+from pw.core.errors import ArgumentError
+
+Names = Mapping[str, tuple[int, Kind]]
+"""The stage and the kind of task of each computation of a pipeline that is a task."""
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The part of a pipeline's steps in which device groups waited for other stages.
+
+    A step counts from the start of its first task to the end of its last one, without updates, as for
+    `Schedule.bubble`. A group waits while its devices do neither a task nor work of other programs.
+    """
+
+    measured: float
+    """The fraction of the steps that the groups waited, over all of them."""
+    groups: tuple[float, ...]
+    """The same for each device group; the mean of its devices."""
+    expected: float
+    """`Schedule.bubble(times)`: what is left of the bubble if transfers and launches take no time."""
+    times: Mapping[tuple[int, Kind], float]
+    """The median duration in seconds, by stage and kind; 0 for tasks that are a part of others."""
+    steps: int
+    """How many whole steps the timeline has."""
+    step_s: float
+    """The mean length of a step, in seconds."""
+
+    def __str__(self) -> str:
+        several = "s" if self.steps > 1 else ""
+        groups = ", ".join(f"{one:.1%}" for one in self.groups)
+        return (
+            f"bubble {self.measured:.1%} measured, {self.expected:.1%} expected from the tasks' times; "
+            f"{self.steps} step{several} of {self.step_s:.3f} s, groups wait {groups}"
+        )
+
+
+def measured(schedule: Schedule, names: Names, timeline: Timeline) -> Bubble:
+    """Return the bubble of the whole steps that a timeline has; a step is a run with all tasks.
+
+    Raises:
+        ArgumentError: there is no whole step.
+    """
+    tasks: defaultdict[int, list[Computation]] = defaultdict(list)
+    for one in timeline.computations:
+        if one.name in names:
+            tasks[one.run].append(one)
+    # Updates and empty sums are no tasks, and count as waiting as they do in what is expected.
+    work: defaultdict[tuple[str, str], list[Computation]] = defaultdict(list)
+    for one in timeline.computations:
+        if one.name in names or one.run not in tasks:
+            work[one.host, one.device].append(one)
+    steps = [ones for ones in tasks.values() if _is_whole(ones, names, schedule.microbatches)]
+    if not steps:
+        raise ArgumentError(
+            f"the timeline shows no whole step of {schedule.named}; call a step inside of the block of "
+            "pw.trace, and wait there for the state that it returns"
+        )
+    waited_s = [0.0] * len(schedule.rows)
+    whole_s = 0.0
+    for ones in steps:
+        begin_s, end_s = min(one.start_s for one in ones), max(one.end_s for one in ones)
+        whole_s += end_s - begin_s
+        devices: defaultdict[int, set[tuple[str, str]]] = defaultdict(set)
+        for one in ones:
+            devices[schedule.group_of[names[one.name][0]]].add((one.host, one.device))
+        for group, places in devices.items():
+            busy_s = [_busy_s(work[place], begin_s, end_s) for place in places]
+            waited_s[group] += end_s - begin_s - sum(busy_s) / len(busy_s)
+    fractions = tuple(one_s / whole_s if whole_s else 0.0 for one_s in waited_s)
+    times = _times(schedule, names, steps)
+    return Bubble(
+        measured=sum(fractions) / len(fractions),
+        groups=fractions,
+        expected=schedule.bubble(times),
+        times=times,
+        steps=len(steps),
+        step_s=whole_s / len(steps),
+    )
+
+
+def _is_whole(ones: Sequence[Computation], names: Names, microbatches: int) -> bool:
+    """Whether these are all tasks of a step: each device of a stage has done each task of all microbatches."""
+    counts = Counter((one.name, one.host, one.device) for one in ones if not one.is_open)
+    return {name for name, *_ in counts} == set(names) and set(counts.values()) == {microbatches}
+
+
+def _busy_s(ones: Sequence[Computation], begin_s: float, end_s: float) -> float:
+    """Return how long a device worked between two moments; its computations do not overlap."""
+    return sum(max(0.0, min(one.end_s, end_s) - max(one.start_s, begin_s)) for one in ones)
+
+
+def _times(
+    schedule: Schedule, names: Names, steps: Sequence[Sequence[Computation]]
+) -> dict[tuple[int, Kind], float]:
+    found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for ones in steps:
+        for one in ones:
+            found[names[one.name]].append(one.end_s - one.start_s)
+    kinds = {(task.stage, task.kind): 0.0 for task in schedule if task.kind != "U"}
+    return kinds | {key: median(values) for key, values in found.items()}
