@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pw
-from pw.client.pipeline.bubble import Names, measured
+from pw.client.pipeline.measured import Names, measured
 from pw.client.pipeline.schedules import NAMES, named
 from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Computation, Timeline
@@ -133,9 +133,11 @@ def test_the_bubble_of_a_timeline_is_that_of_its_timetable(name: str) -> None:
     found = measured(schedule, names, both)
     assert found.steps == 2
     assert found.times == {key: times(schedule)[key[1]] for key in names.values()}
-    assert found.expected == schedule.bubble(times(schedule))
-    assert found.measured == pytest.approx(schedule.bubble(times(schedule), transfer=0.5))
-    assert found.measured > found.expected
+    assert found.expected_bubble == schedule.bubble(times(schedule))
+    assert found.bubble == pytest.approx(schedule.bubble(times(schedule), transfer=0.5))
+    assert found.bubble > found.expected_bubble
+    kept = schedule.timetable(times(schedule), transfer=0.5).activations()
+    assert found.activations == tuple(map(max, kept))
     assert found.step_s == pytest.approx(schedule.timetable(times(schedule), transfer=0.5).span)
 
 
@@ -152,8 +154,9 @@ def test_a_group_does_not_wait_while_its_device_works_for_others() -> None:
         computation("a_0_update", 1, "h0", 11, 12),
     ]
     found = measured(schedule, names, Timeline(computations=ones))
-    assert (found.groups, found.measured, found.step_s) == ((0.4, 0.6), 0.5, 10)
+    assert (found.groups, found.bubble, found.step_s) == ((0.4, 0.6), 0.5, 10)
     assert found.times == {(0, "F"): 2, (0, "B"): 4, (1, "F"): 0, (1, "B"): 4}
+    assert found.activations == (1, 1)
     assert str(found) == (
         "bubble 50.0% measured, 50.0% expected from the tasks' times; 1 step of 10.000 s, groups wait "
         "40.0%, 60.0%"

@@ -275,19 +275,20 @@ def test_low_precision_gradients_are_summed_in_float32(meshes: list[pw.Mesh]) ->
 def test_the_bubble_is_measured_in_a_timeline(meshes: list[pw.Mesh]) -> None:
     pipe = made(meshes[1:3], schedule="interleaved", optimizer=optax.sgd(0.1))
     with pytest.raises(pw.ArgumentError, match="has done no step"):
-        pipe.bubble(Timeline())
+        pipe.measured(Timeline())
     state, _ = pipe(pipe.init(first_params()), *batch())
     jax.block_until_ready(state)
     with pw.trace(None) as timeline:
         for number in range(2):
             state, _ = pipe(state, *batch(number))
             jax.block_until_ready(state)
-    found = pipe.bubble(timeline)
+    found = pipe.measured(timeline)
     assert (found.steps, len(found.groups)) == (2, 2)
     tasks_s = timeline.busy(lambda one: re.fullmatch(r".*_\d_[FBW]", one.name) is not None)
-    assert found.measured == pytest.approx(1 - tasks_s / (2 * 2 * found.step_s))
-    assert 0 <= found.expected < 1
+    assert found.bubble == pytest.approx(1 - tasks_s / (2 * 2 * found.step_s))
+    assert 0 <= found.expected_bubble < 1
     assert set(found.times) == {(stage, kind) for stage in range(4) for kind in "FB"}
+    assert max(found.activations) <= MICROBATCHES
 
 
 def test_the_examples_of_the_page_run(

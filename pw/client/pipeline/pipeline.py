@@ -14,9 +14,9 @@ import jax
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.pipeline.bubble import Bubble, Names, measured
 from pw.client.pipeline.forms import Listed, Marked, check_floats
 from pw.client.pipeline.gradients import Tasks, tasks_of
+from pw.client.pipeline.measured import Measured, Names, measured
 from pw.client.pipeline.microbatches import Microbatches
 from pw.client.pipeline.optimizing import Optimizer, first_state, stage_gradients, update_stage
 from pw.client.pipeline.schedule import Schedule, task_times
@@ -192,13 +192,13 @@ class Pipeline:
         most = [max(steps) for steps in self._schedule.activations(task_times(self._schedule))]
         return [size * count for size, count in zip(each, most, strict=True)]
 
-    def bubble(self, timeline: Timeline) -> Bubble:
-        """Return how long the device groups waited for other stages in the steps of a timeline.
+    def measured(self, timeline: Timeline) -> Measured:
+        """Return the bubble, the tasks' times and the kept activations of the steps in a timeline.
 
             with pw.trace(None) as timeline:
                 state, loss = step(state, *batch)
                 jax.block_until_ready(state)
-            print(step.bubble(timeline))
+            print(step.measured(timeline))
 
         It counts the whole steps of all clients that have stages of the same names.
 

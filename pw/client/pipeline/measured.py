@@ -1,10 +1,11 @@
-"""`Bubble`: how long the device groups of a pipeline waited in a timeline, beside what was to be expected."""
+"""`Measured`: what a timeline shows of a pipeline: its bubble, its tasks' times, and what its stages kept."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 from pw.client.pipeline.schedule import Schedule
@@ -17,21 +18,23 @@ Names = Mapping[str, tuple[int, Kind]]
 
 
 @dataclass(frozen=True)
-class Bubble:
-    """The part of a pipeline's steps in which device groups waited for other stages.
+class Measured:
+    """The steps of a pipeline in a timeline; returned by `Pipeline.measured`.
 
     A step counts from the start of its first task to the end of its last one, without updates, as for
     `Schedule.bubble`. A group waits while its devices do neither a task nor work of other programs.
     """
 
-    measured: float
-    """The fraction of the steps that the groups waited, over all of them."""
+    bubble: float
+    """The fraction of the steps that the groups waited for other stages, over all of them."""
     groups: tuple[float, ...]
     """The same for each device group; the mean of its devices."""
-    expected: float
+    expected_bubble: float
     """`Schedule.bubble(times)`: what is left of the bubble if transfers and launches take no time."""
     times: Mapping[tuple[int, Kind], float]
     """The median duration in seconds, by stage and kind; 0 for tasks that are a part of others."""
+    activations: tuple[int, ...]
+    """The most microbatches at a time whose activations each stage kept, as in `Schedule.activations`."""
     steps: int
     """How many whole steps the timeline has."""
     step_s: float
@@ -41,13 +44,13 @@ class Bubble:
         several = "s" if self.steps > 1 else ""
         groups = ", ".join(f"{one:.1%}" for one in self.groups)
         return (
-            f"bubble {self.measured:.1%} measured, {self.expected:.1%} expected from the tasks' times; "
+            f"bubble {self.bubble:.1%} measured, {self.expected_bubble:.1%} expected from the tasks' times; "
             f"{self.steps} step{several} of {self.step_s:.3f} s, groups wait {groups}"
         )
 
 
-def measured(schedule: Schedule, names: Names, timeline: Timeline) -> Bubble:
-    """Return the bubble of the whole steps that a timeline has; a step is a run with all tasks.
+def measured(schedule: Schedule, names: Names, timeline: Timeline) -> Measured:
+    """Return what the whole steps in a timeline show; a step is a run with all tasks.
 
     Raises:
         ArgumentError: there is no whole step.
@@ -80,11 +83,14 @@ def measured(schedule: Schedule, names: Names, timeline: Timeline) -> Bubble:
             waited_s[group] += end_s - begin_s - sum(busy_s) / len(busy_s)
     fractions = tuple(one_s / whole_s if whole_s else 0.0 for one_s in waited_s)
     times = _times(schedule, names, steps)
-    return Bubble(
-        measured=sum(fractions) / len(fractions),
+    return Measured(
+        bubble=sum(fractions) / len(fractions),
         groups=fractions,
-        expected=schedule.bubble(times),
+        expected_bubble=schedule.bubble(times),
         times=times,
+        activations=tuple(
+            max(_kept(ones, names, stage) for ones in steps) for stage in range(schedule.stages)
+        ),
         steps=len(steps),
         step_s=whole_s / len(steps),
     )
@@ -99,6 +105,19 @@ def _is_whole(ones: Sequence[Computation], names: Names, microbatches: int) -> b
 def _busy_s(ones: Sequence[Computation], begin_s: float, end_s: float) -> float:
     """Return how long a device worked between two moments; its computations do not overlap."""
     return sum(max(0.0, min(one.end_s, end_s) - max(one.start_s, begin_s)) for one in ones)
+
+
+def _kept(ones: Sequence[Computation], names: Names, stage: int) -> int:
+    """Return the most microbatches at a time between the first and the last task of a stage."""
+    kinds = sorted((kind for at, kind in names.values() if at == stage), key="FBW".index)
+    changes: defaultdict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    for one in ones:
+        at, kind = names[one.name]
+        if at == stage and kind == kinds[0]:
+            changes[one.host, one.device].append((one.start_s, 1))
+        if at == stage and kind == kinds[-1]:
+            changes[one.host, one.device].append((one.end_s, -1))
+    return max(max(accumulate(count for _, count in sorted(own))) for own in changes.values())
 
 
 def _times(
