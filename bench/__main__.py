@@ -95,7 +95,7 @@ def run_and_write(run: Callable[[bool], report.Result], *, quick: bool, out: Pat
             console.print(f"  note: no figures, because {error}")
         else:
             plots.draw(result.name, result.figures, out)
-            plots.draw_charts(result.name, result.charts, out)
+            plots.draw_charts(result.charts, out)
 
 
 def run_each(names: list[str], *, quick: bool, out: Path) -> int:

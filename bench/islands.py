@@ -9,7 +9,8 @@ is the same function; the runtime cuts it, and the islands exchange gradients fr
 - The bytes that a host sends are counted by its bulk plane. The least that any algorithm needs is
   2 (N - 1) / N times the gradients' size over N islands, divided by the hosts of an island.
 
-All hosts share the cores of one machine, so nothing is gained by overlap: the ratio shows what the
+A timeline of a step shows gradients on their way while hosts compute (figure 12). All hosts share the cores
+of one machine, so nothing is gained by overlap: the ratio shows what the
 runtime costs.
 """
 
@@ -27,9 +28,10 @@ from jax.sharding import PartitionSpec as P
 import pw
 from bench.measure import alternate
 from bench.models import lm_init
+from bench.pictures import of_hosts, window
 from bench.pipeline_train import FULL, QUICK
 from bench.placement import new_mesh
-from bench.report import Result
+from bench.report import Chart, Result
 from bench.train import on_pw
 from bench.training import SEED, Task, Trainer, farthest
 from pw.client.trace.joined import cutting
@@ -72,6 +74,7 @@ def run(quick: bool) -> Result:
             sent_bytes(trainers["two islands"], 4 if quick else 10),
             gradient_bytes(work),
         )
+        result.charts.append(picture(trainers["two islands"]))
     for name, sample in samples.items():
         reference = samples["one island"] if name != "one island" else None
         result.add(name, {}, sample, "tokens/s", "one island", reference)
@@ -105,6 +108,17 @@ def joined(task: Task, mesh: pw.Mesh) -> Trainer:
     trainer = Trainer(step, pw.jit(task.initial_state, mesh=mesh)(SEED), task.batch)
     trainer.run(3)
     return trainer
+
+
+def picture(trainer: Trainer) -> Chart:
+    """Return a picture of a step (figure 12)."""
+    with pw.trace(None) as timeline:
+        trainer.run(4)
+    runs = sorted({one.run for one in timeline.computations})
+    middle = [one for one in timeline.computations if one.run == runs[len(runs) // 2]]
+    spans = of_hosts(timeline, lambda one: one.name)
+    shown = window(spans, min(one.start_s for one in middle), max(one.end_s for one in middle))
+    return Chart("figure-12", "a step over two islands", shown, {"two-islands": timeline})
 
 
 def sent_bytes(trainer: Trainer, steps: int) -> float:

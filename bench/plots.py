@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("agg")
 
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from bench.report import Chart, Figure
 
 MARKERS = "osD^vP*Xh<>"
 COLOURS = plt.get_cmap("tab20")
+
+
+def _colour(position: int) -> Any:
+    """Return one of twenty colours, the strong ones first."""
+    return COLOURS((2 * position + position // 10) % 20)
 
 
 def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
@@ -29,7 +36,7 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
     for axis, figure in zip(axes[0], figures, strict=True):
         for position, (label, points) in enumerate(figure.series.items()):
             marker = MARKERS[position % len(MARKERS)]
-            colour = COLOURS((2 * position + position // 10) % 20)  # the strong colours first
+            colour = _colour(position)
             xs, ys = [x for x, _ in sorted(points)], [y for _, y in sorted(points)]
             axis.plot(xs, ys, marker=marker, color=colour, label=label)
         axis.set_title(figure.title, fontsize=10)
@@ -50,23 +57,27 @@ def draw(name: str, figures: Sequence[Figure], directory: Path) -> None:
     plt.close(canvas)
 
 
-def draw_charts(name: str, charts: Sequence[Chart], directory: Path) -> None:
-    """Draw all charts of one result below each other, as NAME-charts.png and NAME-charts.svg."""
-    if not charts:
-        return
+def draw_charts(charts: Sequence[Chart], directory: Path) -> None:
+    """Draw the charts of each figure below each other, as FIGURE.png and FIGURE.svg."""
     directory.mkdir(parents=True, exist_ok=True)
+    for figure in dict.fromkeys(chart.figure for chart in charts):
+        _draw_figure(figure, [chart for chart in charts if chart.figure == figure], directory)
+
+
+def _draw_figure(figure: str, charts: Sequence[Chart], directory: Path) -> None:
     rows = [list(dict.fromkeys(span.row for span in chart.spans)) for chart in charts]
-    heights = [1.2 + 0.35 * len(names) for names in rows]
+    heights = [0.7 + 0.3 * len(names) for names in rows]
     canvas, axes = plt.subplots(
         len(charts),
         1,
-        figsize=(11, sum(heights)),
+        figsize=(12, 0.8 + sum(heights)),
         squeeze=False,
+        sharex=True,
         layout="constrained",
         height_ratios=heights,
     )
+    kinds = sorted({span.kind for chart in charts for span in chart.spans})
     for axis, chart, names in zip(axes[:, 0], charts, rows, strict=True):
-        kinds = sorted({span.kind for span in chart.spans})
         for index, kind in enumerate(kinds):
             ones = [span for span in chart.spans if span.kind == kind]
             axis.barh(
@@ -74,16 +85,18 @@ def draw_charts(name: str, charts: Sequence[Chart], directory: Path) -> None:
                 [span.length_s * 1e3 for span in ones],
                 left=[span.start_s * 1e3 for span in ones],
                 height=0.8,
-                color=COLOURS((2 * index + index // 10) % 20),
+                color=_colour(index),
                 edgecolor="white",
                 linewidth=0.3,
-                label=kind,
             )
-        axis.set_yticks(range(len(names)), names)
-        axis.set_xlim(left=0)
-        axis.set_title(chart.title, fontsize=10)
-        axis.set_xlabel("ms")
-        axis.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(chart.title, fontsize=10, loc="left")
+        axis.margins(x=0, y=0.02)
+    axes[-1, 0].set_xlim(left=0)
+    axes[-1, 0].set_xlabel("ms")
+    handles = [Patch(color=_colour(index), label=kind) for index, kind in enumerate(kinds)]
+    canvas.legend(handles=handles, fontsize=8, ncols=len(kinds), loc="outside lower center")
     for kind in ("png", "svg"):
-        canvas.savefig(directory / f"{name}-charts.{kind}", dpi=120)
+        canvas.savefig(directory / f"{figure}.{kind}", dpi=120)
     plt.close(canvas)

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import Sample
+from pw.client.timeline import chrome
+from pw.client.timeline.timeline import Timeline
 
 Params = Mapping[str, object]
 Series = dict[str, list[tuple[float, float]]]
@@ -76,6 +78,10 @@ class Span:
         """Return the same at another time."""
         return replace(self, start_s=self.start_s + by_s, end_s=self.end_s + by_s)
 
+    def between(self, first_s: float, last_s: float) -> Span:
+        """Return the part of it between two moments."""
+        return replace(self, start_s=max(self.start_s, first_s), end_s=min(self.end_s, last_s))
+
     def in_row(self, row: str) -> Span:
         """Return the same in another row."""
         return replace(self, row=row)
@@ -83,10 +89,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows of bars over time."""
+    """Rows of bars over time; the charts of one `figure`, which is a file's name, are drawn together."""
 
+    figure: str
     title: str
     spans: list[Span]
+    timelines: Mapping[str, Timeline]
+    """What it was drawn from, by the names of files for Perfetto."""
 
 
 @dataclass
@@ -183,7 +192,7 @@ def number(value: float) -> str:
 
 
 def write(result: Result, machine: dict[str, object], directory: Path) -> Path:
-    """Write the result and its machine to NAME.json in `directory`; returns the path."""
+    """Write the result and its machine to NAME.json in `directory`, and its timelines; returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{result.name}.json"
     content = {
@@ -205,8 +214,14 @@ def write(result: Result, machine: dict[str, object], directory: Path) -> Path:
         "bars": [asdict(bar) | {"holds": bar.holds} for bar in result.bars],
         "notes": result.notes,
         "figures": [asdict(figure) for figure in result.figures],
-        "charts": [asdict(chart) for chart in result.charts],
+        "charts": [
+            {"figure": chart.figure, "title": chart.title, "spans": list(map(asdict, chart.spans))}
+            for chart in result.charts
+        ],
     }
+    for chart in result.charts:
+        for name, timeline in chart.timelines.items():
+            chrome.write(timeline, directory / f"{chart.figure}-{name}.trace.json")
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
     return path
 
