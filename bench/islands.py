@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from bench.measure import alternate
 from bench.models import lm_init
-from bench.pictures import of_hosts, window
+from bench.pictures import hidden, of_hosts, window
 from bench.pipeline_train import FULL, QUICK
 from bench.placement import new_mesh
 from bench.report import Chart, Result
@@ -118,7 +118,10 @@ def picture(trainer: Trainer) -> Chart:
     middle = [one for one in timeline.computations if one.run == runs[len(runs) // 2]]
     spans = of_hosts(timeline, lambda one: one.name)
     shown = window(spans, min(one.start_s for one in middle), max(one.end_s for one in middle))
-    return Chart("figure-12", "a step over two islands", shown, {"two-islands": timeline})
+    title = (
+        f"a step over two islands: hosts compute during {hidden(shown):.0%} of the transfers' time"
+    )
+    return Chart("figure-12", title, shown, {"two-islands": timeline})
 
 
 def sent_bytes(trainer: Trainer, steps: int) -> float:

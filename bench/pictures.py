@@ -40,3 +40,15 @@ def of_hosts(timeline: Timeline, kind: Callable[[Computation], str]) -> list[Spa
     ]
     order = [row for host in hosts for row in (host, f"to {host}")]
     return sorted([*computing, *coming], key=lambda span: order.index(span.row))
+
+
+def hidden(spans: Sequence[Span]) -> float:
+    """Return the part of the transfers' time in which the host that they come to computes."""
+    coming = [span for span in spans if span.kind == "transfer"]
+    both_s = sum(
+        max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
+        for one in coming
+        for other in spans
+        if one.row == f"to {other.row}"
+    )
+    return both_s / sum(span.length_s for span in coming)

@@ -110,7 +110,9 @@ def run(quick: bool) -> Result:
             return steps * work.tokens_per_step / took_s
 
         samples = alternate(
-            {name: partial(reading, name) for name in trainers}, rounds=1 if quick else 5
+            {name: partial(reading, name) for name in trainers},
+            rounds=1 if quick else 5,
+            warm_up=0,  # all have run three steps
         )
         for name, pipe in plans.items():
             with pw.trace(
@@ -165,7 +167,7 @@ def _bubbles(result: Result, quick: bool) -> None:
             return found.bubble
 
         samples = alternate(
-            {name: partial(reading, name) for name in NAMES}, rounds=1 if quick else 5, warm_up=0
+            {name: partial(reading, name) for name in NAMES}, rounds=1 if quick else 3, warm_up=0
         )
     for name, sample in samples.items():
         expected = cases[name].expected

@@ -78,16 +78,19 @@ def _draw_figure(figure: str, charts: Sequence[Chart], directory: Path) -> None:
     )
     kinds = sorted({span.kind for chart in charts for span in chart.spans})
     for axis, chart, names in zip(axes[:, 0], charts, rows, strict=True):
+        whole_s = max(span.end_s for span in chart.spans)
         for index, kind in enumerate(kinds):
             ones = [span for span in chart.spans if span.kind == kind]
+            # White edges would hide short bars, and in their own colour these have some width.
+            edges = ["white" if o.length_s > whole_s / 100 else _colour(index) for o in ones]
             axis.barh(
                 [names.index(span.row) for span in ones],
                 [span.length_s * 1e3 for span in ones],
                 left=[span.start_s * 1e3 for span in ones],
                 height=0.8,
                 color=_colour(index),
-                edgecolor="white",
-                linewidth=0.3,
+                edgecolor=edges,
+                linewidth=0.5,
             )
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.invert_yaxis()

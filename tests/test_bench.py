@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import measure, report
+from bench import measure, pictures, report
 from bench.baselines.peer import Peer
 from bench.measure import GaveUp, Sample
 from bench.processor import resident_bytes
+from pw.client.timeline.timeline import Computation, Process, Timeline, Transfer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,6 +104,54 @@ def test_a_result_is_printed_and_written(tmp_path: Path) -> None:
     assert written["rows"][0]["values"] == [3.0, 6.0]
     assert written["rows"][0]["ratio"]["median"] == 2.5
     assert [bar["holds"] for bar in written["bars"]] == [False, True]
+
+
+def made_timeline() -> Timeline:
+    """Two hosts, and a transfer of 2 s; for one of them its receiver computes."""
+    ones = [("h0", "f", 0.0, 4.0), ("h1", "g", 1.0, 3.0), ("h1", "f", 4.0, 6.0)]
+    return Timeline(
+        length_s=6.0,
+        computations=[Computation(h, "0", name, 1, 0, a, a, b) for h, name, a, b in ones],
+        transfers=[
+            Transfer("h1", True, "edge", 2.0, 4.0, 8, 0, 1, 0, "h0"),
+            Transfer("h0", False, "edge", 2.0, 4.0, 8, 0, 1, 0, "h1"),
+            Transfer("h1", True, "upload", 0.0, 1.0, 8, 0),
+        ],
+        processes=[Process(host, 0.0, 1, 0, "") for host in ("h0", "h1")],
+    )
+
+
+def test_a_timeline_becomes_rows_of_computations_and_transfers() -> None:
+    spans = pictures.of_hosts(made_timeline(), lambda one: one.name)
+    assert [(s.row, s.kind, s.start_s, s.end_s) for s in pictures.window(spans, 1.0, 5.0)] == [
+        ("h0", "f", 0.0, 3.0),
+        ("h1", "g", 0.0, 2.0),
+        ("h1", "f", 3.0, 4.0),
+        ("to h1", "transfer", 1.0, 3.0),
+    ]
+    assert pictures.hidden(spans) == 0.5
+    assert [span.start_s for span in pictures.middle(spans, 1.0)] == [0.0, 0.0, 0.0]
+    with pytest.raises(GaveUp, match="no computations"):
+        pictures.window(spans, 7.0, 8.0)
+
+
+def test_charts_of_a_figure_are_drawn_and_their_timelines_are_written(tmp_path: Path) -> None:
+    timeline = made_timeline()
+    spans = pictures.of_hosts(timeline, lambda one: one.name)
+    result = report.Result("fake", "nothing")
+    for name in ("one", "two"):
+        result.charts.append(report.Chart("figure-0", name, spans, {name: timeline}))
+    written = json.loads(report.write(result, {}, tmp_path).read_text())
+    assert [chart["title"] for chart in written["charts"]] == ["one", "two"]
+    traced = json.loads((tmp_path / "figure-0-two.trace.json").read_text())
+    assert any(event["name"] == "g [A]" for event in traced["traceEvents"])
+    pytest.importorskip("matplotlib")
+    from bench import plots
+
+    plots.draw_charts(result.charts, tmp_path)
+    assert (tmp_path / "figure-0.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = (tmp_path / "figure-0.svg").read_text()
+    assert drawn.count("<!-- to h1 -->") == 2
 
 
 @pytest.mark.parametrize(
