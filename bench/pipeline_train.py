@@ -50,8 +50,8 @@ PIPELINE_BOUND = 0.97
 TOLERANCE = 1e-3
 DEVICES = 4
 MICRO_BATCHES_PER_STAGE = 4
-READING_S = 2.0
-TRACED_STEPS = 3
+READING_S = 1.5
+TRACED_STEPS = 2
 WHAT = "tokens/s of one decoder LM: SPMD, two islands, pipelines (Table 2, Fig. 10, Fig. 12)"
 
 _WHOLE, _ROWS = P(), P("data")
@@ -99,7 +99,7 @@ def run(quick: bool) -> Result:
         }
         trainers |= {name: (stages_of(name, name), 2) for name in NAMES}
         step_s = {name: _step_s(trainer) for name, (trainer, _) in trainers.items()}
-        steps = 1 if quick else max(3, round(READING_S / step_s["SPMD"]))
+        steps = 1 if quick else max(2, round(READING_S / step_s["SPMD"]))
         spent_s: dict[str, list[float]] = {name: [] for name in trainers}
 
         def reading(name: str) -> float:
