@@ -13,6 +13,9 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1; then echo $$python; break; fi; done)
 
+# Processes that run tests. Tests of processes wait often, so there is one more than two cores need.
+WORKERS ?= 3
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test bench wheel lint format lock clean
@@ -28,7 +31,7 @@ demo: $(STAMP)  ## train a small language model through the runtime
 	@$(RUN) -m examples.train_lm
 
 test: lint  ## everything CI checks: format, lint, types, import contracts, tests
-	@$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench

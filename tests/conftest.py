@@ -8,6 +8,9 @@ devices than threads wait for each other until the process aborts; `NPROC` and `
 enough threads whatever the machine. What is compiled here runs once or twice, so it is not optimized:
 that halves the time of tests that compile a model.
 
+The tests start hundreds of interpreters. Bytecode is written even where the environment says no:
+otherwise each of them compiles `pw` again.
+
 A runtime made of processes is tested by killing them, so the last check of a run is that none has
 survived it. The test process adopts the orphans of its descendants, so that a worker whose parent
 was killed is found as well; multiprocessing's resource tracker lives as long as the interpreter
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import select
 import shutil
@@ -40,6 +44,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     quickly = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quickly}".strip()
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # What workers compile is kept for this run of the tests, and no longer.
     _caches = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pw-tests-")
@@ -55,10 +62,20 @@ EXIT_GRACE_S = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
+LONG = {"test_sim.py", "test_pipelines.py", "test_islands.py", "test_example_model.py"}
+"""The longest files without processes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that start processes: they take longest, and workers end together."""
-    long = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in long)
+    """Begin with the files that take longest, so that workers end together: those with processes first."""
+    processes = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: (item.path not in processes, item.path.name not in LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives as long as the run: JAX, the tests and their tables."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
