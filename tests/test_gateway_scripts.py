@@ -50,13 +50,14 @@ print("up", flush=True)
 """
 
 ENDS = {
+    # Those that work until they are killed come first: all are started at the same time.
+    "gets Ctrl-C": (WORKING + "time.sleep(60)", signal.SIGINT, -signal.SIGINT),
+    "gets SIGKILL": (WORKING + "time.sleep(60)", signal.SIGKILL, -signal.SIGKILL),
     "is the paper's program": (PAPER + "print('up')", None, 0),
     "ends while work is pending": (WORKING, None, 0),
     "raises": (WORKING + "raise KeyError('mine')", None, 1),
     "leaves by sys.exit": (WORKING + "sys.exit(3)", None, 3),
     "leaves by os._exit": (WORKING + "os._exit(4)", None, 4),
-    "gets Ctrl-C": (WORKING + "time.sleep(60)", signal.SIGINT, -signal.SIGINT),
-    "gets SIGKILL": (WORKING + "time.sleep(60)", signal.SIGKILL, -signal.SIGKILL),
 }
 OWN_WORDS = {"raises": "KeyError: 'mine'", "gets Ctrl-C": "KeyboardInterrupt"}
 
@@ -123,21 +124,32 @@ def test_pw_run_gives_a_script_a_cluster_of_islands(tmp_path: Path) -> None:
         program.kill()
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"PW_DEVICES": "0"}, "PW_DEVICES must be a number of 1 or more, not '0'"),
-        ({"PW_DEVICES": "5", "PW_ISLANDS": "2"}, "5 devices do not divide over 2 islands"),
-        ({"PW_ADDRESS": "tcp://127.0.0.1:1"}, "could not be reached at tcp://127.0.0.1:1"),
-    ],
-)
-def test_devices_that_there_are_not_are_refused_in_words(
-    variables: dict[str, str], words: str, tmp_path: Path
-) -> None:
-    script = Program(tmp_path, ["-c", "import jax; jax.devices()"], JAX_PLATFORMS="pw", **variables)
-    try:
-        assert script.end(60) == 1
-        assert words in script.err
-        script.until_alone()
-    finally:
+REFUSED: dict[str, dict[str, str]] = {
+    "PW_DEVICES must be a number of 1 or more, not '0'": {"PW_DEVICES": "0"},
+    "5 devices do not divide over 2 islands": {"PW_DEVICES": "5", "PW_ISLANDS": "2"},
+    "could not be reached at tcp://127.0.0.1:1": {"PW_ADDRESS": "tcp://127.0.0.1:1"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
+    """All scripts of the table, by what they should say; one waits while other tests run."""
+    folder = tmp_path_factory.mktemp("refused")
+    command = ["-c", "import jax; jax.devices()"]
+    scripts = {
+        words: Program(folder, command, JAX_PLATFORMS="pw", **variables)
+        for words, variables in REFUSED.items()
+    }
+    yield scripts
+    for script in scripts.values():
         script.kill()
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_devices_that_there_are_not_are_refused_in_words(
+    words: str, refused: dict[str, Program]
+) -> None:
+    script = refused[words]
+    assert script.end(60) == 1
+    assert words in script.err
+    script.until_alone()
