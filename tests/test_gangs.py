@@ -18,7 +18,7 @@ from tests.scripts import finish, start_client
 
 pytestmark = pytest.mark.processes
 
-ROUNDS = 1500
+ROUNDS = 800
 
 CHAIN = """
 seed, island, rounds = np.uint32({seed}), {island!r}, {rounds}

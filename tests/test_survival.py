@@ -32,6 +32,8 @@ ROWS, COLUMNS = 4, 1000
 PRIME = 8191
 IN_FLIGHT, BETWEEN_CHECKPOINTS = 4, 5
 BOUND_S = 60.0
+PACE_S = 0.005
+"""Between steps, which would else take the processors from processes that start."""
 
 
 def status() -> Status:
@@ -103,7 +105,7 @@ class Training:
         state = pw.put(state, sharding=pw.NamedSharding(self._mesh, rows))
         in_flight: deque[Any] = deque()
         at = 0
-        while not self._stop.is_set() or in_flight:
+        while not self._stop.wait(PACE_S) or in_flight:
             if not self._stop.is_set():
                 state, probe = whole(state, self.batch(at))
                 in_flight.append(probe)
