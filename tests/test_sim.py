@@ -18,7 +18,7 @@ from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.mutations import MUTATIONS, Mutation, replay_launches
 from pw.testing.sim.report import failure
 
-SEEDS = int(os.environ.get("PW_SIM_SEEDS", "9"))
+SEEDS = int(os.environ.get("PW_SIM_SEEDS", "6"))
 BATCH = 15
 SEEDS_TO_CATCH = 12
 REGRESSIONS = [
