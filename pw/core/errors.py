@@ -142,6 +142,10 @@ _FAULT = ". This is a fault of pw, not of your program: please report it, with t
 INFRASTRUCTURE = frozenset(kind.__name__ for kind in (HostLost, TransferFailed, ConnectionFailed))
 """Errors without a cause in the program: one host of a gang may have them alone, and a replay helps."""
 
+SKIPPED = "Skipped"
+"""The kind of an error in the place of values that a branch which was not taken would have made. No user sees
+it: the results of a program are merges of such values (`pw.core.guards`)."""
+
 
 def _kinds(base: type[Error]) -> dict[str, type[Error]]:
     found = {base.__name__: base}

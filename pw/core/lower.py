@@ -165,10 +165,12 @@ def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -
     teams: dict[tuple[str, ...], None] = {}
     for step in draft.steps:
         if not isinstance(step, Edge):
-            computation = program.computations[program.nodes[step].computation]
+            node = program.nodes[step]
+            computation = program.computations[node.computation]
             team = _hosts(physical, computation)
-            # Each host makes its part of a view alone, when its own shards are ready.
-            teams |= dict.fromkeys([(host,) for host in team] if computation.is_view else [team])
+            # Each host makes its part of a view or a merge, and skips a computation, without the others.
+            is_alone = not computation.is_compiled or node.guard is not None
+            teams |= dict.fromkeys([(host,) for host in team] if is_alone else [team])
         elif step.slot in schedule.output_slots:
             teams[physical.hosts(step.destination.placement)] = None
     reporters = [first] if not teams or any(first in team for team in teams) else []
@@ -190,16 +192,18 @@ def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) 
         for position in program.computations[node.computation].donated
         if schedule.last_node[args[position]] == number
         and args.count(args[position]) == 1
+        and args[position] != schedule.guards[number]
         and args[position] not in kept
     )
-    return Execute(node.computation, args, schedule.results[number], donated)
+    guard = schedule.guards[number]
+    return Execute(node.computation, args, schedule.results[number], donated, guard, node.unless)
 
 
 def _touched(instruction: Instruction) -> Iterable[int]:
     """Return the slots that an instruction reads or fills on its host."""
     match instruction:
         case Execute():
-            return (*instruction.args, *instruction.results)
+            return (*instruction.reads, *instruction.results)
         case Send():
             return (instruction.slot,)
         case Receive():

@@ -186,6 +186,8 @@ class _Walk:
             return  # its results are shards of its arguments
         for slot in execute.results:
             self._add(self._specs[slot])
+        if self._program.computations[execute.computation].is_merge:
+            return  # its results are its arguments, which are freed right behind it if nothing else needs them
         taken = self._taken_over(execute)
         placement = self._program.computations[execute.computation].placement
         for group in self._groups_of[placement]:
@@ -219,7 +221,7 @@ class _Walk:
                     last[step.source_slot] = position
             else:
                 execute = self._executes[step]
-                last.update(dict.fromkeys((*execute.args, *execute.results), position))
+                last.update(dict.fromkeys((*execute.reads, *execute.results), position))
         stays = set(range(len(self._program.inputs))) - set(self._program.donated)
         stays.update(self._schedule.output_slots)
         ends: dict[int, list[int]] = {}

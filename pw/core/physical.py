@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pw.core.errors import PlacementError
+from pw.core.guards import check_merge
 from pw.core.plan import Route
 from pw.core.program import Computation, Program
 from pw.core.reshard import plan_routes
@@ -136,3 +137,5 @@ class Physical:
                     )
         if computation.is_view:
             check_view(computation)
+        if computation.is_merge:
+            check_merge(computation)

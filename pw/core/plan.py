@@ -47,6 +47,14 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag=0):
     results: tuple[int, ...]
     donated: tuple[int, ...]
     """Argument positions whose buffers may be taken over."""
+    guard: int = -1
+    """The slot of a boolean that must be true (with `unless`, false), or nothing is enqueued; -1 for none."""
+    unless: bool = False
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The slots of its arguments and of its guard."""
+        return self.args if self.guard < 0 else (*self.args, self.guard)
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag=1):

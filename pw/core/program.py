@@ -32,6 +32,8 @@ class Kind(StrEnum):
     (`pw.core.ways`)."""
     VIEW = "view"
     """Nothing: the results consist of shards of the arguments, where they lie."""
+    MERGE = "merge"
+    """Nothing: of the arguments (predicate, a..., b...), the results are a if the predicate is true, else b."""
 
 
 class Computation(msgspec.Struct, frozen=True, array_like=True):
@@ -68,9 +70,19 @@ class Computation(msgspec.Struct, frozen=True, array_like=True):
         return self.kind is not Kind.PYTHON
 
     @property
-    def has_code(self) -> bool:
-        """Whether it has an artifact."""
-        return self.kind is not Kind.VIEW and self.kind is not Kind.RESHARD
+    def has_artifact(self) -> bool:
+        """Whether its client has sent code for it."""
+        return self.is_compiled and self.kind is not Kind.RESHARD
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether hosts compile something for it."""
+        return self.kind is not Kind.VIEW and self.kind is not Kind.MERGE
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether its results are one or the other half of its arguments (`pw.core.guards`)."""
+        return self.kind is Kind.MERGE
 
     @property
     def is_view(self) -> bool:
@@ -91,10 +103,16 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a computation."""
+    """One call of a computation.
+
+    With a `guard`, a scalar boolean, it happens only if that is true (with `unless`, false); without it,
+    all that is computed from its results does not happen either.
+    """
 
     computation: int
     args: tuple[Value, ...]
+    guard: Value | None = None
+    unless: bool = False
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -131,8 +149,8 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
         return any(computation.is_view for computation in self.computations)
 
     def artifacts(self) -> tuple[bytes, ...]:
-        """Return the artifact of each computation that has code."""
-        return tuple([one.artifact for one in self.computations if one.has_code])
+        """Return the artifact of each computation that has one."""
+        return tuple([one.artifact for one in self.computations if one.has_artifact])
 
     def slices(self) -> set[int]:
         """Return the slices of the program."""

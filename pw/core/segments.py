@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pw.core.errors import ArgumentError
+from pw.core.guards import guard_of
 from pw.core.physical import Physical
 from pw.core.plan import Route
 from pw.core.program import Program, Value
@@ -65,6 +66,8 @@ class Schedule:
         self.physical = physical
         self.segments: list[Draft] = []
         self.args: list[tuple[int, ...]] = []
+        self.guards: list[int] = []
+        """The slot of each node's guard; -1 for none."""
         self.results: list[tuple[int, ...]] = []
         self.sends_after: defaultdict[int, list[Edge]] = defaultdict(list)
         self.last_node: dict[int, int | None] = {}
@@ -105,17 +108,19 @@ class Schedule:
             )
         arriving: list[Edge] = []
         slots = []
-        for value, spec in zip(node.args, computation.inputs, strict=True):
+        inputs = zip(node.args, computation.inputs, strict=True)
+        for value, spec in (*guard_of(node, computation), *inputs):
             if value.node >= number:
                 raise ArgumentError(
                     f"call {number} of {self._program.name!r} reads a result of call {value.node}, a later one"
                 )
             slots.append(self._slot(value, spec, arriving))
+        self.last_node.update(dict.fromkeys(slots, number))
+        self.guards.append(-1 if node.guard is None else slots.pop(0))
         segment = self._receive(self.physical.island(computation.placement), arriving)
         segment.steps.append(number)
         self._segment_of_node.append(segment.index)
         self.args.append(tuple(slots))
-        self.last_node.update(dict.fromkeys(slots, number))
 
     def _place_outputs(self) -> tuple[int, ...]:
         slots = []

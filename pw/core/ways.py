@@ -344,7 +344,8 @@ class _Writing:
         for node in program.nodes:
             inputs = program.computations[node.computation].inputs
             args = [self._value(*pair) for pair in zip(node.args, inputs, strict=True)]
-            self._number.append(self._add(node.computation, *args))
+            guard = None if node.guard is None else self._renumbered(node.guard)
+            self._number.append(self._add(Node(node.computation, tuple(args), guard, node.unless)))
         outputs = [Output(self._value(one.value, one.spec), one.spec) for one in program.outputs]
         return msgspec.structs.replace(
             program,
@@ -358,9 +359,12 @@ class _Writing:
         key = (value, wanted)
         if key not in self._arrived:
             edge = self._edges.get(key)
-            own = value if value.node < 0 else Value(self._number[value.node], value.index)
+            own = self._renumbered(value)
             self._arrived[key] = own if edge is None else self._moved(edge, own)
         return self._arrived[key]
+
+    def _renumbered(self, value: Value) -> Value:
+        return value if value.node < 0 else Value(self._number[value.node], value.index)
 
     def _moved(self, edge: EdgeWay, own: Value) -> Value:
         wanted = edge.destination
@@ -381,10 +385,10 @@ class _Writing:
         if index is None:
             index = self._index[source, destination] = len(self._computations)
             self._computations.append(reshard(source, destination))
-        return Value(self._add(index, value), 0)
+        return Value(self._add(Node(index, (value,))), 0)
 
-    def _add(self, computation: int, *args: Value) -> int:
-        self._nodes.append(Node(computation, args))
+    def _add(self, node: Node) -> int:
+        self._nodes.append(node)
         return len(self._nodes) - 1
 
 

@@ -204,6 +204,8 @@ class Read:
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     done: Callable[[list[np.ndarray[Any, Any]] | ErrorReport], None]
+    urgent: bool = False
+    """The next computation waits for the answer."""
 
 
 @dataclass(slots=True, eq=False)

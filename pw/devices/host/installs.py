@@ -61,7 +61,7 @@ class Installs(Part, dict[int, HostProgram]):
         for key, computation in zip(program.keys, body.computations, strict=True):
             if key is None:
                 continue
-            blob = blobs.get(computation.artifact) if computation.has_code else b""
+            blob = blobs.get(computation.artifact) if computation.has_artifact else b""
             if blob is None:
                 missing = CompileError(
                     f"the code of {computation.name!r} has not reached this host; make the pw.jit function anew"

@@ -21,6 +21,7 @@ from weakref import ref
 
 from pw.core.actor import Env, Part, handles
 from pw.core.errors import INFRASTRUCTURE, ErrorReport, HostLost
+from pw.core.guards import is_skipped
 from pw.core.ids import Address
 from pw.core.messages import CANCELLED, CallEnded, PassedLaunches
 from pw.core.plan import Execute, Free, Receive, Send
@@ -29,6 +30,7 @@ from pw.core.watchdog import Watchdog
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Backend, Op, Value
 from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.guards import Guards
 from pw.devices.host.lanes import Lanes
 from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.launch_order import LaunchOrder
@@ -81,6 +83,17 @@ class Interpreter(Part):
         self.ends = LaunchEnds(self._env, self._order, self.queue, self.arriving)
         self.recent: deque[RecentLaunch] = deque(maxlen=RECENT)
         self._outcomes = Outcomes(host, self._env.send)
+        self._guards = Guards(
+            host,
+            self._backend,
+            self.queue,
+            self.arriving,
+            self.ends,
+            lambda launch, instruction: self._execute(launch, instruction),
+            self.made,
+            self._break_gang,
+            self.advance,
+        )
 
     def put(self, client: int, work: Work, together: bool = False) -> None:
         """Do a piece of work after all earlier work of its client."""
@@ -145,10 +158,11 @@ class Interpreter(Part):
 
     def _go_on(self, launch: HostLaunch) -> bool:
         instructions = launch.segment.instructions
+        execute = self._guards.go if launch.segment.skips else self._execute
         while launch.position < len(instructions):
             instruction = instructions[launch.position]
             if isinstance(instruction, Execute):
-                if not self._execute(launch, instruction):
+                if not execute(launch, instruction):
                     return False
             elif not self._step(launch, instruction):
                 return False
@@ -197,6 +211,8 @@ class Interpreter(Part):
         for value in args:
             if value.error is None:
                 continue
+            if is_skipped(value.error):
+                return self._guards.poison(launch, instruction, value.error)
             lost = value.error.kind in INFRASTRUCTURE
             if together and (value.alone or lost) and value.error is not self._cut_short:
                 self._order.break_gang(run, value.error)
@@ -263,6 +279,13 @@ class Interpreter(Part):
         launch.last += (ref(results[-1]),)
         if launch.message.report:
             launch.to_watch = tuple(results)
+        return True
+
+    def _break_gang(self, run: HostRun, error: ErrorReport) -> bool:
+        """Stop the host, unless all hosts of a gang have the error; return whether it stops."""
+        if error is self._cut_short:
+            return False
+        self._order.break_gang(run, error)
         return True
 
     def _lose(self, launch: HostLaunch, error: ErrorReport, results: tuple[Value, ...]) -> None:
@@ -335,6 +358,9 @@ class Interpreter(Part):
         elif receive.edge in run.program.local_edges:
             pieces = tuple(piece for route in receive.routes for piece in route.pieces)
             here = run.program.devices(receive.spec)
+            if is_skipped(source.error):
+                result.error = source.error
+                return
             move = ops.Move(source, receive.source, devices, result, receive.spec, here, pieces)
             self.queue.ops.append(move)
             if source.error is not None and source.error.kind in INFRASTRUCTURE:
@@ -352,8 +378,8 @@ class Interpreter(Part):
     def _end(self, launch: HostLaunch) -> None:
         """All instructions of a launch have become ops."""
         message, run = launch.message, launch.run
+        awaited = self._guards.end(launch) if launch.segment.skips else []
         self.recent.append((run.run, message.segment, run.program, launch.last))
-        awaited: list[Value] = []
         if message.arguments is not None:
             for slot in run.program.passed_on:
                 awaited.append(run.slots[slot])

@@ -91,7 +91,7 @@ class LaunchEnds(Part):
         """Wait until these values are ready, or one has failed."""
 
         def done(error: ErrorReport | None) -> None:
-            if error is not None and is_computed and values[0].alone:
+            if error is not None and is_computed and any(value.alone for value in values):
                 self.order.break_gang(launch.run, error)
             if error is not None and error.kind in INFRASTRUCTURE:
                 launch.lost = launch.lost or error

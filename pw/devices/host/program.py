@@ -44,6 +44,9 @@ class Segment:
     """Ordinals of this host's devices that compute some of it."""
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """For the position of a computation, the donated arguments that the plan still needs."""
+    skips: dict[int, frozenset[int]] = field(default_factory=dict)
+    """If there are guards or merges, the devices of each computation by its position: which of them is the last
+    that is not skipped is not known before the run, nor whether another gang computation reads a result."""
 
     @classmethod
     def of(
@@ -78,10 +81,25 @@ class Segment:
                 kept = tuple(index for index in donated if index not in taken)
                 if kept:
                     segment.kept[position] = kept
+        if _may_skip(instructions, body):
+            for position, instruction in enumerate(instructions):
+                if isinstance(instruction, Execute):
+                    segment.skips[position] = own(body.computations[instruction.computation])
+                    if instruction.computation in gangs:
+                        segment.unread |= {position}
+            return segment
         segment.watched = frozenset(position for _, position in last)
         segment.watch_after = frozenset(_last_send(instructions, at) for at in segment.watched)
         segment.unread = _unread(instructions, gangs)
         return segment
+
+
+def _may_skip(instructions: tuple[Instruction, ...], body: Program) -> bool:
+    """Whether some instructions have a guard, or are merges."""
+    return any(
+        isinstance(one, Execute) and (one.guard >= 0 or body.computations[one.computation].is_merge)
+        for one in instructions
+    )
 
 
 def _last_send(instructions: tuple[Instruction, ...], position: int) -> int:
@@ -195,7 +213,7 @@ class HostProgram:
             body,
             plan,
             tuple(
-                _key(number, install, index) if index in used and not computation.is_view else None
+                _key(number, install, index) if index in used and computation.is_compiled else None
                 for index, computation in enumerate(body.computations)
             ),
             {},
@@ -220,6 +238,7 @@ class HostProgram:
             if computation.is_view:
                 located = {at: program.at(at) for at in (s.placement for s in computation.outputs)}
                 program.views = tuple(view_parts(computation, located, plan.host))
+            if not computation.is_compiled:
                 continue
             if any(device.host != plan.host for device in program.at(computation.placement)):
                 program.gangs.add(index)

@@ -90,7 +90,7 @@ class Explanations(Part):
             instruction = head.segment.instructions[head.position]
             slots: tuple[int, ...] = ()
             if isinstance(instruction, Execute):
-                slots = instruction.args
+                slots = instruction.reads
             elif isinstance(instruction, Send):
                 slots = (instruction.slot,)
             elif isinstance(instruction, Receive):
@@ -102,10 +102,23 @@ class Explanations(Part):
         edges = tuple(edge_of(value) for value in awaited if value not in unsettled)
         names = tuple(dict.fromkeys(unsettled[value] for value in awaited if value in unsettled))
         if isinstance(head, HostLaunch):
-            report = _report(*head.name, head.run.program, "waiting" if awaited else "queued")
+            names += tuple(_makers_of_predicates(head))
+            is_waiting = bool(awaited or names)
+            report = _report(*head.name, head.run.program, "waiting" if is_waiting else "queued")
             return replace(report, waits_for=edges, unsettled=names)
         client = client_id(head.client, 0) if isinstance(head, Replicating) else 0
         return LaunchReport(client, 0, "copies", (), "waiting", edges, names)
+
+
+def _makers_of_predicates(launch: HostLaunch) -> Iterator[str]:
+    """Return the names of the computations whose results are read as predicates now."""
+    run, instructions = launch.run, launch.segment.instructions[: launch.position]
+    read = [value for value, known in (run.decisions or {}).items() if known is None]
+    for instruction in instructions:
+        if isinstance(instruction, Execute):
+            made = [run.slots.get(slot) for slot in instruction.results]
+            if any(value in made for value in read):
+                yield run.program.body.computations[instruction.computation].name
 
 
 def _report(run: int, segment: int, program: HostProgram, state: str) -> LaunchReport:

@@ -26,8 +26,20 @@ class HostRun:
     """Its place among the runs of this host."""
     made: set[int] = field(default_factory=set)
     """Slots of results whose making op has been submitted."""
+    decisions: dict[Value, bool | ErrorReport | None] | None = None
+    """What was read of its predicates, or their errors; None for one that the backend reads."""
     launched: int = -1
     """Its newest segment here; segments are launched in their order."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a launch with guards or merges has made so far (`pw.devices.host.guards`)."""
+
+    latest: dict[frozenset[int], Value] = field(default_factory=dict)
+    """The last result on each set of devices."""
+    merged: list[Value] = field(default_factory=list)
+    """Results of the program that merges have made."""
 
 
 @dataclass(slots=True)
@@ -53,6 +65,8 @@ class HostLaunch:
     """When its first computation was enqueued whose results wait for their outcome."""
     busy_s: float = 0.0
     """The device time that it is charged with."""
+    taken: Taken | None = None
+    """Of a segment with guards or merges: what it has not skipped."""
 
     @property
     def name(self) -> tuple[int, int]:

@@ -147,6 +147,7 @@ class JaxBackend:
         """Run computations in order; build arrays and answer questions at once."""
         computing: deque[Op] = deque()
         asking: list[Watch | Read] = []
+        urgent = False
         for op in ops:
             if isinstance(op, Execute):
                 computing.append(op)
@@ -154,6 +155,7 @@ class JaxBackend:
                 self._builds.begin(op)
             elif isinstance(op, Read):
                 op.value.reads_begun += 1  # before any of these ops may donate the value
+                urgent = urgent or op.urgent
                 asking.append(op)
             elif isinstance(op, Watch) and op.values and not _is_of_last(op, computing):
                 asking.append(op)
@@ -163,7 +165,7 @@ class JaxBackend:
         for question in asking:
             self._answers.look(question, nothing_comes=nothing_comes)
         if computing:
-            self.execution.submit(computing)
+            self.execution.submit(computing, urgent=urgent)
 
     def snapshot(
         self, value: Value, spec: ArraySpec, devices: tuple[DeviceAddress, ...]

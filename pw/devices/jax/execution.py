@@ -52,10 +52,13 @@ class Execution:
         """Whether the execute thread has nothing to do."""
         return self._submitted == self._ended
 
-    def submit(self, ops: deque[Op]) -> None:
-        """Run `ops` after all ops before; on the loop, as far as they take no time."""
+    def submit(self, ops: deque[Op], *, urgent: bool = False) -> None:
+        """Run `ops` after all ops before; on the loop, as far as they take no time.
+
+        `urgent`: the loop has nothing to submit before it knows a result of them.
+        """
         with self._submitting:
-            if self._submitted == self._ended and not self._closed and self._pays_here(ops):
+            if self._submitted == self._ended and not self._closed and self._pays_here(ops, urgent):
                 self._run_here(ops)
             if ops:
                 self._submitted += 1
@@ -71,7 +74,7 @@ class Execution:
         """Run no more ops."""
         self._closed = True
 
-    def _pays_here(self, ops: deque[Op]) -> bool:
+    def _pays_here(self, ops: deque[Op], urgent: bool) -> bool:
         """Whether the loop runs `ops` in less time than a change of threads takes.
 
         With many ops at once, or one soon after the other, the execute thread stays awake and works
@@ -79,7 +82,7 @@ class Execution:
         """
         if len(ops) > _FEW_OPS or not self._takes_no_time(ops[0]):
             return False
-        return isinstance(ops[0], Watch) or self._quick.comes_alone(time.monotonic())
+        return urgent or isinstance(ops[0], Watch) or self._quick.comes_alone(time.monotonic())
 
     def _takes_no_time(self, op: Op) -> bool:
         if isinstance(op, Execute):

@@ -1,0 +1,174 @@
+"""Skips computations, and makes merges, as guards and predicates say (`pw.core.guards`).
+
+A predicate is read once in each run of a host. Until then the launch waits as for a value that has not
+arrived. A predicate that was skipped itself, or has failed, is known without a read.
+
+A merge enqueues nothing: its result is the chosen value. Only a result of the program, which other work may
+know already, is a view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from pw.core.errors import INFRASTRUCTURE, ErrorReport
+from pw.core.guards import NOT_TAKEN, is_skipped, predicate_spec
+from pw.core.plan import Execute
+from pw.core.program import Computation
+from pw.core.sharding import ArraySpec
+from pw.devices.host.backend import Backend, Read, Value, relative
+from pw.devices.host.launch_end import LaunchEnds
+from pw.devices.host.views import ViewPart, view_op
+from pw.devices.host.work import Arriving, HostLaunch, HostRun, OpQueue, Taken
+
+
+@dataclass(eq=False, repr=False)
+class Guards:
+    """Does the guarded instructions and the merges of one host."""
+
+    host: str
+    backend: Backend
+    queue: OpQueue
+    arriving: Arriving
+    ends: LaunchEnds
+    execute: Callable[[HostLaunch, Execute], bool]
+    """Enqueues a computation; returns False if a value that it reads has not arrived."""
+    made: Callable[[HostRun, int], None]
+    """Notes that the value of a slot is in the queue, or has an error."""
+    break_gang: Callable[[HostRun, ErrorReport], bool]
+    """Stops the host, and returns True, unless all hosts of a gang have the error."""
+    advance: Callable[[], None]
+    """Goes on with the work that waits."""
+
+    def go(self, launch: HostLaunch, instruction: Execute) -> bool:
+        """Do an instruction of a segment with guards or merges; return False if it must wait."""
+        run = launch.run
+        if launch.taken is None:
+            launch.taken = Taken()
+        computation = run.program.body.computations[instruction.computation]
+        if instruction.guard >= 0:
+            taken = self._decision(run, instruction.guard, computation)
+            if taken is None:
+                return False
+            if isinstance(taken, ErrorReport):
+                alone = run.slots[instruction.guard].alone
+                return self.poison(launch, instruction, taken, alone=alone)
+            if taken is instruction.unless:
+                return self.poison(launch, instruction, NOT_TAKEN)
+        if computation.is_merge:
+            return self._merge(launch, instruction, computation)
+        if not self.execute(launch, instruction):
+            return False
+        if instruction.results:
+            last = run.slots[instruction.results[-1]]
+            if last.error is None:
+                devices = launch.segment.skips[launch.position]
+                latest = launch.taken.latest
+                for known in [known for known in latest if known < devices]:
+                    del latest[known]
+                latest[devices] = last
+        return True
+
+    def end(self, launch: HostLaunch) -> list[Value]:
+        """Watch the last results of a launch on each device; return those that merges have made."""
+        taken, launch.taken = launch.taken or Taken(), None
+        latest, merged = tuple(taken.latest.values()), taken.merged
+        launch.last = tuple([ref(value) for value in (*latest, *merged)])
+        if launch.message.report and latest:
+            launch.to_watch = latest
+            self.ends.watch_results(launch)
+        return merged
+
+    def poison(
+        self, launch: HostLaunch, instruction: Execute, error: ErrorReport, *, alone: bool = False
+    ) -> bool:
+        """Give the results of an instruction an error in place of its op; later work must know it now.
+
+        `alone`: other hosts may do the instruction, which a gang must not.
+        """
+        run = launch.run
+        is_lost = error.kind in INFRASTRUCTURE
+        is_joint = instruction.computation in run.program.gangs
+        if is_joint and (alone or is_lost) and self.break_gang(run, error):
+            return False
+        if is_lost:
+            launch.lost = error
+        for slot in instruction.results:
+            value = run.slots.get(slot)
+            if value is None:
+                value = run.slots[slot] = Value()
+            value.alone, value.error = alone, error
+            self.made(run, slot)
+        return True
+
+    def _decision(
+        self, run: HostRun, slot: int, computation: Computation
+    ) -> bool | ErrorReport | None:
+        """Return the predicate in a slot, or its error; None if it must be waited for."""
+        if run.decisions is None:
+            run.decisions = {}
+        known, value = run.decisions, run.slots[slot]
+        if value in known:
+            return known[value]
+        if value in self.arriving:
+            return None
+        if value.error is not None:
+            return value.error
+        placement = computation.placement
+        spec, devices = predicate_spec(placement), run.program.at(placement)
+        ready = self.backend.snapshot(value, spec, devices)
+        if ready:
+            known[value] = bool(ready[0][1])
+            return known[value]
+        known[value] = None
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            known[value] = views if isinstance(views, ErrorReport) else bool(views[0])
+            self.advance()
+
+        here = next(at for at, device in enumerate(devices) if device.host == self.host)
+        boxes = [(here, relative(spec.box(here)))]
+        self.queue.ops.append(Read(value, boxes, spec, devices, read, urgent=True))
+        return None
+
+    def _merge(self, launch: HostLaunch, merge: Execute, computation: Computation) -> bool:
+        """Make the results of a merge as soon as the chosen values are here; the others do not matter."""
+        run, slots = launch.run, launch.run.slots
+        decision = self._decision(run, merge.args[0], computation)
+        if decision is None:
+            return False
+        if isinstance(decision, ErrorReport) and not is_skipped(decision):
+            return self.poison(launch, merge, decision, alone=slots[merge.args[0]].alone)
+        first = 1 if decision is True else 1 + len(merge.results)
+        sources = range(first, first + len(merge.results))
+        if self.arriving and any(slots[merge.args[at]] in self.arriving for at in sources):
+            return False
+        for slot, at, spec in zip(merge.results, sources, computation.outputs, strict=True):
+            source = slots[merge.args[at]]
+            if slot in run.program.outputs_of_slot:
+                self._view(launch, source, slot, spec)
+            else:
+                if at not in merge.donated:  # something else needs it as well
+                    source.shared = True
+                slots[slot] = source
+        return True
+
+    def _view(self, launch: HostLaunch, source: Value, slot: int, spec: ArraySpec) -> None:
+        """Make a result of the program of a chosen value."""
+        run = launch.run
+        devices, result = run.program.devices(spec), run.slots[slot]
+        here = tuple([(at, at) for at, one in enumerate(devices) if one.host == self.host])
+        part = ViewPart(0, spec, devices, ((0, here),), ())
+        self.queue.ops.append(view_op(part, (source,), result))
+        if source.error is not None:  # later launches must know before the backend finds out
+            result.alone, result.error = source.alone, source.error
+            if source.error.kind in INFRASTRUCTURE:
+                launch.lost = source.error
+        assert launch.taken is not None
+        launch.taken.merged.append(result)
+        self.made(run, slot)
