@@ -46,6 +46,8 @@ def compute(
     made = []
     for index, spec in enumerate(outputs):
         data = _stretched(seed + index.to_bytes(4, "little"), spec.size_bytes)
+        if spec.dtype == "bool":
+            data = bytes([byte & 1 for byte in data])
         made.append(np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape))
     return made
 

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from pw.core.guards import is_skipped
 from pw.core.ids import Address
 from pw.core.messages import (
     CANCELLED,
@@ -99,6 +100,9 @@ class Monitors:
         world.watch_sent(AllocateSlice, self._asked_for)
         world.watch_sent(SliceBound, self._bound)
         cluster.alterations.append(self._watch_order)
+        self._taken: dict[tuple[int, int], bool] = {}
+        """Whether the computation that makes a slot of a run was enqueued, or skipped."""
+        cluster.alterations.append(self._watch_guards)
 
     # --- launches ------------------------------------------------------------------------------------
 
@@ -178,6 +182,28 @@ class Monitors:
             return done
 
         interpreter._execute = watched
+
+    def _watch_guards(self, host: SimHost) -> None:
+        """See that all hosts of a gang skip alike."""
+        guards: Any = host.executor.interpreter._guards
+        go = guards.go
+
+        def watched(launch: Any, instruction: Execute) -> bool:
+            done = bool(go(launch, instruction))
+            run = launch.run
+            computation = run.program.body.computations[instruction.computation]
+            if not done or not instruction.results or computation.is_merge:
+                return done
+            error = run.slots[instruction.results[0]].error
+            if error is None or is_skipped(error):
+                self._world.checked["branches"] += 1
+                taken = self._taken.setdefault((run.run, instruction.results[0]), error is None)
+                if taken is not (error is None):
+                    what = f"{computation.name!r} of run {run.run:x}"
+                    raise Violation("G1", f"{host.name} and another host do not skip {what} alike")
+            return done
+
+        guards.go = watched
 
     # --- answers -------------------------------------------------------------------------------------
 

@@ -11,25 +11,7 @@ import msgspec
 from pw.core.messages import Artifact
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding
-from pw.testing.sim.pipelines import random_pipeline
-from pw.testing.sim.profiles import Profile
-from pw.testing.sim.programs import Draft, Slice, random_program, random_spec
-
-
-def random_draft(
-    random: Random,
-    profile: Profile,
-    slices: Sequence[Slice],
-    kinds: Sequence[ArraySpec],
-    name: str,
-) -> Draft:
-    """Return a program of a form that the profile has."""
-    if profile.moves and random.random() < profile.moves:
-        return random_moves(random, slices, kinds, name)
-    if profile.pipelines and random.random() < profile.pipelines:
-        return random_pipeline(random, slices, kinds, name)
-    broken = profile.broken_programs and random.random() < 0.05
-    return random_program(random, slices, kinds, name, broken=broken)
+from pw.testing.sim.programs import Draft, Slice, random_spec
 
 
 def random_moves(

@@ -40,6 +40,7 @@ from pw.devices.host import backend as ops
 from pw.devices.host.replica_memory import Replica
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim import (  # they register their own
+    mutations_of_branches,  # noqa: F401
     mutations_of_moves,  # noqa: F401
     mutations_of_pipelines,  # noqa: F401
     mutations_of_reductions,  # noqa: F401

@@ -29,6 +29,10 @@ from pw.testing.sim.views import contents
 INFRASTRUCTURE = frozenset(
     ("HostLost", "ArrayLost", "TransferFailed", "ConnectionFailed", "Disconnected")
 )
+_TRUE = b"\x01"
+"""The predicate of a branch that is taken."""
+_SKIPPED = b"skipped"
+"""In the place of what a branch that is not taken would make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,17 @@ class Oracle:
             given = [values[arg.node, arg.index] for arg in node.args]
             inputs = [data for data in given if data is not None]
             made: list[Any] = [None] * len(computation.outputs)
-            if computation.is_view:
+            guard = node.guard
+            taken = _TRUE if guard is None else values[guard.node, guard.index]
+            if taken is _SKIPPED or (taken is not None and (taken == _TRUE) is node.unless):
+                made = [_SKIPPED] * len(computation.outputs)
+            elif taken is None:
+                pass
+            elif computation.is_merge:
+                if given[0] is not None:  # a predicate that was skipped counts as false
+                    first = 1 if given[0] == _TRUE else 1 + len(made)
+                    made = given[first : first + len(made)]
+            elif computation.is_view:
                 made = list(contents(computation, given))
             elif not computes(blob):
                 kinds |= {"ComputationFailed"}

@@ -71,6 +71,8 @@ class Profile:
     """For each act of a client, the probability that it runs a program that reduces between its slices."""
     timelines: float = 0.0
     """For each act of a client, the probability that it records a timeline."""
+    branches: float = 0.15
+    """For each program that a client registers, the probability that it has branches."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
 
@@ -105,6 +107,7 @@ _NO_FAULTS = (
     "streams",
     "reductions",
     "timelines",
+    "branches",
 )
 """Numbers of a profile that say how clients work."""
 FAULTS = tuple(
@@ -219,6 +222,14 @@ PROFILES = {
             "timelines-lost",
             span_s=20.0,
             timelines=0.1,
+            **(_NETWORK | _LOSSES),
+        ),
+        Profile("branches", branches=0.8),
+        Profile(
+            "branches-lost",
+            span_s=20.0,
+            branches=0.8,
+            device_memory_bytes=256 << 10,
             **(_NETWORK | _LOSSES),
         ),
         Profile("chaos", span_s=20.0, **(_NETWORK | _LOSSES)),

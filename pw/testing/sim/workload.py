@@ -27,10 +27,10 @@ from pw.core.messages import (
 from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
 from pw.core.stablehlo import Stablehlo, encode
 from pw.testing.sim.digests import DOES_NOT_COMPILE
+from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
-from pw.testing.sim.moving import random_draft
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import Draft, Slice, random_kinds
 from pw.testing.sim.reductions import reduction

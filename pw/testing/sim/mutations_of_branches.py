@@ -1,0 +1,54 @@
+"""Deliberate bugs of branches (see `mutations`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from pw.core.guards import is_skipped
+from pw.core.ids import Address
+from pw.core.messages import EdgeFailed
+from pw.testing.sim.breaking import mutation, tamper
+from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.host import SimHost
+
+
+def _on_decisions(cluster: SimCluster, is_wrong: Callable[[SimHost, Any], bool]) -> None:
+    """Turn the predicates around that some hosts read for some computations."""
+
+    def careless(host: SimHost) -> None:
+        guards: Any = host.executor.interpreter._guards
+        decide = guards._decision
+
+        def turned(run: Any, slot: int, computation: Any) -> Any:
+            decision = decide(run, slot, computation)
+            wrong = isinstance(decision, bool) and is_wrong(host, computation)
+            return not decision if wrong else decision
+
+        guards._decision = turned
+
+    cluster.alterations.append(careless)
+
+
+@mutation("take-a-branch-on-one-host", "branches", "G1")
+def _alone(cluster: SimCluster) -> None:
+    """Some hosts of a gang take the branch that the others skip."""
+    names = sorted(host.name for host in cluster.hosts)
+    _on_decisions(cluster, lambda host, one: not one.is_merge and host.name in names[::2])
+
+
+@mutation("merge-the-other-branch", "branches", "oracle")
+def _contrary(cluster: SimCluster) -> None:
+    """A merge gives the results of the branch that was not taken."""
+    _on_decisions(cluster, lambda host, one: bool(one.is_merge))
+
+
+@mutation("skip-in-silence", "branches", "liveness", "oracle", "epochs last")
+def _silent(cluster: SimCluster) -> None:
+    """A host does not tell the others that it sends no value of a branch that it skips."""
+
+    def alter(random: Random, to: Address, message: EdgeFailed) -> list[Any] | None:
+        return [] if is_skipped(message.error) else None
+
+    tamper(cluster, EdgeFailed, alter)
