@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from pw.client.plan import plan
     from pw.client.status import status
     from pw.client.timeline.tracing import trace
+    from pw.client.trace.cond import cond
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
     from pw.client.trace.pmap import pmap
@@ -92,6 +93,7 @@ _LAZY = {
     "program": "pw.client.trace.program",
     "grad": "pw.client.gradients.gradients",
     "value_and_grad": "pw.client.gradients.gradients",
+    "cond": "pw.client.trace.cond",
     "host_function": "pw.client.trace.host_function",
     "Part": "pw.core.parts",
     "stream": "pw.client.feeding.stream",
@@ -131,6 +133,7 @@ __all__ = [
     "program",
     "grad",
     "value_and_grad",
+    "cond",
     "host_function",
     "Part",
     "stream",

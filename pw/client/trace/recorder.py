@@ -7,9 +7,10 @@ consumers: each different placement is an input of the program.
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,12 +21,14 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.connection import current
+from pw.client.trace.branch import Branch
 from pw.client.trace.export import Traced, constant
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
+from pw.core.guards import merge
 from pw.core.messages import INLINE_BYTES
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec
@@ -58,9 +61,13 @@ class Recorder:
         self._timeout_s = timeout_s
         self._feeds: list[Feed] = []
         self._feed_of: dict[Any, int] = {}
-        self._traced: list[Traced] = []
+        self._artifacts: dict[bytes, bytes] = {}
         self._index_of: dict[Computation, int] = {}
         self._nodes: list[Node] = []
+        self.branch: Branch | None = None
+        """The branch that is traced; each node is guarded by its predicate."""
+        self._branches: list[Branch | None] = []
+        """The branch of each node."""
         self._picks: list[Pick] = []
         """Islands' parts of leaves; they follow the leaves of a call, the last one first."""
         self._position_of: dict[Any, int] = {}
@@ -96,6 +103,10 @@ class Recorder:
             return ProgramTracer(self, leaf.aval, leaf._type, value, None)
         return ProgramTracer(self, aval_of(signature_of(leaf)), None, None, _Constant(leaf))
 
+    def constant_of(self, tracer: ProgramTracer) -> Any:
+        """Return the host value that the function has made or closed over; None for other values."""
+        return tracer._leaf.value if isinstance(tracer._leaf, _Constant) else None
+
     def call(self, traced: Traced | JoinedTraced, leaves: Sequence[Any]) -> list[ProgramTracer]:
         """Add a node that applies `traced` to `leaves`; returns its results."""
         self._use(traced.mesh)
@@ -125,15 +136,26 @@ class Recorder:
                 self._given[identity] = computation.name
             if arguments[position]._value is None:
                 self._given[args[position]] = computation.name
-        index = self._index_of.get(computation)
-        if index is None:
-            index = self._index_of[computation] = len(self._traced)
-            self._traced.append(traced)
-        self._nodes.append(Node(index, tuple(args)))
+        self._artifacts[computation.artifact] = traced.artifact
+        return self._results(computation, args, traced.mesh, traced.outputs)
+
+    def _results(
+        self,
+        computation: Computation,
+        args: Sequence[Value],
+        mesh: Mesh,
+        types: Sequence[ArrayType],
+    ) -> list[ProgramTracer]:
+        """Add a node of the current branch; returns its results."""
+        index = self._index_of.setdefault(computation, len(self._index_of))
+        branch = self.branch
+        guard = None if branch is None else self._predicate(branch.predicate, mesh)
+        self._nodes.append(Node(index, tuple(args), guard, branch is not None and branch.unless))
+        self._branches.append(branch)
         node = len(self._nodes) - 1
         return [
             ProgramTracer(self, type_.aval, type_, Value(node, result), None)
-            for result, type_ in enumerate(traced.outputs)
+            for result, type_ in enumerate(types)
         ]
 
     def tape_of(self, leaves: Sequence[Any]) -> Tape | None:
@@ -143,7 +165,7 @@ class Recorder:
             tape = tape.outer
         return tape
 
-    @contextlib.contextmanager
+    @contextmanager
     def taping(self, tape: Tape | None) -> Iterator[None]:
         """In the block, `tape` is the innermost tape."""
         before, self.tape = self.tape, tape
@@ -151,6 +173,61 @@ class Recorder:
             yield
         finally:
             self.tape = before
+
+    # --- branches ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def within(self, branch: Branch) -> Iterator[None]:
+        """Record what follows in a branch. What it donates is there for the other branch."""
+        outer, given = self.branch, self._given
+        self.branch, self._given = branch, dict(given) if branch.given is None else branch.given
+        try:
+            yield
+        finally:
+            branch.given = self._given
+            self.branch, self._given = outer, given
+
+    def is_of_branch(self, tracer: ProgramTracer) -> bool:
+        """Whether a value is made in the current branch, and not before it."""
+        value = tracer._value
+        return value is not None and value.node >= 0 and self._branches[value.node] is self.branch
+
+    def merge(
+        self,
+        name: str,
+        branches: tuple[Branch, Branch],
+        values: Sequence[tuple[Value, Value]],
+        types: Sequence[ArrayType],
+    ) -> list[ProgramTracer]:
+        """Return what the taken one of two branches has made; what either has donated is gone.
+
+        Args:
+            name: for the user.
+            branches: for a true predicate, and for a false one.
+            values: the results of both, as `place` returned them.
+            types: of the results; both lie so.
+        """
+        for branch in branches:
+            self._given.update(branch.given or {})
+        at_mesh: defaultdict[Mesh, list[int]] = defaultdict(list)
+        for position, type_ in enumerate(types):
+            at_mesh[type_.sharding.mesh].append(position)
+        merged: dict[int, ProgramTracer] = {}
+        for mesh, positions in at_mesh.items():
+            here = [types[position] for position in positions]
+            predicate = self._predicate(branches[0].predicate, mesh)
+            halves = [values[position][half] for half in (0, 1) for position in positions]
+            computation = merge(name, [type_.spec for type_ in here])
+            made = self._results(computation, [predicate, *halves], mesh, here)
+            merged.update(zip(positions, made, strict=True))
+        return [merged[position] for position in range(len(types))]
+
+    def _predicate(self, tracer: ProgramTracer, mesh: Mesh) -> Value:
+        """Return the predicate for hosts of a mesh; it may be donated to a computation meanwhile."""
+        if tracer._value is not None:
+            return tracer._value
+        type_ = ArrayType.of(tracer.aval, NamedSharding.replicated(mesh))
+        return self.place(tracer, type_, "pw.cond")
 
     def reshard(self, leaf: Any, sharding: NamedSharding) -> ProgramTracer:
         """Return the value with this sharding: another array, unless it has the sharding already."""
@@ -187,6 +264,7 @@ class Recorder:
         """Return the value for a consumer; a host value becomes an input of its own type, or `type_`."""
         self._check_not_given(tracer, consumer)
         if tracer._value is not None:
+            self._check_in_branch(tracer, consumer)
             return tracer._value
         type_ = tracer._type or type_
         source = tracer._leaf
@@ -238,6 +316,16 @@ class Recorder:
                 f"that was donated to the computation {donated_to!r} before"
             )
 
+    def _check_in_branch(self, tracer: ProgramTracer, consumer: str) -> None:
+        value = tracer._value
+        branch = None if value is None or value.node < 0 else self._branches[value.node]
+        if branch is not None and not branch.encloses(self.branch):
+            raise TracerError(
+                f"{consumer!r} uses a value {tracer.aval.str_short()} that {branch.name!r}, a branch of a "
+                "pw.cond, has made; outside of the branch it may not exist. Return it from both branches "
+                "instead, and use the result of pw.cond"
+            )
+
     def finish(self, outputs: Sequence[ProgramTracer], tree: Any = None) -> Launch:
         """Register the program with these results, each with the sharding of its tracer."""
         delivered, types = [], []
@@ -261,15 +349,14 @@ class Recorder:
             return Launch(current.runtime(), self.name, None, (), (), {}, tree)
         program = Program(
             self.name,
-            tuple(traced.computation for traced in self._traced),
+            tuple(self._index_of),
             tuple(self._nodes),
             tuple(feed.type.spec for feed in self._feeds),
             tuple(delivered),
             tuple(sorted(donated)),
             self._timeout_s,
         )
-        artifacts = {traced.computation.artifact: traced.artifact for traced in self._traced}
-        number = self.runtime.register_program(program, artifacts)
+        number = self.runtime.register_program(program, self._artifacts)
         if self._picks or len(whole) > len(outputs):
             launch = JoinedLaunch(
                 self.runtime, self.name, number, self._feeds, types, donated, tree

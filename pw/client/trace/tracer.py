@@ -66,6 +66,7 @@ class ProgramTracer(Methods):
             f"{why} needs the value {self.aval.str_short()} of the program {self.recorder.name!r}, in "
             f"{_user_line()}, but while a program is traced its values do not exist yet. Move this into "
             "a pw.jit function (there with jnp.where or jax.lax.cond instead of if), "
+            "choose between pw.jit functions with pw.cond, "
             "make it a static argument of the program, or return the value and use it outside"
         )
 

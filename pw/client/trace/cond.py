@@ -1,0 +1,244 @@
+"""`pw.cond`: one of two functions of a program runs, as a predicate says.
+
+Both functions are traced, and each of their computations gets a guard (`pw.core.guards`): it has its place in
+the order of launches, and its hosts skip it if the predicate says so. The results are merges. If one `cond`
+lies in another, its predicate is computed in the outer branch, so all of the inner one is skipped with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pw.client.arrays.mesh import Mesh, default_mesh
+from pw.client.arrays.operators import apply_built
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.signature import ArrayType
+from pw.client.trace.branch import Branch
+from pw.client.trace.function import tree_unflatten, under_jax_trace
+from pw.client.trace.prefixes import on_mesh, spread
+from pw.client.trace.program import ProgramFunction, program
+from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
+from pw.core.errors import ArgumentError
+
+PROGRAMS_KEPT = 128
+"""Pairs of functions that were called outside of a program, and whose programs are kept."""
+
+
+def cond(
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    out_shardings: Any = None,
+) -> Any:
+    """Return `true_fun(*operands)` if `pred` is true, else `false_fun(*operands)`; only one of them runs.
+
+    In a `pw.program`, both functions are traced, and call `pw.jit` functions on any devices. The hosts of the
+    branch that is not taken skip its computations: nothing runs, and nothing is sent. Called alone, it is a
+    program of its own, kept for these two functions: define them once. In a `pw.jit` function it is
+    `jax.lax.cond`.
+
+    Args:
+        pred: a scalar boolean, on any devices or on this machine.
+        true_fun, false_fun: functions of the operands, with results of the same tree, shapes and dtypes.
+        operands: trees of arrays and numbers.
+        out_shardings: a tree prefix of the results, with `pw.NamedSharding`s, or `PartitionSpec`s on the mesh
+            where the true branch leaves a result. By default, the results lie where the true branch leaves
+            them.
+
+    Raises:
+        ArgumentError: the predicate is no scalar boolean; or the results of the functions differ in their tree,
+            a shape or a dtype. Nothing has been launched then.
+        TracerError: a value that a branch has made is used outside of it.
+    """
+    try:
+        for fun in (true_fun, false_fun):
+            if not callable(fun):
+                raise TypeError(f"pw.cond takes two functions, and was given {fun!r}")
+        if under_jax_trace(jax.tree_util.tree_leaves((pred, operands))):
+            if out_shardings is not None:
+                raise ArgumentError(
+                    "pw.cond is jax.lax.cond in a pw.jit function, and takes no out_shardings there; use "
+                    "jax.lax.with_sharding_constraint"
+                )
+            return jax.lax.cond(pred, true_fun, false_fun, *operands)
+        recorder = recording()
+        if recorder is not None:
+            return _recorded(recorder, pred, (true_fun, false_fun), operands, out_shardings)
+        entries, tree = jax.tree_util.tree_flatten(
+            out_shardings, is_leaf=lambda entry: entry is None
+        )
+        key = (true_fun, false_fun, tuple(entries), tree)
+        try:
+            alone = _kept(*key)
+        except TypeError:  # something cannot be hashed
+            alone = _program(*key)
+        return alone(pred, *operands)
+    except Exception as error:
+        leave_out_runtime(error)
+        raise
+
+
+def _program(
+    true_fun: Callable[..., Any], false_fun: Callable[..., Any], entries: Any, tree: Any
+) -> ProgramFunction[..., Any]:
+    def alone(pred: Any, *operands: Any) -> Any:
+        out_shardings = tree_unflatten(tree, entries)
+        return cond(pred, true_fun, false_fun, *operands, out_shardings=out_shardings)
+
+    alone.__name__ = _name((true_fun, false_fun))
+    return program(alone)
+
+
+_kept = lru_cache(PROGRAMS_KEPT)(_program)
+
+
+def _named(fun: Callable[..., Any]) -> str:
+    return str(getattr(fun, "__name__", type(fun).__name__))
+
+
+def _name(functions: Sequence[Callable[..., Any]]) -> str:
+    return f"cond({', '.join(map(_named, functions))})"
+
+
+def _recorded(
+    recorder: Recorder,
+    pred: Any,
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    operands: tuple[Any, ...],
+    out_shardings: Any,
+) -> Any:
+    """Record both functions and the merges of their results."""
+    predicate = _predicate(recorder, pred)
+    branches = tuple(
+        Branch(_named(fun), predicate, unless, recorder.branch)
+        for fun, unless in zip(functions, (False, True), strict=True)
+    )
+    made: list[list[ProgramTracer]] = []
+    trees: list[Any] = []
+    paths: list[list[str]] = []
+    for branch, fun in zip(branches, functions, strict=True):
+        with recorder.within(branch):
+            results = fun(*operands)
+            pairs, tree = jax.tree_util.tree_flatten_with_path(results)
+            made.append([_lifted(recorder, leaf, branch.name) for _, leaf in pairs])
+            trees.append(tree)
+            paths.append([f"result{jax.tree_util.keystr(path)}" for path, _ in pairs])
+    names = [branch.name for branch in branches]
+    if trees[0] != trees[1]:
+        raise ArgumentError(
+            f"the branches of a pw.cond must return the same tree: {names[0]!r} returns {trees[0]}, and "
+            f"{names[1]!r} returns {trees[1]}"
+        )
+    whole = tree_unflatten(trees[0], range(trees[0].num_leaves))
+    wanted = spread(out_shardings, whole, "out_shardings of pw.cond")
+    types = []
+    for at, path in enumerate(paths[0]):
+        pair = made[0][at], made[1][at] = _alike(recorder, made[0][at], made[1][at], names, path)
+        types.append(_type(pair, wanted[at], predicate))
+    values = []
+    for branch, results in zip(branches, made, strict=True):
+        with recorder.within(branch):
+            values.append(
+                [
+                    recorder.place(part, own, branch.name)
+                    for result, type_ in zip(results, types, strict=True)
+                    for part, own in _parts(recorder, result, type_)
+                ]
+            )
+    flat = [part for type_ in types for part in type_.parts or (type_,)]
+    merged = recorder.merge(
+        _name(functions), (branches[0], branches[1]), list(zip(*values, strict=True)), flat
+    )
+    parts = iter(merged)
+    outputs = [
+        recorder.joined(type_, [next(parts) for _ in type_.parts]) if type_.parts else next(parts)
+        for type_ in types
+    ]
+    return tree_unflatten(trees[0], outputs)
+
+
+def _predicate(recorder: Recorder, pred: Any) -> ProgramTracer:
+    """Return the predicate of both branches."""
+    tracer = recorder.lift(pred)
+    if isinstance(tracer, JoinedTracer):
+        tracer = tracer.parts[0]
+    if tuple(tracer.aval.shape) or tracer.aval.dtype != np.bool_:
+        raise ArgumentError(
+            f"pw.cond takes a scalar boolean as its predicate, and was given {tracer.aval.str_short()}; "
+            "compute one first, as in x.sum() > 0"
+        )
+    if recorder.branch is None or recorder.is_of_branch(tracer):
+        return tracer
+    computed: ProgramTracer = apply_built("pw.cond", lambda: _copied, tracer)
+    return computed
+
+
+def _copied(predicate: Any) -> Any:
+    return jnp.copy(predicate)
+
+
+def _lifted(recorder: Recorder, leaf: Any, name: str) -> ProgramTracer:
+    try:
+        return recorder.lift(leaf)
+    except ArgumentError:
+        raise ArgumentError(
+            f"{name!r}, a branch of a pw.cond, returns {leaf!r} of type {type(leaf).__name__}; branches "
+            "return trees of arrays and numbers"
+        ) from None
+
+
+def _alike(
+    recorder: Recorder, true: ProgramTracer, false: ProgramTracer, names: Sequence[str], path: str
+) -> tuple[ProgramTracer, ProgramTracer]:
+    """Return a result of both branches, a Python number with the dtype of the other one."""
+    pair = [true, false]
+    for at, other in ((0, 1), (1, 0)):
+        constant = recorder.constant_of(pair[at])
+        if isinstance(constant, (int, float, complex)) and pair[at].weak_type:
+            dtype = pair[other].aval.dtype
+            if dtype != pair[at].aval.dtype and jnp.result_type(constant, dtype) == dtype:
+                pair[at] = recorder.lift(np.asarray(constant, dtype))
+    found = [(tuple(one.aval.shape), one.aval.dtype) for one in pair]
+    if found[0] != found[1]:
+        raise ArgumentError(
+            f"the branches of a pw.cond must return the same shapes and dtypes: {path} of {names[0]!r} is "
+            f"{pair[0].aval.str_short()}, and of {names[1]!r} {pair[1].aval.str_short()}"
+        )
+    return pair[0], pair[1]
+
+
+def _type(
+    pair: tuple[ProgramTracer, ProgramTracer], wanted: Any, predicate: ProgramTracer
+) -> ArrayType:
+    """Return the type of a result."""
+    true, false = pair
+    sharding = true.sharding or false.sharding
+    if sharding is None:
+        mesh: Mesh = default_mesh() if predicate.sharding is None else predicate.sharding.mesh
+        sharding = NamedSharding.replicated(mesh)
+    if wanted is not None:
+        is_whole = isinstance(wanted, NamedSharding)
+        sharding = wanted if is_whole else on_mesh(sharding.mesh, wanted)
+    is_weak = true.weak_type and false.weak_type
+    aval = jax.core.ShapedArray(true.aval.shape, true.aval.dtype, weak_type=is_weak)
+    return ArrayType.of(aval, sharding)
+
+
+def _parts(
+    recorder: Recorder, result: ProgramTracer, type_: ArrayType
+) -> list[tuple[ProgramTracer, ArrayType]]:
+    """Return a result as `type_` wants it: one value, or one for each island."""
+    if result.sharding != type_.sharding:
+        result = recorder.reshard(result, type_.sharding)
+    if isinstance(result, JoinedTracer):
+        return list(zip(result.parts, type_.parts, strict=True))
+    return [(result, type_)]
