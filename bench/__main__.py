@@ -39,6 +39,7 @@ SUITE = {
     "timeline": 300,
     "pipeline-train": 600,
     "islands": 300,
+    "control": 180,
     "scale": 300,
 }
 BY_NAME_ONLY = {"gpu": 1200}
