@@ -20,7 +20,7 @@ from pw.testing.sim.report import failure
 
 SEEDS = int(os.environ.get("PW_SIM_SEEDS", "6"))
 BATCH = 15
-SEEDS_TO_CATCH = 12
+SEEDS_TO_CATCH = 40
 REGRESSIONS = [
     line.split(maxsplit=2)
     for line in (Path(__file__).parent / "seeds" / "regressions.txt").read_text().splitlines()
