@@ -1,4 +1,4 @@
-"""The programs in the README, the guide and the page on plain JAX work."""
+"""The programs in the README, the guide, and the pages on control flow and plain JAX work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from tests.scripts import ROOT, finish, start_client
 
-TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/guide.md"))
+PAGES = ("README.md", "docs/guide.md", "docs/control-flow.md")
+TEXT = "".join((ROOT / name).read_text() for name in PAGES)
 SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = [block for block in SHOWN if "import" in block and "..." not in block]
 PAGE = (ROOT / "docs/jax.md").read_text()
