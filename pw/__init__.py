@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from pw.client.arrays.array import Array
     from pw.client.arrays.devices import make_virtual_device_set
     from pw.client.arrays.mesh import Mesh
+    from pw.client.arrays.ragged import Ragged
     from pw.client.arrays.sharding import NamedSharding
     from pw.client.cancelling import cancel
     from pw.client.checkpoint import Checkpoint, checkpoint, drain
@@ -87,6 +88,7 @@ _LAZY = {
     "make_virtual_device_set": "pw.client.arrays.devices",
     "Mesh": "pw.client.arrays.mesh",
     "NamedSharding": "pw.client.arrays.sharding",
+    "Ragged": "pw.client.arrays.ragged",
     "PartitionSpec": "jax.sharding",
     "jit": "pw.client.trace.jit",
     "pmap": "pw.client.trace.pmap",
@@ -127,6 +129,7 @@ __all__ = [
     "make_virtual_device_set",
     "Mesh",
     "NamedSharding",
+    "Ragged",
     "PartitionSpec",
     "jit",
     "pmap",

@@ -51,7 +51,7 @@ class FakeBulk:
         self.world.bulk[transfer] = self
         return Landing(transfer, size_bytes, 0, self.name, "", "")
 
-    def cancel(self, transfer: int) -> None:
+    def cancel(self, transfer: int, *, unused: bool = False) -> None:
         self.landings.pop(transfer, None)
 
     def landed_bytes(self, transfer: int) -> int:

@@ -15,7 +15,7 @@ from pw.devices.host.edge_states import (
 )
 
 W, G, R, P, T, E = Sending
-CREDIT, DECLINED, VALUE, FAILED, SENT, DROPPED = SendEvent
+CREDIT, DECLINED, VALUE, INLINE, FAILED, SENT, DROPPED = SendEvent
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,11 @@ CREDIT, DECLINED, VALUE, FAILED, SENT, DROPPED = SendEvent
         (W, [VALUE, DECLINED], [R, E]),
         (W, [FAILED, DECLINED], [P, E]),
         (W, [DECLINED], [E]),
+        (W, [INLINE, CREDIT], [P, E]),
+        (W, [INLINE, DECLINED], [P, E]),
+        (W, [CREDIT, INLINE], [G, E]),
         (G, [VALUE, SENT], [T, E]),
+        (G, [INLINE], [E]),
         (G, [FAILED], [E]),
     ],
 )
@@ -67,7 +71,7 @@ def test_a_route_can_be_dropped_until_it_has_ended() -> None:
     ("state", "event"),
     [
         (Sending.READY, SendEvent.VALUE),
-        (Sending.POISONED, SendEvent.VALUE),
+        (Sending.TOLD, SendEvent.VALUE),
         (Sending.TRANSFER, SendEvent.CREDIT),
         *((Sending.ENDED, event) for event in SendEvent),
     ],

@@ -15,6 +15,7 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import default_mesh, mesh_of
+from pw.client.arrays.ragged import Ragged, check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
@@ -71,7 +72,16 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
     leaves = jax_arrays.taken(leaves)
-    moved = [_put(leaf, target, keep) for leaf, target in zip(leaves, wanted, strict=True)]
+    together: dict[int, Array] = {}
+    for rows, counts in pairs_of(structure) if recording() is None else ():
+        target = wanted[rows]
+        if target is not None and _moves_by_count(leaves[rows], target):
+            pair = _put_ragged(leaves[rows], leaves[counts], target, wanted[counts] or target)
+            together[rows], together[counts] = pair
+    moved = [
+        together[at] if at in together else _put(leaf, target, keep)
+        for at, (leaf, target) in enumerate(zip(leaves, wanted, strict=True))
+    ]
     return tree_unflatten(structure, moved)
 
 
@@ -116,6 +126,41 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
                 move = Recorder("pw.put")
                 launch = moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
     return launch([leaf])[0]
+
+
+def _moves_by_count(rows: Any, target: NamedSharding) -> bool:
+    """Whether these rows of a `Ragged` go from devices to other ones, or are sharded another way."""
+    if not isinstance(rows, Array) or rows._type.parts or target.mesh.parts:
+        return False
+    return rows._type.with_sharding(target) is not rows._type
+
+
+def _put_ragged(
+    rows: Array, counts: Any, target: NamedSharding, counts_target: NamedSharding
+) -> list[Array]:
+    """Move rows that count, and their counts, in one run."""
+    session = target.mesh.runtime
+    rows._check_owner(session)
+    if not isinstance(counts, Array):
+        counts = _put(counts, NamedSharding.replicated(rows.sharding.mesh), False)
+    types = rows._type, counts._type
+    targets = types[0].with_sharding(target), types[1].with_sharding(counts_target)
+    moves = target.mesh.slice.compiled
+    key = ("put ragged", types, targets)
+    launch = moves.get(key)
+    if launch is None:
+        with moves.lock:
+            launch = moves.get(key)
+            if launch is None:
+                move, (pair, tree) = Recorder("pw.put"), tree_flatten(Ragged(*types))
+                check_pairs(pairs_of(tree), [type_.aval for type_ in types], "pw.put")
+                made = [
+                    move.reshard(move.leaf(at, type_), to.sharding)
+                    for at, (type_, to) in enumerate(zip(pair, targets, strict=True))
+                ]
+                launch = moves.add(key, move.finish(made, tree))
+    moved: list[Array] = launch([rows, counts])
+    return moved
 
 
 def _uploaded_to_islands(session: Any, value: Any, type_: ArrayType, keep: bool) -> Array:

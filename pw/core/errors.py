@@ -81,7 +81,7 @@ class ComputationFailed(Error):
 
 
 class ResultMismatch(ComputationFailed):
-    """A host function or a stream made something else than it declared."""
+    """A host function or a stream made something else than it declared, or a computation impossible counts."""
 
 
 class NaNFound(Error, FloatingPointError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from pw.core.filling import filled
 from pw.core.parts import Part, Share
 
 
@@ -29,15 +30,22 @@ class HostCall:
         arguments: the structure of its positional and keyword arguments.
         results: the structure of what it returns.
         makes_part: it has the parameter `part`, and makes only that part.
+        ragged: for each result, whether the size is known only afterwards; empty if of none.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], arguments: Structure, results: Structure, makes_part: bool
+        self,
+        fun: Callable[..., Any],
+        arguments: Structure,
+        results: Structure,
+        makes_part: bool,
+        ragged: tuple[bool, ...] = (),
     ) -> None:
         self._fun = fun
         self._arguments = arguments
         self._results = results
         self._makes_part = makes_part
+        self._ragged = ragged
 
     def __call__(self, share: Share, *leaves: Any) -> list[Any]:
         """Return the leaves of the host's part. Raises what the function raises, and ResultMismatch."""
@@ -45,6 +53,8 @@ class HostCall:
         if self._makes_part:
             kwargs = {**kwargs, "part": part_of(share, self._results)}
         results = self._results.leaves_of(self._fun(*args, **kwargs))
+        if self._ragged:
+            results = filled(share, results, self._ragged)
         return share.taken(results, whole=not self._makes_part)
 
 

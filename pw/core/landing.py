@@ -38,8 +38,8 @@ class Bulk(Protocol):
     def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
         """Reserve a buffer; `deliver` is called once, when all bytes are in."""
 
-    def cancel(self, transfer: int) -> None:
-        """Release a landing without its bytes."""
+    def cancel(self, transfer: int, *, unused: bool = False) -> None:
+        """Release a landing without its bytes; `unused`: its sender has said that it does not push."""
 
     def landed_bytes(self, transfer: int) -> int:
         """Return how many bytes have arrived; 0 if the sender writes into shared memory."""

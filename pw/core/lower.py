@@ -77,7 +77,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
     def write_sends(segment: Draft, edges: Iterable[Edge]) -> None:
         for edge in edges:
             for route in edge.sends():
-                send = Send(edge.index, edge.source_slot, edge.source, route)
+                send = Send(edge.index, edge.source_slot, edge.source, route, edge.counts)
                 write(route.source_host, segment, send)
 
     for segment in schedule.segments:
@@ -92,6 +92,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
                         tuple(routes),
                         step.source_slot,
                         step.source,
+                        step.counts,
                     )
                     write(host, segment, receive)
             else:
@@ -205,12 +206,18 @@ def _touched(instruction: Instruction) -> Iterable[int]:
         case Execute():
             return (*instruction.reads, *instruction.results)
         case Send():
-            return (instruction.slot,)
+            return (instruction.slot, *_counts(instruction))
         case Receive():
             local = any(r.source_host == r.destination_host for r in instruction.routes)
-            return (instruction.slot, instruction.source_slot) if local else (instruction.slot,)
+            if not local:
+                return (instruction.slot,)
+            return (instruction.slot, instruction.source_slot, *_counts(instruction))
         case Free():
             return instruction.slots
+
+
+def _counts(instruction: Send | Receive) -> tuple[int, ...]:
+    return () if instruction.counts is None else (instruction.counts.slot,)
 
 
 def _free(parts: dict[int, list[Instruction]], held: list[int], kept: set[int]) -> None:

@@ -218,7 +218,7 @@ class _Walk:
             if isinstance(step, Edge):
                 last[step.slot] = position
                 if any(route.source_host == route.destination_host for route in step.routes):
-                    last[step.source_slot] = position
+                    last.update(dict.fromkeys(step.reads(), position))
             else:
                 execute = self._executes[step]
                 last.update(dict.fromkeys((*execute.reads, *execute.results), position))

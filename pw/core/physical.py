@@ -56,9 +56,17 @@ class Physical:
             self._hosts[placement] = tuple(sorted(found, key=self.rank.__getitem__))
         return self._hosts[placement]
 
-    def routes(self, source: ArraySpec, destination: ArraySpec) -> tuple[Route, ...] | None:
-        """Return the routes from one spec to the other; None if every device has its shard already."""
+    def routes(
+        self, source: ArraySpec, destination: ArraySpec, *, always: bool = False
+    ) -> tuple[Route, ...] | None:
+        """Return the routes from one spec to the other; None if every device has its shard already.
+
+        `always`: return routes also then.
+        """
         pair = (source, destination)
+        if always and self._moves.get(pair) is None:
+            there, here = self.devices(destination.placement), self.devices(source.placement)
+            return plan_routes(source, destination, here, there)
         if pair not in self._moves:
             there, here = self.devices(destination.placement), self.devices(source.placement)
             same = self.is_there(source, destination)

@@ -57,13 +57,23 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag=0):
         return self.args if self.guard < 0 else (*self.args, self.guard)
 
 
+class Counts(msgspec.Struct, frozen=True, array_like=True):
+    """How many rows of the value of a counted edge count, at its source (`pw.core.counted`)."""
+
+    slot: int
+    spec: ArraySpec
+    maker: str
+    """What made them, for an error."""
+
+
 class Send(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Send this host's pieces of the value in `slot` along one route."""
+    """Send this host's pieces of the value in `slot` along one route; with counts, the rows that count."""
 
     edge: int
     slot: int
     spec: ArraySpec
     route: Route
+    counts: Counts | None = None
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -78,6 +88,8 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag=2):
     routes: tuple[Route, ...]
     source_slot: int
     source: ArraySpec
+    counts: Counts | None = None
+    """If only the rows that count arrive; the others are zeros."""
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -122,13 +134,21 @@ class HostPlan(msgspec.Struct, frozen=True, array_like=True):
     def with_placed(self, spec: OnSpec, placement: OnPlacement) -> HostPlan:
         """Return a copy with other specs."""
 
+        def counted(counts: Counts | None) -> Counts | None:
+            return counts and msgspec.structs.replace(counts, spec=spec(counts.spec))
+
         def placed(instruction: Instruction) -> Instruction:
             match instruction:
                 case Send():
-                    return msgspec.structs.replace(instruction, spec=spec(instruction.spec))
+                    return msgspec.structs.replace(
+                        instruction, spec=spec(instruction.spec), counts=counted(instruction.counts)
+                    )
                 case Receive():
                     return msgspec.structs.replace(
-                        instruction, spec=spec(instruction.spec), source=spec(instruction.source)
+                        instruction,
+                        spec=spec(instruction.spec),
+                        source=spec(instruction.source),
+                        counts=counted(instruction.counts),
                     )
             return instruction
 

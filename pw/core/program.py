@@ -113,6 +113,9 @@ class Node(msgspec.Struct, frozen=True, array_like=True):
     args: tuple[Value, ...]
     guard: Value | None = None
     unless: bool = False
+    counted: tuple[tuple[int, Value], ...] = ()
+    """Positions of arguments of which only the rows that count have to travel, each with its counts, which are
+    replicated where the argument is made (`pw.core.counted`)."""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -120,6 +123,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
     value: Value
     spec: ArraySpec
+    counts: Value | None = None
+    """If only the rows that count have to travel: the counts, as in `Node.counted`."""
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True):
@@ -169,7 +174,9 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
             )
             for computation in self.computations
         ]
-        outputs = [Output(output.value, spec(output.spec)) for output in self.outputs]
+        outputs = [
+            Output(output.value, spec(output.spec), output.counts) for output in self.outputs
+        ]
         return msgspec.structs.replace(
             self,
             computations=tuple(computations),

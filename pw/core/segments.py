@@ -16,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pw.core.counted import check_counts
 from pw.core.errors import ArgumentError
 from pw.core.guards import guard_of
 from pw.core.physical import Physical
-from pw.core.plan import Route
+from pw.core.plan import Counts, Route
 from pw.core.program import Program, Value
 from pw.core.sharding import ArraySpec
 
@@ -35,6 +36,13 @@ class Edge:
     destination: ArraySpec
     producer: int
     routes: tuple[Route, ...]
+    counts: Counts | None = None
+
+    def reads(self) -> tuple[int, ...]:
+        """The slots that its senders read."""
+        if self.counts is None:
+            return (self.source_slot,)
+        return (self.source_slot, self.counts.slot)
 
     def sends(self) -> Iterator[Route]:
         """The routes between two hosts."""
@@ -76,7 +84,7 @@ class Schedule:
         self._first: dict[str, Draft] = {}
         self._open: dict[str, Draft] = {}
         self._segment_of_node: list[int] = []
-        self._edges: dict[tuple[Value, ArraySpec], Edge] = {}
+        self._edges: dict[tuple[Value, ArraySpec, Value | None], Edge] = {}
         end = len(program.inputs)
         for node in program.nodes:
             start, end = end, end + len(program.computations[node.computation].outputs)
@@ -108,15 +116,22 @@ class Schedule:
             )
         arriving: list[Edge] = []
         slots = []
+        counted = dict(node.counted)
+        for value in counted.values():
+            if value.node >= number:
+                raise ArgumentError(
+                    f"call {number} of {self._program.name!r} reads counts of call {value.node}, a later one"
+                )
+        guard = tuple(guard_of(node, computation))
         inputs = zip(node.args, computation.inputs, strict=True)
-        for value, spec in (*guard_of(node, computation), *inputs):
+        for at, (value, spec) in enumerate((*guard, *inputs), -len(guard)):
             if value.node >= number:
                 raise ArgumentError(
                     f"call {number} of {self._program.name!r} reads a result of call {value.node}, a later one"
                 )
-            slots.append(self._slot(value, spec, arriving))
+            slots.append(self._slot(value, spec, arriving, counted.get(at)))
         self.last_node.update(dict.fromkeys(slots, number))
-        self.guards.append(-1 if node.guard is None else slots.pop(0))
+        self.guards.append(slots.pop(0) if guard else -1)
         segment = self._receive(self.physical.island(computation.placement), arriving)
         segment.steps.append(number)
         self._segment_of_node.append(segment.index)
@@ -127,26 +142,56 @@ class Schedule:
         arriving: dict[str, list[Edge]] = {}
         for output in self._program.outputs:
             there = arriving.setdefault(self.physical.island(output.spec.placement), [])
-            slots.append(self._slot(output.value, output.spec, there))
+            slots.append(self._slot(output.value, output.spec, there, output.counts))
         for island, edges in arriving.items():
             if edges:
                 self._receive(island, edges)
         return tuple(slots)
 
-    def _slot(self, value: Value, wanted: ArraySpec, arriving: list[Edge]) -> int:
-        """The slot of `value` with the spec `wanted`; a new edge is added to `arriving`."""
+    def _slot(
+        self,
+        value: Value,
+        wanted: ArraySpec,
+        arriving: list[Edge],
+        counted: Value | None = None,
+    ) -> int:
+        """The slot of `value` with the spec `wanted`; a new edge is added to `arriving`.
+
+        A value with counts gets zeros as padding wherever its spec changes, also where its bytes would
+        stay: what a program computes does not depend on its binding.
+        """
         own = self._program.spec_of(value)
-        slot = value.index if value.node < 0 else self.results[value.node][value.index]
-        routes = None if own == wanted else self.physical.routes(own, wanted)
+        slot = self._made_in(value)
+        if own == wanted:
+            return slot
+        routes = self.physical.routes(own, wanted, always=counted is not None)
         if routes is None:
             return slot
-        edge = self._edges.get((value, wanted))
+        edge = self._edges.get((value, wanted, counted))
         if edge is None:
-            index = len(self._edges)
-            edge = Edge(index, self._edge_slots + index, slot, own, wanted, value.node, routes)
-            self._edges[value, wanted] = edge
+            index, producer, counts = len(self._edges), value.node, None
+            if counted is not None:
+                counts = self._counts(own, counted)
+                producer = max(producer, counted.node)
+            edge = Edge(
+                index, self._edge_slots + index, slot, own, wanted, producer, routes, counts
+            )
+            self._edges[value, wanted, counted] = edge
             arriving.append(edge)
         return edge.slot
+
+    def _made_in(self, value: Value) -> int:
+        return value.index if value.node < 0 else self.results[value.node][value.index]
+
+    def _counts(self, rows: ArraySpec, counted: Value) -> Counts:
+        program = self._program
+        spec = program.spec_of(counted)
+        check_counts(rows, spec)
+        if counted.node < 0:
+            maker = f"the caller of {program.name!r}"
+        else:
+            maker = repr(program.computations[program.nodes[counted.node].computation].name)
+        return Counts(self._made_in(counted), spec, maker)
 
     def _receive(self, island: str, arriving: list[Edge]) -> Draft:
         """The open segment of `island`, after it has received `arriving`."""
@@ -164,7 +209,7 @@ class Schedule:
             if any(edge.sends()):
                 self._send(edge)
             if any(route.source_host == route.destination_host for route in edge.routes):
-                self.last_node[edge.source_slot] = None
+                self.last_node.update(dict.fromkeys(edge.reads(), None))
         segment.steps.extend(arriving)
         return segment
 

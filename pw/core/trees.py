@@ -11,12 +11,17 @@ from typing import Any
 
 from pw.core.errors import ResultMismatch
 
+
+class AnyLeaf(int):
+    """The number of a leaf that may be a list or a tuple."""
+
+
 _NODES = (dict, list, tuple, type(None))
 
 
 def is_plain(skeleton: Any) -> bool:
     """Whether a tree has no nodes but dicts, lists, tuples and None."""
-    if type(skeleton) is int:
+    if isinstance(skeleton, int):
         return True
     if type(skeleton) is dict:
         return all(map(is_plain, skeleton.values()))
@@ -44,7 +49,7 @@ class PlainTree:
 
 
 def _filled(skeleton: Any, leaves: Sequence[Any]) -> Any:
-    if type(skeleton) is int:
+    if isinstance(skeleton, int):
         return leaves[skeleton]
     if skeleton is None:
         return None
@@ -54,9 +59,9 @@ def _filled(skeleton: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _match(skeleton: Any, value: Any, found: dict[int, Any]) -> bool:
-    if type(skeleton) is int:
+    if isinstance(skeleton, int):
         found[skeleton] = value
-        return not isinstance(value, _NODES)
+        return type(skeleton) is AnyLeaf or not isinstance(value, _NODES)
     if type(value) is not type(skeleton):
         return False
     if skeleton is None:

@@ -176,16 +176,19 @@ class BulkPlane:
                 raise
             return None
 
-    def cancel(self, transfer: int) -> None:
+    def cancel(self, transfer: int, *, unused: bool = False) -> None:
         """Cancel a landing: later bytes are discarded. Unknown and delivered transfers stay as they are.
 
-        A sender may be writing now, so the block is never used again.
+        A sender may be writing now, so the block is never used again; unless its landing is `unused`: the
+        sender has said that it does not push.
         """
         expected = self._expected.pop(transfer, None)
         if expected is None:
             return
         expected.inflow.sealed = True
-        if expected.block is not None:
+        if expected.block is not None and unused:
+            self._pool.restore(expected.block)
+        elif expected.block is not None:
             self._pool.retire(expected.block)
 
     def landed_bytes(self, transfer: int) -> int:

@@ -29,6 +29,7 @@ import numpy as np
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
@@ -56,6 +57,8 @@ class Traced:
     """Arrays that follow the explicit arguments."""
     outputs: tuple[ArrayType, ...]
     tree: Any
+    counted: tuple[tuple[int, int], ...] = ()
+    """The positions of the rows and of the counts of each argument that is a `Ragged`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +108,14 @@ def trace(
         checks=made.checks,
     )
     return Traced(
-        computation, made.artifact, mesh, tuple(inputs), made.captured, made.outputs, made.tree
+        computation,
+        made.artifact,
+        mesh,
+        tuple(inputs),
+        made.captured,
+        made.outputs,
+        made.tree,
+        pairs_of(arguments),
     )
 
 

@@ -26,6 +26,7 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.jaxtype import outside_traces
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.operators import compile_with
+from pw.client.arrays.ragged import check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import (
     ArrayType,
@@ -257,6 +258,7 @@ class JitFunction(Wrapped[P, R]):
         """Return the types of a call, and the function to trace for it. Raises ShardingError."""
         tree, signature, statics, mesh, configuration = key
         avals = [aval_of(leaf) for leaf in signature]
+        check_pairs(pairs_of(tree), avals, self._name)
         wanted = self._input_shardings(tree, avals, mesh)
         types = []
         for index, (leaf, aval, sharding) in enumerate(zip(signature, avals, wanted, strict=True)):

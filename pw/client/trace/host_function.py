@@ -19,6 +19,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from pw.client.arrays.devices import slice_for_python
 from pw.client.arrays.mesh import Mesh, mesh_of
+from pw.client.arrays.ragged import check_pairs, is_ragged, pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.export import Traced
@@ -27,7 +28,7 @@ from pw.client.trace.prefixes import mesh_in, on_mesh, spread
 from pw.core.errors import ArgumentError, PlacementError, ResultMismatch, TracingError
 from pw.core.host_calls import HostCall, Structure
 from pw.core.program import Computation, Kind
-from pw.core.trees import PlainTree, is_plain
+from pw.core.trees import AnyLeaf, PlainTree, is_plain
 
 
 class _HostFunction(JitFunction[..., Any]):
@@ -47,9 +48,16 @@ class _HostFunction(JitFunction[..., Any]):
     ) -> None:
         super().__init__(fun, mesh, timeout=timeout)
         avals, self._results_tree = declared(results, f"result_shape_dtypes of {self._name!r}")
+        ragged = pairs_of(self._results_tree)
+        check_pairs(ragged, avals, f"result_shape_dtypes of {self._name!r}")
         self._results = avals
         self._wanted = spread(out_shardings, results, f"out_shardings of {self._name!r}")
         self._makes_part = takes_part(fun) and any(one is not None for one in self._wanted)
+        if self._makes_part and ragged:
+            raise ArgumentError(
+                f"{self._name!r} makes a part of its results, and one of them is a pw.Ragged; a function that "
+                "returns a pw.Ragged makes it whole, without the parameter part"
+            )
         self._known: dict[Any, Traced] = {}
         self._pickling = threading.Lock()
 
@@ -76,6 +84,8 @@ class _HostFunction(JitFunction[..., Any]):
             )
         replicated = NamedSharding.replicated(mesh)
         inputs = tuple(ArrayType.of(aval_of(leaf), replicated) for leaf in signature)
+        counted = pairs_of(tree)
+        check_pairs(counted, [type_.aval for type_ in inputs], self._name)
         outputs = output_types(self._results, self._wanted, mesh)
         for type_ in (*inputs, *outputs):
             if type_.key_impl is not None:
@@ -83,9 +93,8 @@ class _HostFunction(JitFunction[..., Any]):
                     f"the host function {self._name!r} takes or gives typed PRNG keys, which have no "
                     "numpy form; pass jax.random.key_data of them"
                 )
-        function = HostCall(
-            self.__wrapped__, structure(tree), structure(self._results_tree), self._makes_part
-        )
+        returned, ragged = returned_structure(self._results_tree)
+        function = HostCall(self.__wrapped__, structure(tree), returned, self._makes_part, ragged)
         artifact = pickled(function, f"the host function {self._name!r}")
         computation = Computation(
             self._name,
@@ -95,7 +104,7 @@ class _HostFunction(JitFunction[..., Any]):
             tuple(type_.spec for type_ in outputs),
             kind=Kind.PYTHON,
         )
-        return Traced(computation, artifact, mesh, inputs, (), outputs, self._results_tree)
+        return Traced(computation, artifact, mesh, inputs, (), outputs, self._results_tree, counted)
 
 
 def declared(tree: Any, what: str) -> tuple[list[Any], Any]:
@@ -145,6 +154,18 @@ def structure(tree: Any) -> Structure:
     return PlainTree(skeleton) if is_plain(skeleton) else _Tree(tree)
 
 
+def returned_structure(tree: Any) -> tuple[Structure, tuple[bool, ...]]:
+    """Return the structure of what a function returns, and which of its leaves are declared as `Ragged`."""
+    whole = tree_unflatten(tree, range(tree.num_leaves))
+    leaves, reduced = tree_flatten(whole, is_leaf=is_ragged)
+    ragged = tuple(map(is_ragged, leaves))
+    if not any(ragged):
+        return structure(tree), ()
+    numbers = [AnyLeaf(at) if one else at for at, one in enumerate(ragged)]
+    skeleton = tree_unflatten(reduced, numbers)
+    return (PlainTree(skeleton) if is_plain(skeleton) else _Tree(reduced)), ragged
+
+
 class _Tree:
     """A structure with nodes that only JAX knows; a host that loads it imports JAX."""
 
@@ -157,7 +178,7 @@ class _Tree:
 
     def leaves_of(self, value: Any) -> list[Any]:
         """Return the leaves of a value with this structure. Raises ResultMismatch."""
-        leaves, found = tree_flatten(value)
+        leaves, found = tree_flatten(value, is_leaf=is_ragged)
         if found != self._tree:
             raise ResultMismatch(f"it returned {found}, but {self._tree} is declared")
         return list(leaves)
@@ -189,7 +210,9 @@ def host_function(
     Args:
         fun: takes numpy arrays (whole, in the tree of the call) and returns arrays.
         result_shape_dtypes: the tree of whole results, as `jax.ShapeDtypeStruct`s (as for
-            `jax.pure_callback`).
+            `jax.pure_callback`). Of a result whose size only the function knows, declare the largest: a
+            `pw.Ragged` of rows and counts. The function then returns an array with any number of rows up to
+            that, if there is one cell; or a sequence with one for each cell; or a `pw.Ragged`.
         devices: virtual devices, or one; by default as for `pw.jit`.
         mesh: a mesh, in place of `devices`.
         hosts: names of hosts of one island, as `pw status` shows them, or a number of hosts, any of
@@ -205,7 +228,7 @@ def host_function(
         ShardingError: in the call, if a result cannot be split that way.
         PythonRefused: a host of `hosts` does not allow Python functions; when a result is read, if
             one of the devices' does not.
-        ResultMismatch: when a result is read, if it has another shape or dtype than declared.
+        ResultMismatch: when a result is read, if it has another shape or dtype than declared, or more rows.
         ComputationFailed: when a result is read, if the function raised; with its traceback.
     """
     if sum(one is not None for one in (devices, mesh, hosts)) > 1:

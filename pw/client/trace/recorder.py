@@ -18,10 +18,12 @@ import numpy as np
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.connection import current
 from pw.client.trace.branch import Branch
+from pw.client.trace.counted import counts_of
 from pw.client.trace.export import Traced, constant
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
@@ -66,8 +68,8 @@ class Recorder:
         self._nodes: list[Node] = []
         self.branch: Branch | None = None
         """The branch that is traced; each node is guarded by its predicate."""
-        self._branches: list[Branch | None] = []
-        """The branch of each node."""
+        self._made: list[tuple[Sequence[ArrayType], Branch | None]] = []
+        """The types of the results of each node, and its branch."""
         self._picks: list[Pick] = []
         """Islands' parts of leaves; they follow the leaves of a call, the last one first."""
         self._position_of: dict[Any, int] = {}
@@ -114,7 +116,7 @@ class Recorder:
         types = [*traced.inputs, *(array._type for array in traced.captured)]
         if isinstance(traced, JoinedTraced):
             return traced.record(self, arguments)
-        computation = traced.computation
+        computation, given = traced.computation, arguments
         arguments = [
             gathered(self, argument, type_) if isinstance(argument, JoinedTracer) else argument
             for argument, type_ in zip(arguments, types, strict=True)
@@ -123,6 +125,7 @@ class Recorder:
         for position, (argument, type_) in enumerate(zip(arguments, types, strict=True)):
             donated = position in computation.donated
             args.append(self.place(argument, type_, computation.name, own=donated))
+        counted = tuple(self._counted(traced, given, args)) if traced.counted else ()
         identities = [argument.identity for argument in arguments]
         for position in computation.donated:
             identity = identities[position]
@@ -137,7 +140,7 @@ class Recorder:
             if arguments[position]._value is None:
                 self._given[args[position]] = computation.name
         self._artifacts[computation.artifact] = traced.artifact
-        return self._results(computation, args, traced.mesh, traced.outputs)
+        return self._results(computation, args, traced.mesh, traced.outputs, counted)
 
     def _results(
         self,
@@ -145,18 +148,41 @@ class Recorder:
         args: Sequence[Value],
         mesh: Mesh,
         types: Sequence[ArrayType],
+        counted: tuple[tuple[int, Value], ...] = (),
     ) -> list[ProgramTracer]:
         """Add a node of the current branch; returns its results."""
         index = self._index_of.setdefault(computation, len(self._index_of))
         branch = self.branch
         guard = None if branch is None else self._predicate(branch.predicate, mesh)
-        self._nodes.append(Node(index, tuple(args), guard, branch is not None and branch.unless))
-        self._branches.append(branch)
+        unless = branch is not None and branch.unless
+        self._nodes.append(Node(index, tuple(args), guard, unless, counted))
+        self._made.append((types, branch))
         node = len(self._nodes) - 1
         return [
             ProgramTracer(self, type_.aval, type_, Value(node, result), None)
             for result, type_ in enumerate(types)
         ]
+
+    def _counted(
+        self,
+        traced: Traced,
+        arguments: Sequence[ProgramTracer],
+        args: Sequence[Value],
+    ) -> Iterator[tuple[int, Value]]:
+        """Yield the positions of arguments whose rows have to move, with their counts."""
+        for rows, counts in traced.counted:
+            if isinstance(arguments[rows], JoinedTracer):
+                continue
+            wanted = traced.computation.inputs[rows]
+            value = counts_of(self, args[rows], wanted, arguments[counts])
+            if value is not None:
+                yield rows, value
+
+    def made_as(self, value: Value) -> ArrayType:
+        """Return the type of a value as its producer makes it."""
+        if value.node < 0:
+            return self._feeds[value.index].type
+        return self._made[value.node][0][value.index]
 
     def tape_of(self, leaves: Sequence[Any]) -> Tape | None:
         """Return the innermost tape that has to see a call with these arguments."""
@@ -190,7 +216,7 @@ class Recorder:
     def is_of_branch(self, tracer: ProgramTracer) -> bool:
         """Whether a value is made in the current branch, and not before it."""
         value = tracer._value
-        return value is not None and value.node >= 0 and self._branches[value.node] is self.branch
+        return value is not None and value.node >= 0 and self._made[value.node][1] is self.branch
 
     def merge(
         self,
@@ -318,7 +344,7 @@ class Recorder:
 
     def _check_in_branch(self, tracer: ProgramTracer, consumer: str) -> None:
         value = tracer._value
-        branch = None if value is None or value.node < 0 else self._branches[value.node]
+        branch = None if value is None or value.node < 0 else self._made[value.node][1]
         if branch is not None and not branch.encloses(self.branch):
             raise TracerError(
                 f"{consumer!r} uses a value {tracer.aval.str_short()} that {branch.name!r}, a branch of a "
@@ -340,6 +366,10 @@ class Recorder:
             assert type_ is not None
             delivered.append(Output(self.place(tracer, type_, "return"), type_.spec))
             types.append(type_)
+        for rows, counts in pairs_of(tree) if len(whole) == len(outputs) else ():
+            value, spec = delivered[rows].value, delivered[rows].spec
+            needed = counts_of(self, value, spec, outputs[counts])
+            delivered[rows] = Output(value, spec, needed)
         donated = {
             value.index: name
             for value, name in self._given.items()

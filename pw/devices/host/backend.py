@@ -54,7 +54,7 @@ class Value:
     """A logical array's part on this host; the backend fills it some time after it was submitted.
 
     Actors make values, pass them to ops and drop them. They read and set `error`, `alone`, `shared` and
-    `buffers`; all other fields belong to the backend.
+    `buffers`, and may read `maker`; all other fields belong to the backend.
     """
 
     error: ErrorReport | None = None
@@ -170,11 +170,14 @@ class Build:
     devices: tuple[DeviceAddress, ...]
     parts: Sequence[Part]
     done: Done | None = None
+    over_zeros: bool = False
+    """Elements that no part covers are zeros; otherwise the parts cover each element once."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of all parts together."""
-        return sum([data.nbytes for _, _, data in self.parts])
+        """Size of all parts together; of a shard if it is larger."""
+        parts_bytes = sum([data.nbytes for _, _, data in self.parts])
+        return max(parts_bytes, self.spec.shard_bytes) if self.over_zeros else parts_bytes
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ backend reads as soon as it is made, and the credit, which says where the receiv
 A small route needs no credit, because its bytes travel in a message: it begins as granted. A
 receiver without room, or without a launch, declines. A sender whose value has failed tells the
 receiver at once, but remembers the route until the credit comes: the credit would otherwise be
-kept for a route that nothing ends. A route is dropped when its receiver is lost, or when
-its client has left and no credit has come in time.
+kept for a route that nothing ends. The same holds for a route of a counted edge with few rows: they
+travel in a message, although the receiver makes room for many. A route is dropped when its receiver is
+lost, or when its client has left and no credit has come in time.
 
 *Receiver*: one `Incoming` for each edge. It ends when each of its routes has delivered or failed.
 The first failure poisons the value, and the launch goes on with the error. The edge stays known
@@ -28,12 +29,13 @@ from typing import Any
 
 import numpy as np
 
+from pw.core.counted import most_bytes
 from pw.core.landing import Landing
 from pw.core.lifecycle import Lifecycle
 from pw.core.messages import INLINE_BYTES
-from pw.core.plan import Receive, Send
+from pw.core.plan import Counts, Receive, Route, Send
 from pw.core.reshard import route_layout
-from pw.core.sharding import DeviceAddress
+from pw.core.sharding import ArraySpec, DeviceAddress
 from pw.devices.host.backend import Build, Part, Value
 
 EdgeKey = tuple[int, int, str]
@@ -49,7 +51,7 @@ class Sending(StrEnum):
     WAITING = "waiting"  # neither the value nor the credit is there
     GRANTED = "granted"  # the credit is there, or is not needed
     READY = "ready"  # the value is there
-    POISONED = "poisoned"  # the value has failed, the receiver knows; its credit is to come
+    TOLD = "told"  # the receiver has been told, of an error or all there is; its credit is to come
     TRANSFER = "transfer"  # the bytes are on their way
     ENDED = "ended"
 
@@ -60,6 +62,7 @@ class SendEvent(StrEnum):
     CREDIT = "credit"  # the receiver says where the bytes go
     DECLINED = "declined"  # the receiver does not want the bytes
     VALUE = "value"  # the backend has read the value
+    INLINE = "inline"  # the backend has read the value, and its bytes travel in a message
     FAILED = "failed"  # the backend cannot read the value
     SENT = "sent"  # the transfer has ended, with or without success
     DROPPED = "dropped"  # the receiver is lost, or asks no more
@@ -89,12 +92,14 @@ SENDER = Lifecycle(
             SendEvent.CREDIT: Sending.GRANTED,
             SendEvent.DECLINED: Sending.ENDED,
             SendEvent.VALUE: Sending.READY,
-            SendEvent.FAILED: Sending.POISONED,
+            SendEvent.INLINE: Sending.TOLD,
+            SendEvent.FAILED: Sending.TOLD,
             SendEvent.DROPPED: Sending.ENDED,
         },
         Sending.GRANTED: {
             SendEvent.DECLINED: Sending.ENDED,
             SendEvent.VALUE: Sending.TRANSFER,
+            SendEvent.INLINE: Sending.ENDED,
             SendEvent.FAILED: Sending.ENDED,
             SendEvent.DROPPED: Sending.ENDED,
         },
@@ -103,7 +108,7 @@ SENDER = Lifecycle(
             SendEvent.DECLINED: Sending.ENDED,
             SendEvent.DROPPED: Sending.ENDED,
         },
-        Sending.POISONED: {
+        Sending.TOLD: {
             SendEvent.CREDIT: Sending.ENDED,
             SendEvent.DECLINED: Sending.ENDED,
             SendEvent.DROPPED: Sending.ENDED,
@@ -135,19 +140,27 @@ RECEIVER = Lifecycle(
 )
 
 
+def route_bytes(route: Route, source: ArraySpec, counts: Counts | None) -> int:
+    """Return the bytes of a route; of a counted edge, the most that may come."""
+    if counts is None:
+        return route_layout(route, source)[1]
+    return most_bytes(route, source, len(counts.spec.shape))
+
+
 class Outgoing:
     """The sending end of one route of one edge."""
 
-    __slots__ = ("key", "landing", "offsets", "send", "since_s", "state", "total_bytes", "views")
+    __slots__ = ("key", "landing", "parts", "send", "since_s", "state", "total_bytes")
 
     def __init__(self, run: int, send: Send, since_s: float) -> None:
         self.key: EdgeKey = (run, send.edge, send.route.destination_host)
         self.send = send
         self.since_s = since_s
-        self.offsets, self.total_bytes = route_layout(send.route, send.spec)
+        self.total_bytes = route_bytes(send.route, send.spec, send.counts)
+        """What travels; of a counted edge, at most, until its value is read."""
         self.state = Sending.GRANTED if self.is_small else Sending.WAITING
-        self.views: list[np.ndarray[Any, Any]] = []
-        """The value, once the backend has read it."""
+        self.parts: list[tuple[int, np.ndarray[Any, Any]]] = []
+        """The value with its offsets, once the backend has read it."""
         self.landing: Landing | None = None
 
     @property
@@ -178,7 +191,7 @@ class Incoming:
     state: Receiving = Receiving.ARRIVING
     parts: list[Part] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    """The bytes that each other host sends."""
+    """The bytes that each other host sends: at most, until they have come."""
     transfers: dict[str, int] = field(default_factory=dict)
     """The landing of each sender that was given one."""
 

@@ -6,7 +6,7 @@ When all routes have delivered, the backend builds the value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.actor import Env, Part, handles
+from pw.core.counted import Array, unpacked
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, coordinator_of
 from pw.core.landing import Bulk, Bytes
@@ -34,8 +35,16 @@ from pw.core.reshard import route_layout
 from pw.core.sharding import DeviceAddress
 from pw.core.ticker import Ticker
 from pw.devices.host.backend import Backend, Build, Op, Read, Value
+from pw.devices.host.backend import Part as ShardPart
+from pw.devices.host.counted import Slots, parts_of, reads
 from pw.devices.host.early_edges import EarlyMessages
-from pw.devices.host.edge_states import Arrived, Incoming, ReceiveEvent, Receiving
+from pw.devices.host.edge_states import (
+    Arrived,
+    Incoming,
+    ReceiveEvent,
+    Receiving,
+    route_bytes,
+)
 from pw.devices.host.edges_out import is_alone, shards_of, source_boxes
 from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
@@ -81,13 +90,16 @@ class EdgesIn(Part):
         for source, route in routes.items():
             if source == self._host:
                 continue
-            total = incoming.sizes[source] = route_layout(route, receive.source)[1]
+            total = route_bytes(route, receive.source, receive.counts)
+            incoming.sizes[source] = total
             if self.runs.is_absent(source):
                 self._fail(incoming, source, self._lost(source, "it left its island"))
                 continue
-            if total > INLINE_BYTES and not self._grant(incoming, route, total):
-                continue
             early = self.early.take((run, receive.edge, source))
+            if total > INLINE_BYTES and isinstance(early, EdgeData):  # fewer rows than could be
+                self.env.send(coordinator_of(source), EdgeCredit(run, receive.edge, None))
+            elif total > INLINE_BYTES and not self._grant(incoming, route, total):
+                continue
             if isinstance(early, EdgeData):
                 self._take(incoming, route, early.data)
             elif isinstance(early, EdgeFailed):
@@ -118,9 +130,27 @@ class EdgesIn(Part):
             if isinstance(views, ErrorReport):
                 self._fail(incoming, self._host, views, alone=is_alone(source))
             else:
-                self._deliver(incoming, route, views)
+                self._deliver(incoming, route, _parts(route, views))
 
         return Read(source, source_boxes(route), receive.source, devices, read)
+
+    def counted_reads(
+        self, run: int, receive: Receive, slots: Slots, devices: tuple[DeviceAddress, ...]
+    ) -> Sequence[Op]:
+        """Return the ops that read the rows that count of this host's own pieces of an edge."""
+        incoming = self._incoming.get((run, receive.edge))
+        route = next((r for r in receive.routes if r.source_host == self._host), None)
+        if incoming is None or route is None or receive.counts is None:
+            return ()
+
+        def failed(error: ErrorReport, alone: bool) -> None:
+            self._fail(incoming, self._host, error, alone=alone)
+
+        def read(views: list[Array], counts: Array) -> None:
+            self._deliver(incoming, route, parts_of(route, receive.source, views, counts))
+
+        rows = slots[receive.source_slot]
+        return reads(route, receive.source, receive.counts, rows, slots, devices, read, failed)
 
     def _grant(self, incoming: Incoming, route: Route, total_bytes: int) -> bool:
         """Tell a sender where its bytes go; False if there is no room, which fails the edge."""
@@ -129,7 +159,6 @@ class EdgesIn(Part):
             landing = self.bulk.land(total_bytes, partial(self._take, incoming, route))
         except Error as error:
             self.env.send(coordinator_of(source), EdgeCredit(run, edge, None))
-            self.early.take((run, edge, source))
             self._fail(incoming, source, ErrorReport.of(error, self._host), alone=True)
             return False
         incoming.transfers[source] = landing.transfer
@@ -145,37 +174,46 @@ class EdgesIn(Part):
             return
         for route in incoming.receive.routes:
             if route.source_host == sender.node:
+                transfer = incoming.transfers.pop(sender.node, None)
+                if transfer is not None:  # fewer rows than could be: the sender does not push
+                    self.bulk.cancel(transfer, unused=True)
                 self._take(incoming, route, message.data)
 
     def _take(self, incoming: Incoming, route: Route, buffer: bytes | Bytes) -> None:
         """Take the bytes of one route."""
-        spec = incoming.receive.source
-        offsets, total = route_layout(route, spec)
-        if len(buffer) != total:
-            error = ProtocolError(
-                f"edge {incoming.receive.edge} from {route.source_host} came with {len(buffer)} bytes "
-                f"instead of {total}"
-            )
-            report = ErrorReport.of(error, self._host)
+        spec, counts = incoming.receive.source, incoming.receive.counts
+        offsets, total = route_layout(route, spec) if counts is None else ((), len(buffer))
+        try:
+            if len(buffer) != total:
+                raise ValueError(f"{len(buffer)} bytes instead of {total}")
+            if counts is None:
+                views = [
+                    unpack(buffer, offset, spec, piece.source_box)
+                    for piece, offset in zip(route.pieces, offsets, strict=True)
+                ]
+                parts = _parts(route, views)
+            else:
+                found, total = unpacked(buffer, route, spec, len(counts.spec.shape))
+                parts = [(piece.destination_devices, box, rows) for piece, box, rows in found]
+        except ValueError as error:
+            words = f"edge {incoming.receive.edge} from {route.source_host} came wrong: {error}"
+            report = ErrorReport.of(ProtocolError(words), self._host)
             self._fail(incoming, route.source_host, report, alone=True)
-            return
-        views = [
-            unpack(buffer, offset, spec, piece.source_box)
-            for piece, offset in zip(route.pieces, offsets, strict=True)
-        ]
-        self._deliver(incoming, route, views)
+        else:
+            self._deliver(incoming, route, parts, total)
 
-    def _deliver(self, incoming: Incoming, route: Route, views: list[np.ndarray[Any, Any]]) -> None:
+    def _deliver(
+        self, incoming: Incoming, route: Route, parts: list[ShardPart], size_bytes: int = 0
+    ) -> None:
         if route.source_host not in incoming.missing:
             return
         if incoming.happens(ReceiveEvent.DELIVERED) is Receiving.ARRIVING:
-            incoming.parts += [
-                (piece.destination_devices, piece.destination_box, view)
-                for piece, view in zip(route.pieces, views, strict=True)
-            ]
+            incoming.parts += parts
         incoming.missing.discard(route.source_host)
-        if self.env.recorder.on and route.source_host != self._host:
-            self._record(incoming, route.source_host)
+        if route.source_host != self._host:
+            incoming.sizes[route.source_host] = size_bytes
+            if self.env.recorder.on:
+                self._record(incoming, route.source_host)
         if not incoming.missing:
             self._complete(incoming)
 
@@ -229,7 +267,9 @@ class EdgesIn(Part):
             self._observe(incoming)
         if incoming.happens(ReceiveEvent.COMPLETE) is not Receiving.ARRIVED:
             return
-        build = Build(incoming.value, incoming.receive.spec, incoming.devices, incoming.parts)
+        receive = incoming.receive
+        build = Build(incoming.value, receive.spec, incoming.devices, incoming.parts)
+        build.over_zeros = receive.counts is not None
         if build.size_bytes <= INLINE_BYTES:
             incoming.arrived(build)
             return
@@ -301,7 +341,15 @@ class EdgesIn(Part):
                     True,
                     "awaited" if transfer is None else "credit sent",
                     shards_of(route),
-                    route_layout(route, incoming.receive.source)[1],
+                    route_bytes(route, incoming.receive.source, incoming.receive.counts),
                     0 if transfer is None else self.bulk.landed_bytes(transfer),
                     now_s - incoming.since_s,
                 )
+
+
+def _parts(route: Route, views: list[Array]) -> list[ShardPart]:
+    """Return the pieces of a route as parts of the destination's shards."""
+    return [
+        (piece.destination_devices, piece.destination_box, view)
+        for piece, view in zip(route.pieces, views, strict=True)
+    ]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.actor import Env, Part, handles
+from pw.core.counted import Array, joined, packed
 from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Bulk
@@ -20,17 +21,19 @@ from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, EdgeGone, EdgePro
 from pw.core.packing import pack
 from pw.core.plan import Route, Send
 from pw.core.recorder import SENT
+from pw.core.reshard import route_layout
 from pw.core.sharding import Box, DeviceAddress
 from pw.devices.host.backend import Op, Read, Value
+from pw.devices.host.counted import Slots, reads
 from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import EdgeKey, Outgoing, SendEvent, Sending
 from pw.devices.host.run_table import RunTable
 
-_TOLD = {
+_STAGES = {
     Sending.WAITING: "no value",
     Sending.GRANTED: "no value",
     Sending.READY: "no credit",
-    Sending.POISONED: "no credit",
+    Sending.TOLD: "no credit",
     Sending.TRANSFER: "sending",
 }
 
@@ -62,6 +65,49 @@ class EdgesOut(Part):
 
         `began` is the run's place (`RunTable.begin`).
         """
+        outgoing = self._begin(run, began, send)
+
+        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
+            if outgoing.state is Sending.ENDED:
+                return
+            if isinstance(views, ErrorReport):
+                self._fail(outgoing, views, is_alone(value))
+            elif outgoing.is_small:
+                self._send_inline(outgoing, pack(views))
+            else:
+                offsets = route_layout(send.route, send.spec)[0]
+                outgoing.parts = list(zip(offsets, views, strict=True))
+                if self._happens(outgoing, SendEvent.VALUE) is Sending.TRANSFER:
+                    self._push(outgoing)
+
+        return Read(value, source_boxes(send.route), send.spec, devices, read)
+
+    def counted_ops(
+        self, run: int, began: int, send: Send, slots: Slots, devices: tuple[DeviceAddress, ...]
+    ) -> tuple[Op, Op]:
+        """Return the ops that read the rows that count of one route, and send them."""
+        outgoing = self._begin(run, began, send)
+        assert send.counts is not None
+
+        def failed(error: ErrorReport, alone: bool) -> None:
+            if outgoing.state is not Sending.ENDED:
+                self._fail(outgoing, error, alone)
+
+        def read(views: list[Array], counts: Array) -> None:
+            if outgoing.state is Sending.ENDED:
+                return
+            parts, outgoing.total_bytes = packed(send.route, send.spec, counts, views)
+            if outgoing.is_small:
+                self._send_inline(outgoing, joined(parts, outgoing.total_bytes))
+                return
+            outgoing.parts = parts
+            if self._happens(outgoing, SendEvent.VALUE) is Sending.TRANSFER:
+                self._push(outgoing)
+
+        value = slots[send.slot]
+        return reads(send.route, send.spec, send.counts, value, slots, devices, read, failed)
+
+    def _begin(self, run: int, began: int, send: Send) -> Outgoing:
         outgoing = Outgoing(run, send, self.env.now_s())
         key = outgoing.key
         is_void = self.runs.has_left(key[2], began)
@@ -76,25 +122,18 @@ class EdgesOut(Part):
             self._happens(outgoing, SendEvent.DROPPED)
         elif credit is not None:
             self._take_credit(outgoing, credit)
+        return outgoing
 
-        def read(views: list[np.ndarray[Any, Any]] | ErrorReport) -> None:
-            if outgoing.state is Sending.ENDED:
-                return
-            if isinstance(views, ErrorReport):
-                self._happens(outgoing, SendEvent.FAILED)
-                self._tell_failed(key, views, alone=is_alone(value))
-            elif outgoing.is_small:
-                self._happens(outgoing, SendEvent.VALUE)
-                self.env.send(coordinator_of(key[2]), EdgeData(run, send.edge, pack(views)))
-                self._happens(outgoing, SendEvent.SENT)
-                if self.env.recorder.on:
-                    self._record(outgoing, self.env.now_s())
-            else:
-                outgoing.views = views
-                if self._happens(outgoing, SendEvent.VALUE) is Sending.TRANSFER:
-                    self._push(outgoing)
+    def _fail(self, outgoing: Outgoing, error: ErrorReport, alone: bool) -> None:
+        self._happens(outgoing, SendEvent.FAILED)
+        self._tell_failed(outgoing.key, error, alone=alone)
 
-        return Read(value, source_boxes(send.route), send.spec, devices, read)
+    def _send_inline(self, outgoing: Outgoing, data: bytes) -> None:
+        run, edge, destination = outgoing.key
+        self._happens(outgoing, SendEvent.INLINE)
+        self.env.send(coordinator_of(destination), EdgeData(run, edge, data))
+        if self.env.recorder.on:
+            self._record(outgoing, self.env.now_s())
 
     def _happens(self, outgoing: Outgoing, event: SendEvent) -> Sending:
         state = outgoing.happens(event)
@@ -150,8 +189,7 @@ class EdgesOut(Part):
         if landing.size_bytes < outgoing.total_bytes:
             pushed(ProtocolError(f"edge {outgoing.key[1]} got a landing that is too small"))
             return
-        parts = list(zip(outgoing.offsets, outgoing.views, strict=True))
-        self.bulk.push(landing, parts, pushed)
+        self.bulk.push(landing, outgoing.parts, pushed)
 
     def _record(self, outgoing: Outgoing, began_s: float) -> None:
         """Record a route that was sent, for timelines."""
@@ -204,7 +242,7 @@ class EdgesOut(Part):
                 edge,
                 peer,
                 False,
-                _TOLD[outgoing.state],
+                _STAGES[outgoing.state],
                 shards_of(outgoing.send.route),
                 outgoing.total_bytes,
                 0,

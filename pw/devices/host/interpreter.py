@@ -30,6 +30,7 @@ from pw.core.watchdog import Watchdog
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Backend, Op, Value
 from pw.devices.host.coordinator import ShardCoordinator
+from pw.devices.host.counted import arrives
 from pw.devices.host.guards import Guards
 from pw.devices.host.lanes import Lanes
 from pw.devices.host.launch_end import LaunchEnds
@@ -180,13 +181,20 @@ class Interpreter(Part):
         run = launch.run
         if isinstance(instruction, Send):
             value = run.slots[instruction.slot]
-            if value in self.arriving:
+            if value in self.arriving or arrives(instruction, run.slots, self.arriving):
                 return False
             devices = run.program.devices(instruction.spec)
-            op = self._coordinator.sending.send_op(run.run, run.began, instruction, value, devices)
+            sending = self._coordinator.sending
+            if instruction.counts is not None:
+                self.queue.ops += sending.counted_ops(
+                    run.run, run.began, instruction, run.slots, devices
+                )
+                return True
+            op = sending.send_op(run.run, run.began, instruction, value, devices)
             self.queue.ops.append(op)
         elif isinstance(instruction, Receive):
-            if run.slots.get(instruction.source_slot) in self.arriving:
+            source = run.slots.get(instruction.source_slot)
+            if source in self.arriving or arrives(instruction, run.slots, self.arriving):
                 return False
             self._receive(launch, instruction)
         else:
@@ -351,7 +359,11 @@ class Interpreter(Part):
         if source is None:
             return
         devices, result = run.program.devices(receive.source), run.slots[receive.slot]
-        if result in self.arriving:
+        if result in self.arriving and receive.counts is not None:
+            self.queue.ops += self._coordinator.receiving.counted_reads(
+                run.run, receive, run.slots, devices
+            )
+        elif result in self.arriving:
             op = self._coordinator.receiving.local_read(run.run, receive, source, devices)
             if op is not None:
                 self.queue.ops.append(op)

@@ -229,8 +229,10 @@ class HostProgram:
         inputs = len(body.inputs)
         program.passed_on = tuple(slot for slot in program.outputs_of_slot if slot < inputs)
         for receive in instructions:
-            if isinstance(receive, Receive) and _is_local(
-                receive, program.devices(receive.spec), plan.host
+            if (
+                isinstance(receive, Receive)
+                and receive.counts is None
+                and _is_local(receive, program.devices(receive.spec), plan.host)
             ):
                 program.local_edges.add(receive.edge)
         for index in used:

@@ -92,9 +92,9 @@ class Explanations(Part):
             if isinstance(instruction, Execute):
                 slots = instruction.reads
             elif isinstance(instruction, Send):
-                slots = (instruction.slot,)
+                slots = (instruction.slot, *_counts(instruction))
             elif isinstance(instruction, Receive):
-                slots = (instruction.source_slot,)
+                slots = (instruction.source_slot, *_counts(instruction))
             values = [head.run.slots.get(slot) for slot in slots]
         arriving = self.interpreter.arriving
         awaited = [value for value in values if value is not None and value in arriving]
@@ -119,6 +119,10 @@ def _makers_of_predicates(launch: HostLaunch) -> Iterator[str]:
             made = [run.slots.get(slot) for slot in instruction.results]
             if any(value in made for value in read):
                 yield run.program.body.computations[instruction.computation].name
+
+
+def _counts(instruction: Send | Receive) -> tuple[int, ...]:
+    return () if instruction.counts is None else (instruction.counts.slot,)
 
 
 def _report(run: int, segment: int, program: HostProgram, state: str) -> LaunchReport:

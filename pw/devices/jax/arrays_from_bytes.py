@@ -47,7 +47,7 @@ class Builds:
         result = op.result
         try:
             layout = self._layouts.of(op.spec, op.devices)
-            shards = host_shards(op.spec, tuple(layout.local), op.parts)
+            shards = host_shards(op.spec, tuple(layout.local), op.parts, over_zeros=op.over_zeros)
             result.payload = put(op.spec, layout, shards)
         except Exception as error:  # noqa: BLE001 - the failure belongs to the result
             result.alone = True

@@ -158,12 +158,15 @@ def whole(box: Box, shape: tuple[int, ...]) -> bool:
     return box == tuple([(0, size) for size in shape])
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def aligned_empty(
+    shape: tuple[int, ...], dtype: np.dtype[Any], make: Callable[..., Any] = np.empty
+) -> np.ndarray[Any, Any]:
     """Memory that JAX can alias on CPU."""
     size_bytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    raw = make(size_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT_BYTES
-    return raw[start : start + size_bytes].view(dtype).reshape(shape)
+    aligned: np.ndarray[Any, Any] = raw[start : start + size_bytes].view(dtype).reshape(shape)
+    return aligned
 
 
 def bytes_to_copy(spec: ArraySpec, parts: Sequence[Part]) -> int:
@@ -177,11 +180,11 @@ def bytes_to_copy(spec: ArraySpec, parts: Sequence[Part]) -> int:
 
 
 def host_shards(
-    spec: ArraySpec, positions: Sequence[int], parts: Sequence[Part]
+    spec: ArraySpec, positions: Sequence[int], parts: Sequence[Part], *, over_zeros: bool = False
 ) -> dict[int, np.ndarray[Any, Any]]:
     """The shards at `positions` in host memory; those made of the same parts are one array.
 
-    Raises InternalError when the parts do not cover a shard exactly once.
+    Raises InternalError when the parts do not cover a shard exactly once; unless the rest is zeros.
     """
     shape, dtype = spec.sharding.shard_shape(spec.shape), dtype_of(spec.dtype)
     used: dict[int, list[int]] = {position: [] for position in positions}
@@ -198,20 +201,21 @@ def host_shards(
     for position, indices in used.items():
         recipe = tuple(indices)
         if recipe not in made:
-            made[recipe] = _host_shard(shape, dtype, [parts[index] for index in indices])
+            chosen = [parts[index] for index in indices]
+            made[recipe] = _host_shard(shape, dtype, chosen, over_zeros=over_zeros)
         shards[position] = made[recipe]
     return shards
 
 
 def _host_shard(
-    shape: tuple[int, ...], dtype: np.dtype[Any], parts: Sequence[Part]
+    shape: tuple[int, ...], dtype: np.dtype[Any], parts: Sequence[Part], *, over_zeros: bool
 ) -> np.ndarray[Any, Any]:
     covered = sum(array.size for _, _, array in parts)
-    if covered != math.prod(shape):
+    if covered != math.prod(shape) and not (over_zeros and covered < math.prod(shape)):
         raise InternalError(f"the parts of a shard of shape {shape} cover {covered} elements of it")
     if len(parts) == 1 and whole(parts[0][1], shape):
         return parts[0][2]
-    shard = aligned_empty(shape, dtype)
+    shard = aligned_empty(shape, dtype, np.zeros if over_zeros else np.empty)
     for _, box, array in parts:
         shard[box_slices(box)] = array
     return shard

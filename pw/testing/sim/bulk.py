@@ -53,7 +53,7 @@ class SimBulk:
         self._landings[transfer] = (size_bytes, deliver)
         return Landing(transfer, size_bytes, 0, self._node.name, "", "")
 
-    def cancel(self, transfer: int) -> None:
+    def cancel(self, transfer: int, *, unused: bool = False) -> None:
         """Give up a landing."""
         self._landings.pop(transfer, None)
 

@@ -64,7 +64,7 @@ def _replicated(mesh: Mesh) -> NamedSharding:
 def _split(recorder: Any, tracer: ProgramTracer, along: int, count: int) -> list[ProgramTracer]:
     """Cut a value into blocks where it is."""
     assert tracer._type is not None
-    return _applied(
+    return applied(
         recorder,
         lambda x: tuple(jnp.split(x, count, along)),
         "split over islands",
@@ -83,7 +83,7 @@ def _put_together(
 ) -> ProgramTracer:
     """Concatenate the blocks of all islands on a mesh."""
     types = [ArrayType.of(part.aval, _replicated(mesh)) for part in tracer.parts]
-    (whole,) = _applied(
+    (whole,) = applied(
         recorder,
         lambda *blocks: (jnp.concatenate(blocks, along),),
         "gather from islands",
@@ -95,7 +95,7 @@ def _put_together(
     return whole
 
 
-def _applied(
+def applied(
     recorder: Any,
     function: Callable[..., Any],
     name: str,
