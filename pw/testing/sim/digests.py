@@ -28,6 +28,8 @@ _FEEDS = b"feeds "
 """The prefix of artifacts of streams."""
 STATE_ROOM = 48
 """Bytes for the state of a stream's iterator."""
+_COUNTS = b"counts "
+"""The prefix of artifacts whose results of `int32` are counts of rows."""
 _LASTS = b"lasts "
 """The prefix of artifacts with a fixed duration."""
 
@@ -48,7 +50,10 @@ def compute(
         data = _stretched(seed + index.to_bytes(4, "little"), spec.size_bytes)
         if spec.dtype == "bool":
             data = bytes([byte & 1 for byte in data])
-        made.append(np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape))
+        array = np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape)
+        if artifact.startswith(_COUNTS) and spec.dtype == "int32":
+            array = _counts(artifact, array)
+        made.append(array)
     return made
 
 
@@ -56,6 +61,22 @@ def compute(
 def _stretched(seed: bytes, size_bytes: int) -> bytes:
     """As many bytes as wanted; the oracle and the devices ask for the same ones."""
     return hashlib.shake_128(seed).digest(size_bytes)
+
+
+def counts_up_to(capacity: int, name: bytes, *, impossible: bool) -> bytes:
+    """Return the artifact of a computation that makes rows, and counts from 0 to `capacity`."""
+    return b"%s%d %d %s" % (_COUNTS, capacity, impossible, name)
+
+
+def _counts(artifact: bytes, drawn: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return counts: of three cells, one has no row, and one has all."""
+    capacity, impossible, _ = artifact[len(_COUNTS) :].split(b" ", 2)
+    most = int(capacity)
+    some = drawn // 8 % (most + 1)
+    found = np.array(np.choose(drawn % 3, [np.zeros_like(some), some, np.full_like(some, most)]))
+    if impossible == b"1":
+        found.flat[-1] = most + 3
+    return found.astype(np.int32, copy=False)
 
 
 def feeds(name: bytes, length: int, has_state: bool) -> bytes:

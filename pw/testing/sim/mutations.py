@@ -44,6 +44,7 @@ from pw.testing.sim import (  # they register their own
     mutations_of_branches,  # noqa: F401
     mutations_of_moves,  # noqa: F401
     mutations_of_pipelines,  # noqa: F401
+    mutations_of_ragged,  # noqa: F401
     mutations_of_reductions,  # noqa: F401
     mutations_of_slices,  # noqa: F401
     mutations_of_streams,  # noqa: F401

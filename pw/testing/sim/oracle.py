@@ -19,11 +19,13 @@ import numpy as np
 
 from pw.core.errors import Error
 from pw.core.ids import arrays_in
+from pw.core.program import Program, Value
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.programs import Draft
+from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
 
 INFRASTRUCTURE = frozenset(
@@ -106,6 +108,10 @@ class Oracle:
         for number, node in enumerate(body.nodes):
             computation, blob = body.computations[node.computation], blobs[node.computation]
             given = [values[arg.node, arg.index] for arg in node.args]
+            for at, counts in node.counted:
+                moved = _moved(body, node.args[at], computation.inputs[at], counts, values)
+                given[at], found = moved
+                kinds |= found
             inputs = [data for data in given if data is not None]
             made: list[Any] = [None] * len(computation.outputs)
             guard = node.guard
@@ -138,6 +144,9 @@ class Oracle:
         )
         for array, output in zip(results, body.outputs, strict=True):
             data = values[output.value.node, output.value.index]
+            if output.counts is not None:
+                data, found = _moved(body, output.value, output.spec, output.counts, values)
+                kinds |= found
             asked = kinds if data is None or may_fail else frozenset[str]()
             self.arrays[array] = Truth(
                 output.spec, data, asked, computations, slices, durable, made_of | {array}
@@ -195,3 +204,21 @@ class Oracle:
             return None  # its island may have been formed anew because another one was lost
         nodes = [node for number in truth.slices for node in self._nodes_of(number)]
         return None if self._ledger.touched(nodes) else f"{said} (no fault excuses that)"
+
+
+def _moved(
+    body: Program,
+    rows: Value,
+    wanted: ArraySpec,
+    counts: Value,
+    values: dict[tuple[int, int], bytes | None],
+) -> tuple[bytes | None, frozenset[str]]:
+    """Return rows as a consumer gets them, and the errors that impossible counts ask for."""
+    nothing: frozenset[str] = frozenset()
+    data, numbers = values[rows.node, rows.index], values[counts.node, counts.index]
+    if body.spec_of(rows) == wanted or data is None or numbers is None:
+        return data, nothing
+    spec = body.spec_of(counts)
+    said = np.frombuffer(numbers, dtype_of(spec.dtype)).reshape(spec.shape)
+    moved = travelled(data, body.spec_of(rows), said)
+    return moved, nothing if moved is not None else frozenset(("ResultMismatch",))

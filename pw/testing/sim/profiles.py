@@ -69,6 +69,8 @@ class Profile:
     """For each act of a client, the probability that it turns to a stream that feeds it."""
     reductions: float = 0.0
     """For each act of a client, the probability that it runs a program that reduces between its slices."""
+    ragged: float = 0.05
+    """For each act of a client, the probability that it runs a program of which only some rows travel."""
     timelines: float = 0.0
     """For each act of a client, the probability that it records a timeline."""
     branches: float = 0.15
@@ -108,6 +110,7 @@ _NO_FAULTS = (
     "reductions",
     "timelines",
     "branches",
+    "ragged",
 )
 """Numbers of a profile that say how clients work."""
 FAULTS = tuple(
@@ -180,6 +183,8 @@ PROFILES = {
             reductions=0.4,
             **_LOSSES,
         ),
+        Profile("ragged", runs=60, ragged=0.5),
+        Profile("ragged-lost", span_s=20.0, runs=60, ragged=0.5, **(_NETWORK | _LOSSES)),
         Profile("shares", runs=60, shares=0.3, views=0.1),
         Profile(
             "shares-lost",

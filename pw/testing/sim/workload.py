@@ -7,6 +7,7 @@ waits: each is an event, and the user checks the session's answers when they com
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
 from pw.testing.sim.programs import Draft, Slice, random_kinds
+from pw.testing.sim.ragged import move_rows
 from pw.testing.sim.reductions import reduction
 from pw.testing.sim.sharing import GONE, MOVED, give
 from pw.testing.sim.timelines import record
@@ -83,22 +85,17 @@ class SimClient(Life):
             if others:
                 give(self, others)
                 return
-        reductions = self.world.profile.reductions
-        if reductions and len(self.slices) > 1 and self.random.random() < reductions:
-            self._reduce()
-            return
-        timelines = self.world.profile.timelines
-        if timelines and self.random.random() < timelines:
-            record(self)
-            return
-        views = self.world.profile.views
-        if views and self.kinds and self.random.random() < views:
-            self._view()
-            return
-        streams = self.world.profile.streams
-        if streams and self.kinds and self.random.random() < streams:
-            self._feed()
-            return
+        profile = self.world.profile
+        for rate, is_able, act in (
+            (profile.reductions, len(self.slices) > 1, self._reduce),
+            (profile.ragged, self.kinds, partial(move_rows, self)),
+            (profile.timelines, True, partial(record, self)),
+            (profile.views, self.kinds, self._view),
+            (profile.streams, self.kinds, self._feed),
+        ):
+            if rate and is_able and self.random.random() < rate:
+                act()
+                return
         draw = self.random.random()
         if not self.kinds or len(self.programs) < 2 or draw < 0.04:
             self._register()
