@@ -1,4 +1,4 @@
-"""The examples of docs/data.md run, and say what they should."""
+"""The examples of docs/data.md and docs/ragged.md run, and say what they should."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def test_byte_pairs() -> None:
     ("arguments", "words"),
     [
         (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
+        (["examples.ragged"], r"50 different labels\n8 batches of sentences: as numpy says"),
         (
             ["examples.serving", "--seconds", "1"],
             r"small +1 .* ms\nlarge +3 .* ms",
