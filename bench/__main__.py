@@ -33,6 +33,7 @@ SUITE = {
     "concurrent": 600,
     "events": 180,
     "transfer": 300,
+    "exchange": 180,
     "feeding": 240,
     "train": 420,
     "gateway": 600,

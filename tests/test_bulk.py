@@ -289,6 +289,36 @@ def test_a_cancelled_block_is_not_reused_while_a_sender_has_it() -> None:
     on_loop(scenario)
 
 
+def test_a_landing_that_no_sender_uses_is_used_again() -> None:
+    async def scenario() -> None:
+        async with planes("shared") as (sender, receiver):
+            landing, arrival = land(receiver, 70_000)
+            receiver.cancel(landing.transfer, unused=True)
+            other, _ = land(receiver, 70_000)
+            assert other.block == landing.block
+            assert isinstance(await push(sender, landing, (0, noise(70_000))), TransferFailed)
+            assert (await moved(sender, receiver, noise(70_000))).size == 70_000
+            assert not arrival.done()
+
+    on_loop(scenario)
+
+
+@channels
+@pytest.mark.parametrize("size_bytes", [1000, 50_000])
+def test_fewer_bytes_than_the_landing_has(channel: str, size_bytes: int) -> None:
+    async def scenario() -> None:
+        async with planes(channel) as (sender, receiver):
+            data = noise(size_bytes)
+            landing, arrival = land(receiver, 20 << 20)
+            assert await push(sender, landing, (0, data[:500]), (512, data[500:])) is None
+            found = await arrival
+            assert found.size == 20 << 20
+            np.testing.assert_array_equal(found[:500], data[:500])
+            np.testing.assert_array_equal(found[512 : 12 + size_bytes], data[500:])
+
+    on_loop(scenario)
+
+
 @channels
 def test_a_landing_is_good_for_one_transfer(channel: str) -> None:
     async def scenario() -> None:

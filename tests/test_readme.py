@@ -1,4 +1,4 @@
-"""The programs in the README, the guide, and the pages on control flow and plain JAX work."""
+"""The programs in the README, the guide, and several other pages work."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def check(block: str, output: str) -> None:
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block not in PLAIN])
 def test_a_program_runs(block: str) -> None:
     check(block, finish(start_client("", block)))
+
+
+@pytest.mark.processes
+def test_the_page_on_ragged_values_runs() -> None:
+    page = (ROOT / "docs/ragged.md").read_text()
+    whole = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    done = finish(start_client("", whole))
+    assert done.splitlines() == re.findall(r"^print\(.*\n# (.*)$", whole, re.MULTILINE)
 
 
 @pytest.mark.processes
