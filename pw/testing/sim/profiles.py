@@ -69,7 +69,7 @@ class Profile:
     """For each act of a client, the probability that it turns to a stream that feeds it."""
     reductions: float = 0.0
     """For each act of a client, the probability that it runs a program that reduces between its slices."""
-    ragged: float = 0.05
+    ragged: float = 0.03
     """For each act of a client, the probability that it runs a program of which only some rows travel."""
     timelines: float = 0.0
     """For each act of a client, the probability that it records a timeline."""
