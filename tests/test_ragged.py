@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.core.counted import joined, packed, unpacked
+from pw.core.counted import filled, joined, most_bytes, packed, unpacked
 from pw.core.messages import INLINE_BYTES
 from pw.core.reshard import plan_routes
-from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, box_slices
+from pw.core.sharding import ArraySpec, DeviceAddress, Placement, Sharding, box_shape, box_slices
 from pw.testing import InProcessCluster
 
 LARGE = 64
@@ -124,7 +124,7 @@ def test_it_is_sharded_in_any_other_way(meshes: Any, here: str, there: str) -> N
     np.testing.assert_array_equal(np.asarray(moved.counts), counts)
 
 
-@pytest.mark.parametrize("counts", [0, 1, 100, 512])
+@pytest.mark.parametrize("counts", [0, 1, 100, 300, 512])
 def test_large_rows_move_as_far_as_they_count(
     cluster: InProcessCluster, meshes: Any, counts: int
 ) -> None:
@@ -293,7 +293,8 @@ def split(shape: tuple[int, ...], spec: tuple[tuple[str, ...], ...], dtype: str)
 @pytest.mark.parametrize("dtype", ["int32", "bfloat16", "int4"])
 @pytest.mark.parametrize("target", [((),), (("x",),), ((), ("x",)), ((), (), ("x",))])
 @pytest.mark.parametrize("source", [((),), (("x",),), ((), ("x",)), ((), (), ("x",))])
-def test_what_is_packed_is_unpacked(source: Any, target: Any, dtype: str) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_what_is_packed_is_unpacked(source: Any, target: Any, dtype: str, spread: bool) -> None:
     draw = np.random.default_rng(0)
     shape, devices = (4, 8, 4), [DeviceAddress(f"h{at}", 0) for at in range(8)]
     here, there = split(shape, source, dtype), split(shape, target, dtype)
@@ -306,14 +307,17 @@ def test_what_is_packed_is_unpacked(source: Any, target: Any, dtype: str) -> Non
             rows[box_slices(here.box(piece.source_device))][box_slices(piece.source_box)]
             for piece in route.pieces
         ]
-        parts, size_bytes = packed(route, here, counts, views)
-        buffer = joined(parts, size_bytes)
+        parts, size_bytes = packed(route, here, counts, views, 0 if spread else 1 << 20)
+        buffer: Any = joined(parts, most_bytes(route, here, 1) if spread else size_bytes)
+        if spread:
+            buffer = np.frombuffer(buffer, np.uint8)
         found, used_bytes = unpacked(buffer, route, here, 1)
-        assert used_bytes == size_bytes == len(buffer)
-        for piece, box, values in found:
-            for at in piece.destination_devices:
-                shards[at][box_slices(box)] = values
-        for cut in (0, size_bytes - 1):
+        assert used_bytes == size_bytes
+        for piece, numbers, own in found:
+            for (_, _, box), values in zip(filled(piece, numbers), own, strict=True):
+                for at in piece.destination_devices:
+                    shards[at][box_slices(box)] = values.reshape(box_shape(box))
+        for cut in (0, size_bytes - 1) if not spread else ():
             with pytest.raises(ValueError):
                 unpacked(buffer[:cut], route, here, 1)
     counting = np.arange(8) < counts[:, None]

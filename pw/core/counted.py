@@ -9,9 +9,10 @@ travels along a route is
 
     how many rows of each cell of its pieces count (int32) | up to the next 64 bytes | those rows
 
-The rows follow each other without gaps, in the order of pieces and cells. A route without rows is just
-its numbers, so a receiver always hears from each sender. Hosts that send hold all counts, so all find
-the same error in them.
+In a message the rows follow each other without gaps, in the order of pieces and cells. In a landing, which has
+room for all, pieces and cells lie where they would if all rows counted (*spread*), so that a receiver can use
+them where they are. A route without rows is just its numbers, so a receiver always hears from each
+sender. Hosts that send hold all counts, so all find the same error in them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import numpy as np
 from pw.core.errors import ErrorReport, ResultMismatch, ShardingError
 from pw.core.landing import Bytes
 from pw.core.plan import Counts, Piece, Route
-from pw.core.reshard import LAYOUTS_KEPT
-from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_bytes, box_shape, dtype_of
+from pw.core.reshard import LAYOUTS_KEPT, route_layout
+from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, dtype_of
 
 NUMBER = np.dtype(np.int32)
 """How counts travel."""
@@ -65,8 +66,7 @@ def check_counts(rows: ArraySpec, counts: ArraySpec) -> None:
 @lru_cache(maxsize=LAYOUTS_KEPT)
 def most_bytes(route: Route, source: ArraySpec, lead: int) -> int:
     """Return the size of what travels along a route if all rows count."""
-    rows = sum(box_bytes(piece.source_box, source.dtype) for piece in route.pieces)
-    return _aligned(NUMBER.itemsize * sum(_cells(piece, lead) for piece in route.pieces)) + rows
+    return _numbers_bytes(route, lead) + route_layout(route, source)[1]
 
 
 def wrong_counts(counts: Array, rows: ArraySpec, maker: str) -> ErrorReport | None:
@@ -118,9 +118,11 @@ def filled(piece: Piece, numbers: Array) -> Iterator[Filled]:
 
 
 def packed(
-    route: Route, source: ArraySpec, counts: Array, views: Sequence[Array]
+    route: Route, source: ArraySpec, counts: Array, views: Sequence[Array], most_packed_bytes: int
 ) -> tuple[list[tuple[int, Array]], int]:
-    """Return what travels along a route, as arrays with their offsets in bytes, and its size.
+    """Return what travels along a route, as arrays with their offsets in bytes, and their size together.
+
+    If that is more than `most_packed_bytes`, the offsets are those of a landing.
 
     Args:
         route: a route of an edge.
@@ -130,14 +132,19 @@ def packed(
     """
     numbers = numbers_of(route, source, counts)
     said = np.concatenate([one.reshape(-1) for one in numbers])
-    parts: list[tuple[int, Array]] = [(0, said)]
-    size_bytes = _aligned(said.nbytes) if said.any() else said.nbytes
-    for piece, each, view in zip(route.pieces, numbers, views, strict=True):
+    begin = _aligned(said.nbytes)
+    close: list[tuple[int, Array]] = [(0, said)]
+    spread: list[tuple[int, Array]] = [(0, said)]
+    size_bytes = begin if said.any() else said.nbytes
+    offsets = route_layout(route, source)[0]
+    for piece, each, view, offset in zip(route.pieces, numbers, views, offsets, strict=True):
+        cell_bytes = view.nbytes // max(each.size, 1)
         for cell, rows, _ in filled(piece, each):
-            counted = view[cell][:rows]
-            parts.append((size_bytes, counted))
+            counted, at = view[cell][:rows], _place(cell, each.shape)
+            close.append((size_bytes, counted))
+            spread.append((begin + offset + at * cell_bytes, counted))
             size_bytes += counted.nbytes
-    return parts, size_bytes
+    return (spread if size_bytes > most_packed_bytes else close), size_bytes
 
 
 def joined(parts: Sequence[tuple[int, Array]], size_bytes: int) -> bytes:
@@ -150,32 +157,61 @@ def joined(parts: Sequence[tuple[int, Array]], size_bytes: int) -> bytes:
 
 def unpacked(
     buffer: bytes | Bytes, route: Route, source: ArraySpec, lead: int
-) -> tuple[list[tuple[Piece, Box, Array]], int]:
-    """Return what came along a route: a piece, a box of the destination shard and its rows; and its bytes.
+) -> tuple[list[tuple[Piece, Array, list[Array]]], int]:
+    """Return what came along a route: each piece with the numbers and the rows of its cells; and its size.
+
+    The rows are those of the cells with rows that count, as `filled` yields them. They are spread if the
+    buffer is a landing.
 
     Raises:
         ValueError: the buffer is not what a sender packs.
     """
     dtype, found = dtype_of(source.dtype), []
-    cells = sum(_cells(piece, lead) for piece in route.pieces)
-    said = np.frombuffer(buffer, NUMBER, cells)
-    size_bytes = _aligned(said.nbytes) if said.any() else said.nbytes
-    for piece in route.pieces:
+    is_spread = not isinstance(buffer, bytes)
+    said = np.frombuffer(buffer, NUMBER, sum(_cells(piece, lead) for piece in route.pieces))
+    begin = _aligned(said.nbytes)
+    size_bytes = begin if said.any() else said.nbytes
+    for piece, offset in zip(route.pieces, route_layout(route, source)[0], strict=True):
         shape = box_shape(piece.source_box)
         own, said = np.split(said, [_cells(piece, lead)])
         if own.size and not 0 <= own.min() <= own.max() <= shape[lead]:
             raise ValueError(f"it says {own.tolist()} of {shape[lead]} rows")
-        for _, _, box in filled(piece, own.reshape(shape[:lead])):
-            count = math.prod(box_shape(box))
-            flat = np.frombuffer(buffer, np.uint8, count * dtype.itemsize, size_bytes)
-            found.append((piece, box, flat.view(dtype).reshape(box_shape(box))))
+        numbers, rows = own.reshape(shape[:lead]), []
+        row_bytes = math.prod(shape[lead + 1 :]) * dtype.itemsize
+        for cell, count, _ in filled(piece, numbers):
+            at = size_bytes
+            if is_spread:
+                at = begin + offset + _place(cell, numbers.shape) * shape[lead] * row_bytes
+            flat = np.frombuffer(buffer, np.uint8, count * row_bytes, at)
+            rows.append(flat.view(dtype).reshape(count, *shape[lead + 1 :]))
             size_bytes += flat.nbytes
+        found.append((piece, numbers, rows))
     return found, size_bytes
+
+
+def whole_piece(buffer: Bytes, route: Route, source: ArraySpec, lead: int, index: int) -> Array:
+    """Return one piece of a landing, with whatever is in its padding."""
+    piece = route.pieces[index]
+    begin = _numbers_bytes(route, lead) + route_layout(route, source)[0][index]
+    dtype, shape = dtype_of(source.dtype), box_shape(piece.source_box)
+    return buffer[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def counts_read(route: Route, counts: Counts) -> list[tuple[int, Box]]:
     """Return the box that the sender of a route reads of the counts: all of them, on one of its devices."""
     return [(route.pieces[0].source_device, tuple((0, size) for size in counts.spec.shape))]
+
+
+def _numbers_bytes(route: Route, lead: int) -> int:
+    return _aligned(NUMBER.itemsize * sum(_cells(piece, lead) for piece in route.pieces))
+
+
+def _place(cell: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Return the number of a cell in row-major order."""
+    place = 0
+    for at, size in zip(cell, shape, strict=True):
+        place = place * size + at
+    return place
 
 
 def _cells(piece: Piece, lead: int) -> int:

@@ -172,6 +172,8 @@ class Build:
     done: Done | None = None
     over_zeros: bool = False
     """Elements that no part covers are zeros; otherwise the parts cover each element once."""
+    padding: Sequence[np.ndarray[Any, Any]] = ()
+    """Views of parts that are filled with zeros first."""
 
     @property
     def size_bytes(self) -> int:

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from pw.core.counted import Array, counts_read, filled, numbers_of, wrong_counts
+import numpy as np
+
+from pw.core.counted import (
+    Array,
+    counts_read,
+    filled,
+    numbers_of,
+    unpacked,
+    whole_piece,
+    wrong_counts,
+)
 from pw.core.errors import ErrorReport
+from pw.core.landing import Bytes
 from pw.core.plan import Counts, Receive, Route, Send
-from pw.core.sharding import ArraySpec, DeviceAddress
+from pw.core.sharding import ArraySpec, DeviceAddress, box_shape
 from pw.devices.host.backend import Part, Read, Value
 
 Counted = Callable[[list[Array], Array], None]
@@ -67,6 +78,42 @@ def parts_of(route: Route, spec: ArraySpec, views: Sequence[Array], counts: Arra
             shape = [stop - start for start, stop in box]
             parts.append((piece.destination_devices, box, view[cell][:rows].reshape(shape)))
     return parts
+
+
+class Taken(NamedTuple):
+    """What came along a route."""
+
+    parts: list[Part]
+    padding: list[Array]
+    """Inside of the parts: to be filled with zeros."""
+    size_bytes: int
+
+
+def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> Taken:
+    """Return the parts of the destination's shards that came along a route.
+
+    A piece that is a whole shard is used where it landed, if a quarter of its rows count: to clear its
+    padding is then quicker than to copy its rows over fresh zeros. Raises ValueError if the buffer is not
+    what a sender packs.
+    """
+    assert receive.counts is not None
+    spec, lead = receive.source, len(receive.counts.spec.shape)
+    shard = tuple((0, size) for size in receive.spec.sharding.shard_shape(receive.spec.shape))
+    found, size_bytes = unpacked(buffer, route, spec, lead)
+    parts: list[Part] = []
+    padding: list[Array] = []
+    for index, (piece, numbers, rows) in enumerate(found):
+        most = numbers.size * box_shape(piece.source_box)[lead]
+        lands = not isinstance(buffer, bytes) and buffer.flags.writeable
+        if lands and piece.destination_box == shard and 4 * int(numbers.sum()) >= most:
+            assert isinstance(buffer, np.ndarray)
+            whole = whole_piece(buffer, route, spec, lead, index)
+            parts.append((piece.destination_devices, shard, whole))
+            padding += [whole[cell][numbers[cell] :] for cell in np.ndindex(numbers.shape)]
+            continue
+        for (_, _, box), own in zip(filled(piece, numbers), rows, strict=True):
+            parts.append((piece.destination_devices, box, own.reshape(box_shape(box))))
+    return Taken(parts, padding, size_bytes)
 
 
 def arrives(instruction: Send | Receive, slots: Slots, arriving: dict[Value, Any]) -> bool:

@@ -194,6 +194,8 @@ class Incoming:
     """The bytes that each other host sends: at most, until they have come."""
     transfers: dict[str, int] = field(default_factory=dict)
     """The landing of each sender that was given one."""
+    padding: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    """What of the parts is to be filled with zeros."""
 
     def happens(self, event: ReceiveEvent) -> Receiving:
         """Change the state, and return the new one."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pw.core.actor import Env, Part, handles
-from pw.core.counted import Array, unpacked
+from pw.core.counted import Array
 from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, coordinator_of
 from pw.core.landing import Bulk, Bytes
@@ -36,7 +36,7 @@ from pw.core.sharding import DeviceAddress
 from pw.core.ticker import Ticker
 from pw.devices.host.backend import Backend, Build, Op, Read, Value
 from pw.devices.host.backend import Part as ShardPart
-from pw.devices.host.counted import Slots, parts_of, reads
+from pw.devices.host.counted import Slots, parts_of, reads, taken
 from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import (
     Arrived,
@@ -193,8 +193,8 @@ class EdgesIn(Part):
                 ]
                 parts = _parts(route, views)
             else:
-                found, total = unpacked(buffer, route, spec, len(counts.spec.shape))
-                parts = [(piece.destination_devices, box, rows) for piece, box, rows in found]
+                parts, padding, total = taken(incoming.receive, route, buffer)
+                incoming.padding += padding
         except ValueError as error:
             words = f"edge {incoming.receive.edge} from {route.source_host} came wrong: {error}"
             report = ErrorReport.of(ProtocolError(words), self._host)
@@ -269,7 +269,7 @@ class EdgesIn(Part):
             return
         receive = incoming.receive
         build = Build(incoming.value, receive.spec, incoming.devices, incoming.parts)
-        build.over_zeros = receive.counts is not None
+        build.over_zeros, build.padding = receive.counts is not None, incoming.padding
         if build.size_bytes <= INLINE_BYTES:
             incoming.arrived(build)
             return

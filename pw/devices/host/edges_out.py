@@ -17,7 +17,15 @@ from pw.core.counted import Array, joined, packed
 from pw.core.errors import Disconnected, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_of, coordinator_of
 from pw.core.landing import Bulk
-from pw.core.messages import EdgeCredit, EdgeData, EdgeFailed, EdgeGone, EdgeProbe, EdgeReport
+from pw.core.messages import (
+    INLINE_BYTES,
+    EdgeCredit,
+    EdgeData,
+    EdgeFailed,
+    EdgeGone,
+    EdgeProbe,
+    EdgeReport,
+)
 from pw.core.packing import pack
 from pw.core.plan import Route, Send
 from pw.core.recorder import SENT
@@ -96,7 +104,7 @@ class EdgesOut(Part):
         def read(views: list[Array], counts: Array) -> None:
             if outgoing.state is Sending.ENDED:
                 return
-            parts, outgoing.total_bytes = packed(send.route, send.spec, counts, views)
+            parts, outgoing.total_bytes = packed(send.route, send.spec, counts, views, INLINE_BYTES)
             if outgoing.is_small:
                 self._send_inline(outgoing, joined(parts, outgoing.total_bytes))
                 return

@@ -46,6 +46,8 @@ class Builds:
         """Make the array; on any thread."""
         result = op.result
         try:
+            for view in op.padding:
+                view[...] = 0
             layout = self._layouts.of(op.spec, op.devices)
             shards = host_shards(op.spec, tuple(layout.local), op.parts, over_zeros=op.over_zeros)
             result.payload = put(op.spec, layout, shards)
@@ -65,7 +67,9 @@ class Builds:
         if op.size_bytes <= _INLINE_BYTES:
             return False
         try:
-            return op.spec.dtype in SUB_BYTE or bytes_to_copy(op.spec, op.parts) > _INLINE_BYTES
+            written_bytes = sum([view.nbytes for view in op.padding])
+            written_bytes += bytes_to_copy(op.spec, op.parts)
+            return op.spec.dtype in SUB_BYTE or written_bytes > _INLINE_BYTES
         except Exception:  # noqa: BLE001 - wrong parts: `finish` reports them
             return False
 
