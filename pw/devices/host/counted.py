@@ -23,7 +23,7 @@ from pw.core.counted import (
 )
 from pw.core.errors import ErrorReport
 from pw.core.landing import Bytes
-from pw.core.plan import Counts, Receive, Route, Send
+from pw.core.plan import Counts, Receive, Route
 from pw.core.sharding import ArraySpec, DeviceAddress, box_shape
 from pw.devices.host.backend import Part, Read, Value
 
@@ -114,9 +114,3 @@ def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> Taken:
         for (_, _, box), own in zip(filled(piece, numbers), rows, strict=True):
             parts.append((piece.destination_devices, box, own.reshape(box_shape(box))))
     return Taken(parts, padding, size_bytes)
-
-
-def arrives(instruction: Send | Receive, slots: Slots, arriving: dict[Value, Any]) -> bool:
-    """Whether the counts of an edge have not arrived."""
-    counts = instruction.counts
-    return counts is not None and slots.get(counts.slot) in arriving

@@ -196,7 +196,8 @@ class EdgesIn(Part):
                 parts, padding, total = taken(incoming.receive, route, buffer)
                 incoming.padding += padding
         except ValueError as error:
-            words = f"edge {incoming.receive.edge} from {route.source_host} came wrong: {error}"
+            edge = incoming.receive.edge
+            words = f"the bytes of transfer {edge} from {route.source_host} came wrong: {error}"
             report = ErrorReport.of(ProtocolError(words), self._host)
             self._fail(incoming, route.source_host, report, alone=True)
         else:

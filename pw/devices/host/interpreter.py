@@ -30,7 +30,6 @@ from pw.core.watchdog import Watchdog
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Backend, Op, Value
 from pw.devices.host.coordinator import ShardCoordinator
-from pw.devices.host.counted import arrives
 from pw.devices.host.guards import Guards
 from pw.devices.host.lanes import Lanes
 from pw.devices.host.launch_end import LaunchEnds
@@ -181,11 +180,14 @@ class Interpreter(Part):
         run = launch.run
         if isinstance(instruction, Send):
             value = run.slots[instruction.slot]
-            if value in self.arriving or arrives(instruction, run.slots, self.arriving):
+            counts = instruction.counts
+            if value in self.arriving:
                 return False
             devices = run.program.devices(instruction.spec)
             sending = self._coordinator.sending
-            if instruction.counts is not None:
+            if counts is not None:
+                if run.slots[counts.slot] in self.arriving:
+                    return False
                 self.queue.ops += sending.counted_ops(
                     run.run, run.began, instruction, run.slots, devices
                 )
@@ -193,8 +195,10 @@ class Interpreter(Part):
             op = sending.send_op(run.run, run.began, instruction, value, devices)
             self.queue.ops.append(op)
         elif isinstance(instruction, Receive):
-            source = run.slots.get(instruction.source_slot)
-            if source in self.arriving or arrives(instruction, run.slots, self.arriving):
+            counts = instruction.counts
+            if run.slots.get(instruction.source_slot) in self.arriving:
+                return False
+            if counts is not None and run.slots.get(counts.slot) in self.arriving:
                 return False
             self._receive(launch, instruction)
         else:
