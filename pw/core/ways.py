@@ -93,12 +93,14 @@ def edges_of(
             found[value, wanted] = EdgeWay(value, consumer, own, wanted)
 
     for number, node in enumerate(program.nodes):
-        for value, wanted in zip(
-            node.args, program.computations[node.computation].inputs, strict=True
-        ):
-            want(value, wanted, number)
+        counted = dict(node.counted)
+        inputs = program.computations[node.computation].inputs
+        for at, (value, wanted) in enumerate(zip(node.args, inputs, strict=True)):
+            if at not in counted:  # transfers move only the rows that count
+                want(value, wanted, number)
     for output in program.outputs:
-        want(output.value, output.spec, None)
+        if output.counts is None:
+            want(output.value, output.spec, None)
     edges = list(found.values())
     if edges and not only_transfers and not program.makes_views:
         estimating = _Estimating(physical, RUNS if program.nodes else MOVES)
@@ -343,16 +345,29 @@ class _Writing:
         program = self._program
         for node in program.nodes:
             inputs = program.computations[node.computation].inputs
-            args = [self._value(*pair) for pair in zip(node.args, inputs, strict=True)]
+            counted = {at: self._renumbered(counts) for at, counts in node.counted}
+            args = [
+                self._renumbered(value) if at in counted else self._value(value, wanted)
+                for at, (value, wanted) in enumerate(zip(node.args, inputs, strict=True))
+            ]
             guard = None if node.guard is None else self._renumbered(node.guard)
-            self._number.append(self._add(Node(node.computation, tuple(args), guard, node.unless)))
-        outputs = [Output(self._value(one.value, one.spec), one.spec) for one in program.outputs]
+            pairs = tuple(counted.items())
+            self._number.append(
+                self._add(Node(node.computation, tuple(args), guard, node.unless, pairs))
+            )
+        outputs = [self._output(output) for output in program.outputs]
         return msgspec.structs.replace(
             program,
             computations=tuple(self._computations),
             nodes=tuple(self._nodes),
             outputs=tuple(outputs),
         )
+
+    def _output(self, output: Output) -> Output:
+        if output.counts is not None:
+            own, counts = self._renumbered(output.value), self._renumbered(output.counts)
+            return Output(own, output.spec, counts)
+        return Output(self._value(output.value, output.spec), output.spec)
 
     def _value(self, value: Value, wanted: ArraySpec) -> Value:
         """Return the value that a consumer with this spec takes."""

@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,20 +19,19 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
 from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
+from pw.client.arrays.signature import ArrayType, aval_of, signature_of
 from pw.client.connection import current
 from pw.client.trace.branch import Branch
+from pw.client.trace.constant import Constant
 from pw.client.trace.counted import counts_of
-from pw.client.trace.export import Traced, constant
+from pw.client.trace.export import Traced
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.guards import merge
-from pw.core.messages import INLINE_BYTES
 from pw.core.program import Computation, Node, Output, Program, Value
-from pw.core.sharding import ArraySpec
 
 
 class Tape(Protocol):
@@ -103,11 +101,11 @@ class Recorder:
                 return self.joined(leaf._type, [self.lift(part) for part in leaf.members])
             value = self._input(Feed(-1, leaf, leaf._type))
             return ProgramTracer(self, leaf.aval, leaf._type, value, None)
-        return ProgramTracer(self, aval_of(signature_of(leaf)), None, None, _Constant(leaf))
+        return ProgramTracer(self, aval_of(signature_of(leaf)), None, None, Constant(leaf))
 
     def constant_of(self, tracer: ProgramTracer) -> Any:
         """Return the host value that the function has made or closed over; None for other values."""
-        return tracer._leaf.value if isinstance(tracer._leaf, _Constant) else None
+        return tracer._leaf.value if isinstance(tracer._leaf, Constant) else None
 
     def call(self, traced: Traced | JoinedTraced, leaves: Sequence[Any]) -> list[ProgramTracer]:
         """Add a node that applies `traced` to `leaves`; returns its results."""
@@ -281,7 +279,7 @@ class Recorder:
         if isinstance(leaf, np.ndarray):  # its owner may write to it before it is used
             value = np.array(leaf, dtype=type_.numpy_dtype, order="C")
             value.flags.writeable = False
-            source = _Constant(value)
+            source = Constant(value)
         return ProgramTracer(self, tracer.aval, type_, tracer._value, source, object())
 
     def place(
@@ -294,7 +292,7 @@ class Recorder:
             return tracer._value
         type_ = tracer._type or type_
         source = tracer._leaf
-        if isinstance(source, _Constant):
+        if isinstance(source, Constant):
             return self._input(Feed(-1, source.placed(type_, own), type_), own)
         return self._input(Feed(source, None, type_), own)
 
@@ -315,12 +313,12 @@ class Recorder:
         for at, part in enumerate(type_.parts):
             size = 0 if along is None else part.aval.shape[along]
             source = tracer._leaf
-            is_leaf = not isinstance(source, _Constant)
+            is_leaf = not isinstance(source, Constant)
             pick = Pick(source if is_leaf else -1, at, along, at * size, (at + 1) * size)
             if is_leaf:
                 found.append(self._picked(pick, part))
             else:
-                own = source if along is None else _Constant(source.value[pick.block])
+                own = source if along is None else Constant(source.value[pick.block])
                 found.append(ProgramTracer(self, part.aval, None, None, own))
         return found
 
@@ -416,25 +414,6 @@ class Recorder:
                 f"the program {self.name!r} uses devices or arrays of two sessions; fetch values of the "
                 "other one with pw.get(x) and pass those"
             )
-
-
-@dataclass(slots=True, eq=False)
-class _Constant:
-    """A host value that the function has made or closed over."""
-
-    value: Any
-    _uploaded: dict[ArraySpec, Array] = field(default_factory=dict)
-
-    def placed(self, type_: ArrayType, own: bool) -> Array | bytes | np.ndarray[Any, Any]:
-        """Return the value for every run: a large one is uploaded once, unless each run donates its own."""
-        if type_.size_bytes <= INLINE_BYTES:
-            return host_value(self.value, type_).tobytes()
-        if own:
-            return host_value(self.value, type_).copy()
-        uploaded = self._uploaded.get(type_.spec)
-        if uploaded is None:
-            uploaded = self._uploaded[type_.spec] = constant(self.value, type_)
-        return uploaded
 
 
 _thread = threading.local()

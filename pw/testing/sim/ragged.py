@@ -71,7 +71,7 @@ def random_ragged(
         taken = made if part is first and random.random() < 0.2 else _on(random, part, made.shape)
         kind = random_spec(random, part, (16,), "uint8", taken.placement.devices)
         takes = [taken, _replicated(lead, taken.placement)]
-        node = Node(number, (rows, counts), ((0, counts),))
+        node = Node(number, (rows, counts), counted=((0, counts),))
         call(f"computes {name}/{number}".encode(), takes, [kind], node)
         outputs.append(Output(Value(number, 0), kind))
     if random.random() < 0.5:
