@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from tests.stage import interrupted_in_its_wait, live, mesh_on, numbers, split, until_live
-from tests.test_api_dtypes import NARROW, WIDE, bits, sample
+from tests.test_api_dtypes import NARROW, ROUNDED, WIDE, bits, sample
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -87,7 +87,11 @@ def test_all_dtypes_between_hosts(east: pw.Mesh, west: pw.Mesh) -> None:
 
     for names in (NARROW, WIDE):
         with jax.enable_x64(names is WIDE):
-            values = {name: sample(jnp.dtype(name), 256) for name in names}
+            values = {
+                name: sample(jnp.dtype(name), 256)
+                for name in names
+                if name != ROUNDED  # the hosts of these tests round it
+            }
             got = pw.get(f(pw.put(values, sharding=split(east))))
         for name, value in values.items():
             assert got[name].dtype == value.dtype, name

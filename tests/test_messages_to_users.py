@@ -30,6 +30,7 @@ from tests.user_words import insides, sentences
 SOURCE = Path(pw.__file__).parent
 
 FOR_OPERATORS = {
+    "client/plan.py": "pw plan shows how hosts run a program: segments and edges are what it is asked for",
     "devices/jax/coordination.py": "hosts tell each other, and their logs",
     "devices/jax/coordination_service.py": "hosts tell each other, and their logs",
     "devices/jax/group.py": "hosts tell their logs",

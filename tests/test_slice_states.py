@@ -57,9 +57,6 @@ def test_the_simulator_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -
         return after(self, state, event)
 
     monkeypatch.setattr(Lifecycle, "after", watched)
-    for profile in ("slices", "restarts"):
-        for seed in range(3):
-            assert simulate(seed, PROFILES[profile]).violation is None
     possible = {(state, event) for state in State for event in SLICE.table[state]}
     # Islands of the simulator do not come back smaller, nor stay away for good: see test_resources.
     elsewhere = {
@@ -67,4 +64,9 @@ def test_the_simulator_goes_through_the_table(monkeypatch: pytest.MonkeyPatch) -
         (State.BOUND, Event.REFUSE),
         (State.PARKED, Event.REFUSE),
     }
-    assert possible - elsewhere <= seen.keys()
+    for seed in range(40):  # only some lose a host that a slice has named
+        for profile in ("slices", "restarts"):
+            assert simulate(seed, PROFILES[profile]).violation is None
+        if possible - elsewhere <= seen.keys():
+            return
+    pytest.fail(f"never seen: {possible - elsewhere - seen.keys()}")
