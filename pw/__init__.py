@@ -74,8 +74,10 @@ if TYPE_CHECKING:
     from pw.client.trace.cond import cond
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
+    from pw.client.trace.mapping import map
     from pw.client.trace.pmap import pmap
     from pw.client.trace.program import program
+    from pw.client.trace.while_loop import while_loop
     from pw.client.transfer import block_until_ready, get, put, ready
     from pw.core.parts import Part
 
@@ -96,6 +98,8 @@ _LAZY = {
     "grad": "pw.client.gradients.gradients",
     "value_and_grad": "pw.client.gradients.gradients",
     "cond": "pw.client.trace.cond",
+    "map": "pw.client.trace.mapping",
+    "while_loop": "pw.client.trace.while_loop",
     "host_function": "pw.client.trace.host_function",
     "Part": "pw.core.parts",
     "stream": "pw.client.feeding.stream",
@@ -137,6 +141,8 @@ __all__ = [
     "grad",
     "value_and_grad",
     "cond",
+    "map",
+    "while_loop",
     "host_function",
     "Part",
     "stream",

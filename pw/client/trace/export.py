@@ -224,7 +224,8 @@ def _exported(
         if checked:
             results.append(jnp.stack([jnp.any(results[at] != results[at]) for at in checked]))
         return [
-            jax.random.key_data(result) if is_key(result.dtype) else result for result in results
+            jax.random.key_data(result) if is_key(jax.typeof(result).dtype) else result
+            for result in results
         ]
 
     asked = [*wanted, NamedSharding.replicated(mesh)] if checked else wanted

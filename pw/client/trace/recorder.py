@@ -29,6 +29,7 @@ from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
+from pw.client.trace.trial import Trial
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.guards import merge
 from pw.core.program import Computation, Node, Output, Program, Value
@@ -73,6 +74,8 @@ class Recorder:
         self._position_of: dict[Any, int] = {}
         self._given: dict[object, str] = {}
         """Donated inputs, results and moved copies, and the computations that took them."""
+        self._meshes: dict[Mesh, None] = {}
+        """Where computations run."""
 
     def leaf(self, index: int, signature: Any) -> ProgramTracer:
         """Leaf `index` of the program's arguments."""
@@ -155,6 +158,7 @@ class Recorder:
         unless = branch is not None and branch.unless
         self._nodes.append(Node(index, tuple(args), guard, unless, counted))
         self._made.append((types, branch))
+        self._meshes[mesh] = None
         node = len(self._nodes) - 1
         return [
             ProgramTracer(self, type_.aval, type_, Value(node, result), None)
@@ -197,6 +201,29 @@ class Recorder:
             yield
         finally:
             self.tape = before
+
+    # --- trials ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def trial(self) -> Iterator[Trial]:
+        """Record in a block to learn what the calls would add; the program stays as it was."""
+        before = dict(vars(self))
+        for name, kept in before.items():
+            if isinstance(kept, (dict, list)):
+                setattr(self, name, kept.copy())
+        self._meshes, self.tape = {}, None
+        try:
+            yield Trial(
+                self.leaf,
+                self._nodes,
+                len(self._nodes),
+                self._feeds,
+                self._index_of,
+                self._given,
+                self._meshes,
+            )
+        finally:
+            vars(self).update(before)
 
     # --- branches ------------------------------------------------------------------------------------
 

@@ -1,0 +1,189 @@
+"""`Carry`: the value that a loop passes from iteration to iteration, and where it lies.
+
+The functions of a loop are traced on what the user gives, and on what the body makes of it, until the body
+leaves every leaf where it has found it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pw.client.arrays.mesh import Mesh, default_mesh
+from pw.client.arrays.sharding import NamedSharding
+from pw.client.arrays.signature import ArrayType, aval_of
+from pw.client.trace.function import tree_flatten, tree_unflatten
+from pw.client.trace.recorder import Recorder, Recording
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
+from pw.client.trace.trial import Trial
+from pw.core.errors import ArgumentError, ShardingError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """The two functions of a loop, and the tree of its carry."""
+
+    cond_fun: Callable[[Any], Any]
+    body_fun: Callable[[Any], Any]
+    tree: Any
+
+    @property
+    def name(self) -> str:
+        """The name of its computations and programs."""
+        return f"while_loop({named(self.body_fun)})"
+
+    def goes_on(self, leaves: Sequence[Any]) -> Any:
+        """Return the predicate for a carry."""
+        return self.cond_fun(tree_unflatten(self.tree, leaves))
+
+    def step(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the carry after an iteration."""
+        made: list[Any] = tree_flatten(self.body_fun(tree_unflatten(self.tree, leaves)))[0]
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carry:
+    """Where the carry of a loop lies, as its functions leave it."""
+
+    types: tuple[ArrayType, ...]
+    predicate: NamedSharding
+    mesh: Mesh | None
+    """Where all of an iteration runs, if it can be one computation; None if it is a part of a program."""
+    uses_program: bool
+    """The functions use values of the program that is traced, besides the carry."""
+    donated: frozenset[int]
+    """The leaves that the functions donate."""
+    varying: tuple[int, ...]
+    """The leaves that the body does not return as they are."""
+
+
+def named(fun: Any) -> str:
+    """Return the user's name of a function."""
+    return str(getattr(fun, "__name__", type(fun).__name__))
+
+
+def learn(recorder: Recorder, loop: Loop, signature: Sequence[Any]) -> Carry:
+    """Trace a loop's functions, and return where the carry lies.
+
+    Args:
+        recorder: of the program that is traced, which stays as it is.
+        loop: the functions.
+        signature: the type, or aval, of each leaf of the first carry.
+
+    Raises:
+        ArgumentError: the predicate is no scalar boolean, or the body changes the tree, a shape or a dtype.
+        ShardingError: the body moves a leaf in each iteration.
+    """
+    given = tuple(signature)
+    with Recording(recorder), recorder.trial() as trial:
+        found = _tried(recorder, trial, loop, given)
+    if found.types == given:
+        return found
+    given = _beside(found, given)
+    for _ in range(2):
+        with Recording(recorder), recorder.trial() as trial:
+            found = _tried(recorder, trial, loop, given)
+        if found.types == given:
+            return found
+        before, given = given, found.types
+    moved = next(at for at, type_ in enumerate(given) if type_ is not before[at])
+    raise ShardingError(
+        f"pw.while_loop: {named(loop.body_fun)!r} takes {_path(loop, moved)} as {before[moved]} and "
+        f"returns it as {given[moved]}, and so on in each iteration; give its functions out_shardings"
+    )
+
+
+def _beside(found: Carry, given: Sequence[Any]) -> tuple[ArrayType, ...]:
+    """Return the types of a carry, with numbers of this machine beside the arrays, as a counter of iterations.
+
+    Without this, Python's operators would compute them on a default slice, and the loop ran on two.
+    """
+    lie = [found.predicate, *[type_.sharding for type_ in found.types]]
+    numbers = [at for at, before in enumerate(given) if not isinstance(before, ArrayType)]
+    default = default_mesh() if numbers else None
+    mesh = next((one.mesh for one in lie if one.mesh != default), default)
+    types = list(found.types)
+    for at in numbers:
+        if types[at].sharding.mesh == default and mesh is not None:
+            types[at] = types[at].with_sharding(NamedSharding.replicated(mesh))
+    return tuple(types)
+
+
+def _tried(recorder: Recorder, trial: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
+    leaves = [trial.leaf(at, type_) for at, type_ in enumerate(given)]
+    identities = [leaf.identity for leaf in leaves]
+    carry = tree_unflatten(loop.tree, leaves)
+    sharding = _checked_predicate(recorder, loop, loop.cond_fun(carry)).sharding
+    results, tree = tree_flatten(loop.body_fun(carry))
+    name = named(loop.body_fun)
+    if tree != loop.tree:
+        raise ArgumentError(
+            f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {loop.tree}, and "
+            f"returns {tree}"
+        )
+    types, varying = [], []
+    for at, (result, before) in enumerate(zip(results, given, strict=True)):
+        made, aval = _lifted(recorder, loop, at, result), aval_of(before)
+        if (tuple(made.aval.shape), made.aval.dtype) != (tuple(aval.shape), aval.dtype):
+            raise ArgumentError(
+                f"pw.while_loop: the carry must keep its shapes and dtypes, but {name!r} takes "
+                f"{_path(loop, at)} as {aval.str_short()} and returns {made.aval.str_short()}"
+            )
+        where = made.sharding or (before.sharding if isinstance(before, ArrayType) else sharding)
+        is_weak = bool(made.weak_type and aval.weak_type)
+        whole = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=is_weak)
+        types.append(ArrayType.of(whole, where or NamedSharding.replicated(default_mesh())))
+        if made.identity is None or made.identity != identities[at]:
+            varying.append(at)
+    return Carry(
+        tuple(types),
+        sharding or NamedSharding.replicated(types[0].sharding.mesh if types else default_mesh()),
+        None if trial.uses_program() else trial.one_mesh(),
+        trial.uses_program(),
+        trial.donated(),
+        tuple(varying),
+    )
+
+
+def _checked_predicate(recorder: Recorder, loop: Loop, pred: Any) -> ProgramTracer:
+    try:
+        tracer = recorder.lift(pred)
+        fits = not tuple(tracer.aval.shape) and tracer.aval.dtype == np.bool_
+        said = tracer.aval.str_short()
+    except ArgumentError:
+        fits, said = False, repr(pred)
+    if not fits:
+        raise ArgumentError(
+            f"pw.while_loop: {named(loop.cond_fun)!r} must return a scalar boolean, and returns {said}; "
+            "compute one, as in x.sum() > 0"
+        )
+    return tracer.parts[0] if isinstance(tracer, JoinedTracer) else tracer
+
+
+def _lifted(recorder: Recorder, loop: Loop, at: int, result: Any) -> ProgramTracer:
+    try:
+        return recorder.lift(result)
+    except ArgumentError:
+        raise ArgumentError(
+            f"pw.while_loop: {named(loop.body_fun)!r} returns {result!r} of type "
+            f"{type(result).__name__} as {_path(loop, at)}; a carry is a tree of arrays and numbers"
+        ) from None
+
+
+def _path(loop: Loop, at: int) -> str:
+    whole = tree_unflatten(loop.tree, range(loop.tree.num_leaves))
+    path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
+    return f"carry{jax.tree_util.keystr(path)}"
+
+
+def as_type(value: Any, type_: ArrayType) -> Any:
+    """Return a traced leaf as the loop passes it on: not of Python's weak types, unless it stays so."""
+    if type_.aval.weak_type or type_.key_impl is not None:
+        return value
+    return jax.lax.convert_element_type(jnp.asarray(value), type_.aval.dtype)

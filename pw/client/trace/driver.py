@@ -1,0 +1,108 @@
+"""Drives a loop in portions: the hosts decide when it ends, and the client stays ahead of them.
+
+Each portion takes the carry and the predicate of the one before, so it can be launched before that has ended.
+The client reads the predicate of each portion, and launches no more after a false one. The portions that are
+ahead then pass the carry on unchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from pw.client.arrays.array import Array
+from pw.client.trace.iterations import Portions, State
+from pw.core.errors import ComputationTimeout
+
+AHEAD = 3
+"""Portions in flight: one that runs, one that waits, and one on its way."""
+
+PORTION_S = 0.010
+"""How long a portion should take: other clients, `timeout=` and `pw.cancel` get their turn after it."""
+
+GROWTH = 4
+"""How much longer than an ended portion the next one may be."""
+
+MOST = 1 << 20
+"""Iterations in a portion."""
+
+
+def drive(
+    portions: Portions,
+    state: State,
+    *,
+    max_iterations: int | None,
+    timeout_s: float,
+    name: str,
+    clock: Callable[[], float] = time.monotonic,
+) -> State:
+    """Return the last state of a loop, as soon as its arrays exist.
+
+    Args:
+        portions: of the loop.
+        state: the first one.
+        max_iterations: the bound on iterations; None for none.
+        timeout_s: seconds from now on; 0 for no limit.
+        name: of the loop, for the user.
+        clock: seconds.
+
+    Raises:
+        ComputationTimeout: the loop did not end in time.
+        Error: of an iteration.
+    """
+    until_s = clock() + timeout_s if timeout_s else None
+    ahead: deque[tuple[Array, int, float]] = deque()
+    left, done, ended_s = max_iterations, 0, None
+
+    def rest_s() -> float | None:
+        return None if until_s is None else max(until_s - clock(), 0.0)
+
+    try:
+        while True:
+            while len(ahead) < AHEAD and left != 0:
+                count = portions.iterations if left is None else min(portions.iterations, left)
+                if portions.sizes and count not in portions.sizes:
+                    count = max(size for size in portions.sizes if size <= count)
+                state = portions.portion(count, state)
+                state[0].start_fetch()
+                ahead.append((state[0], count, clock()))
+                left = None if left is None else left - count
+            if not ahead:
+                break
+            more, count, launched_s = ahead[0]
+            goes_on = bool(more.start_fetch().result(rest_s()))
+            ahead.popleft()
+            now_s = clock()
+            if not goes_on:
+                break
+            done += count
+            if ended_s is not None:
+                _adapt(portions, count, now_s - max(ended_s, launched_s))
+            ended_s = now_s
+        for leaf in state:
+            leaf.start_wait()
+        for leaf in state:
+            leaf.start_wait().result(rest_s())
+    except BaseException as error:
+        _cancel(state)
+        if isinstance(error, TimeoutError) and rest_s() == 0.0:
+            raise ComputationTimeout(
+                f"{name} did not end within its timeout of {timeout_s:g} s; at least {done} iterations "
+                "have ended. Give it more time, or max_iterations"
+            ) from None
+        raise
+    return state
+
+
+def _adapt(portions: Portions, count: int, took_s: float) -> None:
+    """Choose the length of the next portions."""
+    wanted = count * PORTION_S / max(took_s, 1e-6)
+    portions.iterations = int(max(1, min(wanted, count * GROWTH, MOST)))
+
+
+def _cancel(state: State) -> None:
+    """End what is in flight; the portions before make what the last one needs."""
+    session = state[0]._runtime
+    if session.alive:
+        session.cancel([member._id for member in state[0].members])

@@ -1,0 +1,195 @@
+"""`pw.while_loop`: a loop whose hosts decide when it ends.
+
+Its functions are traced to learn where they run (`pw.client.trace.carry`). On one mesh, iterations are one
+computation; on several, they are guarded computations of a program (`pw.client.trace.iterations`). A loop that
+is called alone runs in portions (`pw.client.trace.driver`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pw.client.arrays import jax_arrays
+from pw.client.arrays.array import Array
+from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.signature import ArrayType, signature_of, tracing_configuration
+from pw.client.connection import jax_backend
+from pw.client.trace.carry import Carry, Loop, as_type, learn, named
+from pw.client.trace.driver import drive
+from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.iterations import Portions, guarded, placed
+from pw.client.trace.jit import jit
+from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.wrapped import timeout_s_of
+from pw.core.errors import ArgumentError
+
+
+def while_loop(
+    cond_fun: Callable[[Any], Any],
+    body_fun: Callable[[Any], Any],
+    init_val: Any,
+    *,
+    max_iterations: int | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Return the first of `init_val`, `body_fun(init_val)`, ... for which `cond_fun` is false.
+
+    The functions call `pw.jit` functions on any devices. Called alone, the loop runs in portions of iterations,
+    which its hosts run without waiting for the client, and returns when it has ended; it is kept for these two
+    functions: define them once. In a `pw.program` it is a part of the program. In a `pw.jit` function it is
+    `jax.lax.while_loop`.
+
+    Args:
+        cond_fun: makes a scalar boolean of the carry.
+        body_fun: makes the next carry: of the same tree, shapes and dtypes. Where its first result lies, the
+            carry lies from then on.
+        init_val: the first carry, a tree of arrays and numbers. Its arrays stay, except those that the
+            functions donate.
+        max_iterations: the loop ends after so many iterations, with the carry as it is then. A loop over
+            several meshes in a `pw.program` needs it: so many iterations are recorded, and those behind the
+            last one are skipped.
+        timeout: seconds that a loop called alone may take, from the call on. In a `pw.program` the program's
+            own timeout counts.
+
+    Raises:
+        ArgumentError: the predicate is no scalar boolean; or the body changes the tree, a shape or a dtype.
+            Nothing has been launched then.
+        ComputationTimeout: the loop did not end within `timeout`.
+        Error: of an iteration.
+    """
+    try:
+        for fun in (cond_fun, body_fun):
+            if not callable(fun):
+                raise TypeError(f"pw.while_loop takes two functions, and was given {fun!r}")
+        limit = None if max_iterations is None else index(max_iterations)
+        if limit is not None and limit < 0:
+            raise ValueError(f"max_iterations is a number of iterations, not {limit}")
+        timeout_s = timeout_s_of(timeout)
+        leaves, tree = tree_flatten(init_val)
+        loop = Loop(cond_fun, body_fun, tree)
+        if under_jax_trace(leaves):
+            return _in_jax(loop, limit, leaves)
+        recorder = recording()
+        if recorder is not None:
+            return tree_unflatten(tree, _recorded(recorder, loop, limit, leaves))
+        if jax_backend.client() is not None:
+            leaves = jax_arrays.taken(leaves)
+        return tree_unflatten(tree, _alone(loop, limit, timeout_s, leaves))
+    except Exception as error:
+        leave_out_runtime(error)
+        raise
+
+
+def _in_jax(loop: Loop, limit: int | None, leaves: Sequence[Any]) -> Any:
+    init = tree_unflatten(loop.tree, leaves)
+    if limit is None:
+        return jax.lax.while_loop(loop.cond_fun, loop.body_fun, init)
+
+    def goes_on(state: Any) -> Any:
+        return jnp.logical_and(state[0] < limit, loop.cond_fun(state[1]))
+
+    def step(state: Any) -> Any:
+        return state[0] + 1, loop.body_fun(state[1])
+
+    return jax.lax.while_loop(goes_on, step, (0, init))[1]
+
+
+def _recorded(
+    recorder: Recorder, loop: Loop, limit: int | None, leaves: Sequence[Any]
+) -> Sequence[Any]:
+    """Record a loop in a program; returns the leaves of the last carry."""
+    lifted = [_lifted(recorder, leaf) for leaf in leaves]
+    carry = learn(recorder, loop, [leaf.signature for leaf in lifted])
+    if carry.mesh is not None:
+
+        def whole(*leaves: Any) -> list[Any]:
+            own = [as_type(leaf, type_) for leaf, type_ in zip(leaves, carry.types, strict=True)]
+            made: list[Any] = tree_flatten(_in_jax(loop, limit, own))[0]
+            return made
+
+        whole.__name__ = loop.name
+        shardings = [type_.sharding for type_ in carry.types]
+        run = jit(
+            whole,
+            mesh=carry.mesh,
+            in_shardings=tuple(shardings),
+            out_shardings=shardings,
+            donate_argnums=tuple(carry.donated),
+        )
+        made: list[Any] = run(*lifted)
+        return made
+    if limit is None:
+        why = (
+            "use values of the program besides the carry; put those into the carry, or give max_iterations"
+            if carry.uses_program
+            else "cannot run as one computation on one mesh, so each iteration is recorded; give "
+            "max_iterations, or call the loop outside of the program"
+        )
+        raise ArgumentError(
+            f"pw.while_loop in a pw.program: {named(loop.cond_fun)!r} and {named(loop.body_fun)!r} {why}"
+        )
+    own = placed(recorder, carry, lifted)
+    if limit == 0:
+        return own
+    more = recorder.reshard(loop.goes_on(own), carry.predicate)
+    return guarded(loop, carry, limit, [more, *own])[1:]
+
+
+def _lifted(recorder: Recorder, leaf: Any) -> Any:
+    try:
+        return recorder.lift(leaf)
+    except ArgumentError:
+        raise _no_carry(leaf) from None
+
+
+def _no_carry(leaf: Any) -> ArgumentError:
+    return ArgumentError(
+        f"pw.while_loop was given {leaf!r} of type {type(leaf).__name__} in its first carry, which is a "
+        "tree of arrays and numbers"
+    )
+
+
+def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any]) -> Sequence[Any]:
+    """Run a loop; returns the leaves of the last carry."""
+    portions = _portions(loop, leaves)
+    state = portions.start(leaves)
+    name = f"pw.while_loop of {named(loop.body_fun)!r}"
+    return drive(portions, state, max_iterations=limit, timeout_s=timeout_s, name=name)[1:]
+
+
+def _portions(loop: Loop, leaves: Sequence[Any]) -> Portions:
+    """Return the portions of a loop for a carry of this kind, kept where the carry lies."""
+    signature: list[Any] = []
+    for leaf in leaves:
+        try:
+            signature.append(leaf._type if isinstance(leaf, Array) else signature_of(leaf))
+        except ArgumentError:
+            raise _no_carry(leaf) from None
+    lies = [type_.sharding for type_ in signature if isinstance(type_, ArrayType)]
+    mesh = lies[0].mesh if lies else default_mesh()
+    table = mesh.slice.compiled
+    key = (
+        "while_loop",
+        loop.cond_fun,
+        loop.body_fun,
+        loop.tree,
+        tuple(signature),
+        tracing_configuration(),
+    )
+    try:
+        portions: Portions | None = table.get(key)
+    except TypeError:  # a function cannot be hashed
+        return Portions(loop, _learned(loop, signature), signature)
+    if portions is None:
+        portions = table.add(key, Portions(loop, _learned(loop, signature), signature))
+    return portions
+
+
+def _learned(loop: Loop, signature: Sequence[Any]) -> Carry:
+    return learn(Recorder(loop.name), loop, signature)
