@@ -120,7 +120,7 @@ def tenant(address: str, weight: str, priority: str, file: str, *steps: str) -> 
     return cases
 
 
-def _steps(ms: float, start: Any = _MATRIX) -> int:
+def busy_steps(ms: float, start: Any = _MATRIX) -> int:
     """The number of steps that take `ms` on a matrix, or a number, in plain JAX on this machine."""
     few, many = (1_000, 11_000) if np.ndim(start) else (100_000, 1_100_000)
     took_s = {}
@@ -141,7 +141,7 @@ def own(address: str) -> Cases:
 
 def beside(address: str, ms: str) -> Cases:
     """Long calls on island-1; and short calls there, on results of long calls on island-0."""
-    steps = _steps(float(ms))
+    steps = busy_steps(float(ms))
     pw.connect(address)
     there, here = new_mesh(island="island-0"), new_mesh(island="island-1")
     make, use = pw.jit(busy(steps), mesh=there), pw.jit(local, mesh=here)
@@ -156,7 +156,7 @@ def flood(address: str, ms: str) -> Cases:
     mesh = new_mesh(island="island-0")
 
     def case(argument: Any) -> Callable[[int], object]:
-        function = pw.jit(busy(_steps(float(ms), argument)), mesh=mesh)
+        function = pw.jit(busy(busy_steps(float(ms), argument)), mesh=mesh)
         return _independent(function, put(argument, mesh))
 
     return {"long calls": case(_MATRIX), "calls in line": case(np.float32(1))}

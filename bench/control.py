@@ -1,8 +1,12 @@
-"""What branches cost the hosts: a computation with a guard that is taken, and one that is skipped.
+"""What control flow costs: guards that are taken or skip, and loops whose hosts decide when they end.
 
 The paper has no such table. A program of 64 computations that each add one runs without guards, behind a guard
 that all of them share, and as 64 iterations, each of which makes the predicate of the next one. A reading is
 the time of many runs in flight together, divided by their computations: it includes client and controller.
+
+A loop of steps of 1 ms, each with an all-reduce over two hosts, runs as `pw.while_loop`, and in one computation
+as `jax.lax.while_loop`. With steps of 50 µs it also runs as a loop of the client, which reads the predicate of
+each step.
 """
 
 from __future__ import annotations
@@ -11,10 +15,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import pw
 from bench import measure, report
+from bench.baselines.steps import AXIS, busy_together, together
+from bench.clients import busy_steps
 from bench.placement import new_mesh, put
 
 NODES = 64
@@ -24,6 +32,10 @@ EACH_UNGUARDED = "no guard, with a predicate each"
 EACH_TAKEN, EACH_SKIPPED = "a guard each, taken", "a guard each, skipped"
 SKIPPED_US = 50.0
 """The bar for a computation that a host skips."""
+IN_PORTIONS, IN_ONE, BY_CLIENT = "pw.while_loop", "one computation", "the client's loop"
+LONG_US, SHORT_US = 1000, 50
+OF_ONE, OF_CLIENT = 0.8, 5.0
+"""The bars for loops: of the rate of one computation with long steps, and of the client's with short ones."""
 
 
 def run(quick: bool) -> report.Result:
@@ -39,8 +51,71 @@ def run(quick: bool) -> report.Result:
             cases, rounds=rounds, warm_up=0 if quick else 1, notes=result.notes
         )
     result.compare(samples, unit="µs", baseline=UNGUARDED)
+    _compare_loops(result, rounds, quick)
     result.at_most(SKIPPED_US, samples[SKIPPED].median, f"{SKIPPED}: µs for each computation")
     return result
+
+
+def _compare_loops(result: report.Result, rounds: int, quick: bool) -> None:
+    """Add the rates of loops on two hosts."""
+    reading_s = 0.05 if quick else 1.0
+    with pw.LocalCluster(hosts_per_island=2, devices_per_host=1):
+        mesh = new_mesh(2, axis=AXIS)
+        x = pw.put(np.zeros(2, np.float32), sharding=pw.NamedSharding(mesh, P(AXIS)))
+        for step_us in (LONG_US, SHORT_US):
+            loops = _loops(mesh, x, busy_steps(step_us * 1e-3, np.float32(0)))
+            if step_us == LONG_US:
+                del loops[BY_CLIENT]
+            cases = {
+                name: measure.sized(measure.timed(loop), reading_s=reading_s)
+                for name, loop in loops.items()
+            }
+            samples = measure.alternate(
+                cases, rounds=rounds, warm_up=0 if quick else 1, notes=result.notes
+            )
+            step = f"{step_us} µs"
+            result.compare(samples, unit="steps/s", baseline=IN_ONE, params={"step": step})
+            ours = samples[IN_PORTIONS]
+            if step_us == LONG_US:
+                ratio, bound, other = ours.over(samples[IN_ONE]).median, OF_ONE, IN_ONE
+            else:
+                ratio, bound, other = ours.over(samples[BY_CLIENT]).median, OF_CLIENT, BY_CLIENT
+            result.at_least(bound, ratio, f"{IN_PORTIONS} over {other}, steps of {step}")
+
+
+def _loops(mesh: pw.Mesh, x: Any, steps: int) -> dict[str, Callable[[int], object]]:
+    """Loops of so many steps, in the three ways."""
+    work = together(busy_together(steps))
+
+    def body(carry: Any) -> Any:
+        number, limit, x = carry
+        return number + 1, limit, work(x)
+
+    def goes_on(carry: Any) -> Any:
+        return carry[0] < carry[1]
+
+    on_hosts = pw.jit(body, mesh=mesh)
+    in_one = pw.jit(lambda carry: jax.lax.while_loop(goes_on, body, carry), mesh=mesh)
+
+    @pw.jit(mesh=mesh)
+    def by_client(carry: Any) -> Any:
+        made = body(carry)
+        return made, goes_on(made)
+
+    def driven(count: int) -> None:
+        carry, more = (np.int32(0), np.int32(count), x), True
+        while more:
+            carry, predicate = by_client(carry)
+            more = bool(predicate)
+
+    def first(count: int) -> Any:
+        return np.int32(0), np.int32(count), x
+
+    return {
+        IN_ONE: lambda count: pw.block_until_ready(in_one(first(count))),
+        IN_PORTIONS: lambda count: pw.while_loop(goes_on, on_hosts, first(count)),
+        BY_CLIENT: driven,
+    }
 
 
 def _programs() -> dict[str, tuple[Callable[..., Any], Any, Any]]:
