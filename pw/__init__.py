@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from pw.client.connection.current import connect, disconnect, stats, why
     from pw.client.feeding.stream import Stream, stream
     from pw.client.gradients.gradients import grad, value_and_grad
+    from pw.client.loops.mapping import map
+    from pw.client.loops.while_loop import while_loop
     from pw.client.memory import memory
     from pw.client.pipeline.cutting import stage_boundary
     from pw.client.pipeline.pipeline import Pipeline, pipeline
@@ -74,10 +76,8 @@ if TYPE_CHECKING:
     from pw.client.trace.cond import cond
     from pw.client.trace.host_function import host_function
     from pw.client.trace.jit import jit
-    from pw.client.trace.mapping import map
     from pw.client.trace.pmap import pmap
     from pw.client.trace.program import program
-    from pw.client.trace.while_loop import while_loop
     from pw.client.transfer import block_until_ready, get, put, ready
     from pw.core.parts import Part
 
@@ -98,8 +98,8 @@ _LAZY = {
     "grad": "pw.client.gradients.gradients",
     "value_and_grad": "pw.client.gradients.gradients",
     "cond": "pw.client.trace.cond",
-    "map": "pw.client.trace.mapping",
-    "while_loop": "pw.client.trace.while_loop",
+    "map": "pw.client.loops.mapping",
+    "while_loop": "pw.client.loops.while_loop",
     "host_function": "pw.client.trace.host_function",
     "Part": "pw.core.parts",
     "stream": "pw.client.feeding.stream",

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
-from pw.client.trace import driver
+from pw.client.loops import driver
 from pw.testing import InProcessCluster
 from tests.scripts import finish, start_client
 

@@ -20,7 +20,7 @@ from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, tracing_configuration
 from pw.client.connection import current, jax_backend
-from pw.client.trace.carry import named
+from pw.client.loops.carry import named
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,

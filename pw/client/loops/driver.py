@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pw.client.arrays.array import Array
-from pw.client.trace.iterations import Portions, State
+from pw.client.loops.iterations import Portions, State
 from pw.core.errors import ComputationTimeout
 
 AHEAD = 3

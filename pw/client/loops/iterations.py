@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.trace.carry import Carry, Loop, as_type, named
+from pw.client.loops.carry import Carry, Loop, as_type, named
 from pw.client.trace.cond import cond
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program

@@ -1,8 +1,8 @@
 """`pw.while_loop`: a loop whose hosts decide when it ends.
 
-Its functions are traced to learn where they run (`pw.client.trace.carry`). On one mesh, iterations are one
-computation; on several, they are guarded computations of a program (`pw.client.trace.iterations`). A loop that
-is called alone runs in portions (`pw.client.trace.driver`).
+Its functions are traced to learn where they run (`pw.client.loops.carry`). On one mesh, iterations are one
+computation; on several, they are guarded computations of a program (`pw.client.loops.iterations`). A loop that
+is called alone runs in portions (`pw.client.loops.driver`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.signature import ArrayType, signature_of, tracing_configuration
 from pw.client.connection import jax_backend
-from pw.client.trace.carry import Carry, Loop, as_type, learn, named
-from pw.client.trace.driver import drive
+from pw.client.loops.carry import Carry, Loop, as_type, learn, named
+from pw.client.loops.driver import drive
+from pw.client.loops.iterations import Portions, guarded, placed
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
-from pw.client.trace.iterations import Portions, guarded, placed
 from pw.client.trace.jit import jit
 from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracebacks import leave_out_runtime

@@ -1,0 +1,1 @@
+"""Loops and maps over functions that call `pw.jit` functions on any slices."""
