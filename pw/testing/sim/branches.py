@@ -47,10 +47,33 @@ def random_branches(
         behind = step.call([value], [step.kind], None, step.kind.placement)[0]
         outputs.append(Output(behind, step.kind))
     gone = (0,) if random.random() < 0.15 else ()
-    computations = tuple(step.computations)
-    body = Program(name, computations, tuple(step.nodes), (step.kind,), tuple(outputs), gone)
-    artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(step.blobs.items()))
-    return Draft(body, artifacts, step.blobs)
+    return step.draft((step.kind,), outputs, gone)
+
+
+def random_portion(
+    random: Random,
+    slices: Sequence[Slice],
+    kinds: Sequence[ArraySpec],
+    name: str,
+    *,
+    broken: bool = False,
+) -> Draft:
+    """A portion of a loop: a program that takes and returns a predicate and a carry, which it takes over.
+
+    The arguments are those of `random_branches`. Its iterations are all skipped if the predicate is false.
+    """
+    step = _Step(random, slices, random.choice(kinds), name, broken)
+    spec = predicate_spec(step.kind.placement)
+    predicate, carry = Value(-1, 0), Value(-1, 1)
+    for _ in range(random.randint(1, 4)):
+        guard = (predicate, False)
+        made = step.call([carry], [step.kind], guard)[0]
+        if random.random() < 0.5:  # through another slice, or other devices
+            made = step.call([step.call([made], [step.spec()], guard)[0]], [step.kind], guard)[0]
+        following = step.call([made], [spec], guard)[0]
+        carry = step.merge(predicate, [made, carry], step.kind)
+        predicate = step.merge(predicate, [following, predicate], spec)
+    return step.draft((spec, step.kind), [Output(predicate, spec), Output(carry, step.kind)], (1,))
 
 
 class _Step:
@@ -65,6 +88,15 @@ class _Step:
         self.nodes: list[Node] = []
         self.blobs: dict[bytes, bytes] = {}
 
+    def draft(
+        self, inputs: tuple[ArraySpec, ...], outputs: Sequence[Output], gone: tuple[int, ...]
+    ) -> Draft:
+        """Return the program."""
+        computations, nodes = tuple(self.computations), tuple(self.nodes)
+        body = Program(self._name, computations, nodes, inputs, tuple(outputs), gone)
+        artifacts = tuple(Artifact(digest, blob) for digest, blob in sorted(self.blobs.items()))
+        return Draft(body, artifacts, self.blobs)
+
     def choice(self, value: Value, guard: _Guard | None, depth: int = 0) -> Value:
         """Add a choice between two branches; returns what they make of a value."""
         predicate = self._predicate([value], guard)
@@ -72,20 +104,20 @@ class _Step:
         for unless in (False, True):
             own = value
             for _ in range(self._random.choice((0, 1, 1, 2))):
-                own = self.call([own], [self._spec()], (predicate, unless))[0]
+                own = self.call([own], [self.spec()], (predicate, unless))[0]
             if depth < 2 and self._random.random() < 0.3:
                 own = self.choice(own, (predicate, unless), depth + 1)
             results.append(own)
-        return self._merge(predicate, results, guard)
+        return self.merge(predicate, results, self.kind, guard)
 
     def loop(self, value: Value) -> Value:
         """Add guarded iterations; each makes the predicate of the next one."""
         predicate = self._predicate([value], None)
         for _ in range(self._random.randint(2, 5)):
             guard = (predicate, False)
-            made = self.call([value], [self._spec()], guard)[0]
+            made = self.call([value], [self.spec()], guard)[0]
             following = self._predicate([made], guard)
-            value = self._merge(predicate, [made, value], None)
+            value = self.merge(predicate, [made, value], self.kind)
             predicate = following
         return value
 
@@ -99,7 +131,7 @@ class _Step:
         """Add a computation on the devices of its first result."""
         random, number = self._random, len(self.nodes)
         placement = placement or makes[0].placement
-        takes = [self._spec(placement) for _ in given]
+        takes = [self.spec(placement) for _ in given]
         prefix = RAISES if number == self._bad else b"computes"
         blob = prefix + f" {self._name}/{number}".encode()
         digest = hashlib.sha256(blob).digest()
@@ -118,13 +150,20 @@ class _Step:
         return [Value(number, index) for index in range(count)]
 
     def _predicate(self, given: Sequence[Value], guard: _Guard | None) -> Value:
-        return self.call(given, [predicate_spec(self._spec().placement)], guard)[0]
+        return self.call(given, [predicate_spec(self.spec().placement)], guard)[0]
 
-    def _merge(self, predicate: Value, results: Sequence[Value], guard: _Guard | None) -> Value:
-        self.computations.append(merge(f"{self._name}/merge", [self.kind]))
+    def merge(
+        self,
+        predicate: Value,
+        results: Sequence[Value],
+        spec: ArraySpec,
+        guard: _Guard | None = None,
+    ) -> Value:
+        """Add a merge of two values of a spec."""
+        self.computations.append(merge(f"{self._name}/merge", [spec]))
         return self._node([predicate, *results], 1, guard)[0]
 
-    def _spec(self, placement: Placement | None = None) -> ArraySpec:
+    def spec(self, placement: Placement | None = None) -> ArraySpec:
         """Return a spec of the shape of the kind: often the kind, or on other devices."""
         random, kind = self._random, self.kind
         if placement is not None:

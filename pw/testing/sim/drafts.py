@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from pw.core.sharding import ArraySpec
-from pw.testing.sim.branches import random_branches
+from pw.testing.sim.branches import random_branches, random_portion
 from pw.testing.sim.moving import random_moves
 from pw.testing.sim.pipelines import random_pipeline
 from pw.testing.sim.profiles import Profile
@@ -26,5 +26,7 @@ def random_draft(
     if profile.pipelines and random.random() < profile.pipelines:
         return random_pipeline(random, slices, kinds, name)
     broken = profile.broken_programs and random.random() < 0.05
-    make = random_branches if random.random() < profile.branches else random_program
+    make = random_program
+    if random.random() < profile.branches:
+        make = random_portion if random.random() < 0.3 else random_branches
     return make(random, slices, kinds, name, broken=broken)

@@ -208,7 +208,7 @@ class SimStream:
         self._held.discard(note)
         user._post(Forget((note,)))
         user.arrays[element] = self._spec
-        user._get(element)
+        user.fetch(element)
 
     def _told(self, note: int, parts: Any, error: BaseException | None) -> None:
         """The note of an element has come."""

@@ -7,32 +7,32 @@ waits: each is an event, and the user checks the session's answers when they com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pw.client.session.thread_messages import Ask, AskCompiler, Await, Forget, Get, Put, Tell
+from pw.client.session.thread_messages import Ask, Await, Forget, Get, Put, Tell
 from pw.core.compact import Compact
-from pw.core.errors import ArrayDeleted, CheckpointFailed, CompileError, Error
+from pw.core.errors import ArrayDeleted, CheckpointFailed, Error
 from pw.core.ids import CONTROLLER
 from pw.core.messages import (
     Checkpoint,
-    Detail,
     DrainHost,
     RegisterProgram,
     ReleaseProgram,
     ReleaseSlice,
     Run,
 )
-from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
-from pw.core.stablehlo import Stablehlo, encode
-from pw.testing.sim.digests import DOES_NOT_COMPILE
+from pw.core.sharding import ArraySpec, dtype_of
+from pw.testing.sim.compiling import ask_compiler
 from pw.testing.sim.drafts import random_draft
 from pw.testing.sim.feeding import SimStream
 from pw.testing.sim.host import SUPERVISOR_STOPPED
 from pw.testing.sim.life import RUNS_AHEAD, Life
 from pw.testing.sim.oracle import INFRASTRUCTURE
+from pw.testing.sim.portions import is_portion, run_ahead
 from pw.testing.sim.programs import Draft, Slice, random_kinds
 from pw.testing.sim.ragged import move_rows
 from pw.testing.sim.reductions import reduction
@@ -104,13 +104,13 @@ class SimClient(Life):
         elif draw < 0.75:
             self._run()
         elif draw < 0.85:
-            self._get()
+            self.fetch()
         elif draw < 0.89:
             self._wait()
         elif draw < 0.91:
             self._checkpoint()
         elif draw < 0.92:
-            self._compile()
+            ask_compiler(self)
         elif draw < 0.97:
             self._delete()
         elif draw < 0.98 and len(self.programs) > 2:
@@ -206,13 +206,27 @@ class SimClient(Life):
 
     def _run(self, number: int | None = None) -> list[int]:
         """Run a program; return the arrays that it read and that still exist."""
-        if self.credits < 1 or self.runs_left < 1 or not self.programs:
+        if not self.may_run or not self.programs:
             return []
         if number is None:
             number = self.random.choice(list(self.programs))
         draft = self.programs[number]
+        if is_portion(draft):
+            run_ahead(self, self.random, number, draft)
+            return []
+        given = tuple(self.arguments(draft.body.inputs))
+        self.launch(number, draft, given)
+        return [arg for arg in given if isinstance(arg, int) and arg in self.arrays]
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it may launch another run."""
+        return self.credits > 0 and self.runs_left > 0
+
+    def arguments(self, specs: Sequence[ArraySpec]) -> list[int | bytes]:
+        """Choose arguments of a run."""
         args: list[int | bytes] = []
-        for spec in draft.body.inputs:
+        for spec in specs:
             held = [array for array, lies in self.arrays.items() if lies == spec]
             held = [array for array in held if array not in args]
             if held and self.random.random() < 0.9:
@@ -221,7 +235,10 @@ class SimClient(Life):
                 args.append(self.random.randbytes(spec.size_bytes))
             else:
                 args.append(self._put(spec))
-        given = tuple(args)
+        return args
+
+    def launch(self, number: int, draft: Draft, given: tuple[int | bytes, ...]) -> tuple[int, ...]:
+        """Run a program; returns its results."""
         results = tuple(self._id() for _ in draft.body.outputs)
         self.oracle.run(draft, given, results)
         for index in draft.body.donated:
@@ -234,9 +251,10 @@ class SimClient(Life):
         self.runs_left -= 1
         self.world.checked["runs"] += 1
         self._post(Tell(Run(self._id(), number, given, results)))
-        return [arg for arg in given if isinstance(arg, int) and arg in self.arrays]
+        return results
 
-    def _get(self, array: int | None = None) -> None:
+    def fetch(self, array: int | None = None) -> None:
+        """Fetch an array."""
         if array is None:
             if not self.arrays:
                 return
@@ -317,33 +335,6 @@ class SimClient(Life):
         promise = self._promise(f"checkpoint {len(chosen)}", copied)
         self._post(Ask(lambda number: Checkpoint(number, chosen), promise, chosen))
 
-    def _compile(self) -> None:
-        """Ask the hosts of some devices about a module, with or without a program to follow."""
-        bound = self.random.choice(list(self.slices.values()))
-        devices = tuple(range(self.random.randint(1, len(bound.devices))))
-        broken = self.random.random() < 0.1
-        module = (DOES_NOT_COMPILE if broken else b"") + self.random.randbytes(4)
-        spec = ArraySpec((), "bool", Sharding((), ()), Placement(bound.slice, devices))
-
-        def compiled(answer: Any, error: BaseException | None) -> None:
-            self.world.checked["oracle"] += 1
-            kind = type(error).__name__
-            if error is None and not broken and answer.facts.name == module.hex():
-                return
-            if broken and isinstance(error, CompileError):
-                return
-            if self.world.ledger.any and (
-                kind in INFRASTRUCTURE or self.session.closed is not None
-            ):
-                return
-            if bound.slice not in self.slices and kind in INFRASTRUCTURE:
-                return
-            said = error if answer is None else answer
-            raise Violation("oracle", f"{self.name}: {module!r} was compiled: {said!r}")
-
-        promise = self._promise(f"compile {module.hex()}", compiled)
-        self._post(AskCompiler(encode(Stablehlo(module, b"")), spec, Detail.FACTS, promise))
-
     def _drain(self) -> None:
         """Have a host emptied and sent away."""
         if self.drained or self.random.random() >= self.world.profile.drains:
@@ -393,7 +384,7 @@ class SimClient(Life):
                 self.stream.close()
                 self.stream = None
             for array in self.arrays:
-                self._get(array)
+                self.fetch(array)
             return
         if not self.open and not self.cleared:
             self.cleared = True
