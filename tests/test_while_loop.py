@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.loops import driver
 from pw.testing import InProcessCluster
-from tests.scripts import finish, start_client
+from tests.scripts import ROOT, finish, start_client
+from tests.stage import interrupted_in_its_wait
 
 ONES = np.ones(4, np.float32)
 
@@ -197,6 +202,13 @@ def test_it_ends_after_its_timeout(place: Place) -> None:
     )
 
 
+def test_ctrl_c_ends_it(place: Place) -> None:
+    for step in (place.more, place.add):
+        with interrupted_in_its_wait():
+            pw.while_loop(lambda x: x.sum() > -1, step, ONES)
+    assert pw.get(pw.while_loop(place.is_small, place.add, ONES)).tolist() == [250.0] * 4
+
+
 def test_two_threads_at_once(place: Place) -> None:
     made: dict[int, list[float]] = {}
 
@@ -325,6 +337,14 @@ def test_a_portion_takes_about_as_long_as_it_should(each_s: float) -> None:
         assert length == 1 or driver.PORTION_S / 2 < length * each_s < driver.PORTION_S * 2
 
 
+def test_the_page(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "control-flow.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.S))
+    exec(code, {})
+    said = [line[2:] for line in code.splitlines() if line.startswith("# ")]
+    assert capsys.readouterr().out.splitlines() == said
+
+
 # --- pw.map --------------------------------------------------------------------------------------------
 
 
@@ -419,6 +439,21 @@ for victim, (body, steps, of) in zip((pids[0], pids[-1]), ((on_one, 30_000, 1), 
     assert killer.finished.is_set(), "the loop ended before the host died"
 print("ok")
 """
+
+
+@pytest.mark.processes
+def test_the_example() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PW_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.decoding"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 sequences of 1 to 33 tokens, in 34 steps" in done.stdout
 
 
 @pytest.mark.processes

@@ -85,7 +85,7 @@ def drive(
         for leaf in state:
             leaf.start_wait().result(rest_s())
     except BaseException as error:
-        _cancel(state)
+        _cancel([state[0], *[more for more, _, _ in ahead]])
         if isinstance(error, TimeoutError) and rest_s() == 0.0:
             raise ComputationTimeout(
                 f"{name} did not end within its timeout of {timeout_s:g} s; at least {done} iterations "
@@ -101,8 +101,8 @@ def _adapt(portions: Portions, count: int, took_s: float) -> None:
     portions.iterations = int(max(1, min(wanted, count * GROWTH, MOST)))
 
 
-def _cancel(state: State) -> None:
-    """End what is in flight; the portions before make what the last one needs."""
-    session = state[0]._runtime
+def _cancel(predicates: list[Array]) -> None:
+    """End the portions that are in flight."""
+    session = predicates[0]._runtime
     if session.alive:
-        session.cancel([member._id for member in state[0].members])
+        session.cancel([member._id for more in predicates for member in more.members])
