@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -335,14 +334,6 @@ def test_a_portion_takes_about_as_long_as_it_should(each_s: float) -> None:
     later = portions.lengths[len(portions.lengths) // 2 : -driver.AHEAD]
     for length in later:
         assert length == 1 or driver.PORTION_S / 2 < length * each_s < driver.PORTION_S * 2
-
-
-def test_the_page(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "control-flow.md").read_text()
-    code = "".join(re.findall(r"```python\n(.*?)```", page, re.S))
-    exec(code, {})
-    said = [line[2:] for line in code.splitlines() if line.startswith("# ")]
-    assert capsys.readouterr().out.splitlines() == said
 
 
 # --- pw.map --------------------------------------------------------------------------------------------

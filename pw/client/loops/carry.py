@@ -20,7 +20,7 @@ from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.function import tree_flatten, tree_unflatten
 from pw.client.trace.recorder import Recorder, Recording
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
-from pw.client.trace.trial import Trial
+from pw.client.trace.trial import Trial, trial
 from pw.core.errors import ArgumentError, ShardingError
 
 
@@ -81,14 +81,14 @@ def learn(recorder: Recorder, loop: Loop, signature: Sequence[Any]) -> Carry:
         ShardingError: the body moves a leaf in each iteration.
     """
     given = tuple(signature)
-    with Recording(recorder), recorder.trial() as trial:
-        found = _tried(recorder, trial, loop, given)
+    with Recording(recorder), trial(recorder) as trying:
+        found = _tried(recorder, trying, loop, given)
     if found.types == given:
         return found
     given = _beside(found, given)
     for _ in range(2):
-        with Recording(recorder), recorder.trial() as trial:
-            found = _tried(recorder, trial, loop, given)
+        with Recording(recorder), trial(recorder) as trying:
+            found = _tried(recorder, trying, loop, given)
         if found.types == given:
             return found
         before, given = given, found.types
@@ -115,8 +115,8 @@ def _beside(found: Carry, given: Sequence[Any]) -> tuple[ArrayType, ...]:
     return tuple(types)
 
 
-def _tried(recorder: Recorder, trial: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
-    leaves = [trial.leaf(at, type_) for at, type_ in enumerate(given)]
+def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) -> Carry:
+    leaves = [trying.leaf(at, type_) for at, type_ in enumerate(given)]
     identities = [leaf.identity for leaf in leaves]
     carry = tree_unflatten(loop.tree, leaves)
     sharding = _checked_predicate(recorder, loop, loop.cond_fun(carry)).sharding
@@ -144,9 +144,9 @@ def _tried(recorder: Recorder, trial: Trial, loop: Loop, given: Sequence[Any]) -
     return Carry(
         tuple(types),
         sharding or NamedSharding.replicated(types[0].sharding.mesh if types else default_mesh()),
-        None if trial.uses_program() else trial.one_mesh(),
-        trial.uses_program(),
-        trial.donated(),
+        None if trying.uses_program() else trying.one_mesh(),
+        trying.uses_program(),
+        trying.donated(),
         tuple(varying),
     )
 

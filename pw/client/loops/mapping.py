@@ -31,7 +31,7 @@ from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.trace.recorder import Recorder, Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.trial import Trial
+from pw.client.trace.trial import Trial, trial
 from pw.core.errors import ArgumentError
 
 ELEMENTS = 32
@@ -71,8 +71,8 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
             leaves = [recorder.lift(leaf) for leaf in leaves]
             signature = [leaf.signature for leaf in leaves]
             size = _size(fun, tree, signature)
-            with recorder.trial() as trial:
-                places = _tried(trial, fun, tree, signature)
+            with trial(recorder) as trying:
+                places = _tried(trying, fun, tree, signature)
             if places.mesh is None and size > RECORDED:
                 raise ArgumentError(
                     f"pw.map of {named(fun)!r} in a pw.program runs on several meshes, where it takes at most "
@@ -101,7 +101,9 @@ class _Places:
     """The mesh of the first one."""
 
 
-def _tried(trial: Trial, fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any]) -> _Places:
+def _tried(
+    trying: Trial, fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any]
+) -> _Places:
     leaves = []
     for at, type_ in enumerate(signature):
         whole = aval_of(type_)
@@ -110,10 +112,10 @@ def _tried(trial: Trial, fun: Callable[[Any], Any], tree: Any, signature: Sequen
             element: Any = ArrayType.of(aval, NamedSharding.replicated(type_.sharding.mesh))
         else:
             element = aval
-        leaves.append(trial.leaf(at, element))
+        leaves.append(trying.leaf(at, element))
     fun(tree_unflatten(tree, leaves))
-    mesh = None if trial.uses_program() else trial.one_mesh()
-    return _Places(mesh, trial.first_mesh() or default_mesh())
+    mesh = None if trying.uses_program() else trying.one_mesh()
+    return _Places(mesh, trying.first_mesh() or default_mesh())
 
 
 def _size(fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any]) -> int:
@@ -193,8 +195,8 @@ class _Alone:
         places = self._places.get(key)
         if places is None:
             recorder = Recorder(f"map({named(self._fun)})")
-            with Recording(recorder), recorder.trial() as trial:
-                places = _tried(trial, self._fun, tree, signature)
+            with Recording(recorder), trial(recorder) as trying:
+                places = _tried(trying, self._fun, tree, signature)
             for stale in [known for known in self._places if not known[2].alive]:
                 del self._places[stale]
             self._places[key] = places

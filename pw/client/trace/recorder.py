@@ -29,7 +29,6 @@ from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
-from pw.client.trace.trial import Trial
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.guards import merge
 from pw.core.program import Computation, Node, Output, Program, Value
@@ -75,7 +74,7 @@ class Recorder:
         self._given: dict[object, str] = {}
         """Donated inputs, results and moved copies, and the computations that took them."""
         self._meshes: dict[Mesh, None] = {}
-        """Where computations run."""
+        """Where computations run, for `pw.client.trace.trial`."""
 
     def leaf(self, index: int, signature: Any) -> ProgramTracer:
         """Leaf `index` of the program's arguments."""
@@ -201,29 +200,6 @@ class Recorder:
             yield
         finally:
             self.tape = before
-
-    # --- trials ---------------------------------------------------------------------------------------
-
-    @contextmanager
-    def trial(self) -> Iterator[Trial]:
-        """Record in a block to learn what the calls would add; the program stays as it was."""
-        before = dict(vars(self))
-        for name, kept in before.items():
-            if isinstance(kept, (dict, list)):
-                setattr(self, name, kept.copy())
-        self._meshes, self.tape = {}, None
-        try:
-            yield Trial(
-                self.leaf,
-                self._nodes,
-                len(self._nodes),
-                self._feeds,
-                self._index_of,
-                self._given,
-                self._meshes,
-            )
-        finally:
-            vars(self).update(before)
 
     # --- branches ------------------------------------------------------------------------------------
 

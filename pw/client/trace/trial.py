@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.trace.launch import Feed
+from pw.client.trace.recorder import Recorder
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.program import Computation, Kind, Node, Value
 
@@ -17,7 +19,7 @@ _INLINED = (Kind.EXPORT, Kind.MERGE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """What a block has added to a program that does not keep it (`Recorder.trial`)."""
+    """What a block has added to a program that does not keep it."""
 
     _leaf: Callable[[int, Any], ProgramTracer]
     _nodes: Sequence[Node]
@@ -60,3 +62,27 @@ class Trial:
     def first_mesh(self) -> Mesh | None:
         """Return the mesh of the first computation."""
         return next(iter(self._meshes), None)
+
+
+@contextmanager
+def trial(recorder: Recorder) -> Iterator[Trial]:
+    """Record in a block to learn what the calls would add; the program stays as it was."""
+    own = vars(recorder)
+    before = dict(own)
+    for name, kept in before.items():
+        if isinstance(kept, (dict, list, set)):
+            own[name] = kept.copy()
+    own.update(_meshes={}, tape=None)
+    try:
+        yield Trial(
+            recorder.leaf,
+            recorder._nodes,
+            len(recorder._nodes),
+            recorder._feeds,
+            recorder._index_of,
+            recorder._given,
+            recorder._meshes,
+        )
+    finally:
+        own.clear()
+        own.update(before)

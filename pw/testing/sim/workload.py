@@ -160,8 +160,9 @@ class SimClient(Life):
     def _view(self) -> None:
         """Make views of some arrays; then perhaps delete a source. Or overwrite an array, which may be one."""
         draw = self.random.random()
-        if self.arrays and draw < 0.25:
-            spec = self.random.choice(list(self.arrays.values()))
+        lie = [spec for spec in self.arrays.values() if spec.shape]  # predicates have no dimension
+        if lie and draw < 0.25:
+            spec = self.random.choice(lie)
             name = f"{self.name}/{self._id() & 0xFFFF}"
             broken = self.world.profile.broken_programs and draw < 0.1
             drafts = [overwriting(spec, name)]
@@ -173,7 +174,7 @@ class SimClient(Life):
             return
         made = [n for n, draft in self.programs.items() if not draft.blobs]
         if not made or self.random.random() < 0.4:
-            view = random_view(self.random, self.kinds, list(self.arrays.values()))
+            view = random_view(self.random, self.kinds, lie)
             if view is None:
                 return
             draft = view
