@@ -361,6 +361,26 @@ def test_map_gives_what_jax_gives(place: Place, size: int) -> None:
         jax.tree.map(np.testing.assert_array_equal, pw.get(traced(xs)), wanted)
 
 
+def test_a_map_has_a_gradient(place: Place) -> None:
+    xs = np.arange(6, dtype=np.float32).reshape(3, 2)
+    scale = pw.jit(lambda x, w: x * x * w, mesh=place.here)
+    total = pw.jit(jnp.sum, mesh=place.there)
+
+    def loss(w: Any, xs: Any) -> Any:
+        return total(pw.map(lambda x: place.add(scale(x, w)), xs))
+
+    assert pw.get(pw.grad(loss)(np.float32(2), xs)) == 55.0
+
+
+def test_rows_that_count_may_be_carried(place: Place) -> None:
+    grow = pw.jit(lambda r: pw.Ragged(r.rows * 2, r.counts + 1), mesh=place.here)
+    move = pw.jit(lambda r: pw.Ragged(r.rows, r.counts), mesh=place.there)
+    few = pw.jit(lambda r: r.counts < 6, mesh=place.there)
+    init = pw.Ragged(np.ones(8, np.float32), np.int32(4))
+    made = pw.get(pw.while_loop(few, lambda r: move(grow(r)), init))
+    assert (made.rows.tolist(), int(made.counts)) == ([4.0] * 4 + [0.0] * 4, 6)
+
+
 def test_map_says_what_is_wrong(place: Place) -> None:
     with pytest.raises(pw.ArgumentError, match=r"one size, and was given \('\[4\]', '\[2\]'\)"):
         pw.map(lambda pair: pair, (ONES, ONES[:2]))
