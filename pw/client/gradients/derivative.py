@@ -4,6 +4,9 @@ The function is traced together with `jax.vjp` of it, and cut in two (`pw.client
 custom derivatives and `jax.checkpoint` keep their meaning. The forward computation returns the results
 and the residuals. A residual that is an argument or a result is not returned once more.
 
+A cotangent of rows that belong to a `Ragged` argument is a `Ragged` itself, with the counts of the argument. So
+only its rows that count travel, as on the way forward.
+
 Values have names: arguments ("x", i), results ("y", i), and their cotangents ("gx", i) and ("gy", i).
 """
 
@@ -16,6 +19,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from pw.client.arrays.ragged import Ragged, pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.gradients.graph import Graph, Name, Piece, cut
 from pw.client.trace.export import jaxpr_of, tracing
@@ -71,7 +75,9 @@ class Derivative:
         ]
         """The results of the forward computation that the backward one takes."""
         self._compiled = self._compile_forward()
-        self._pulls: dict[frozenset[int], JitFunction[..., Any]] = {}
+        self._counts_of = dict(pairs_of(call.tree))
+        """The argument with the counts of an argument with rows."""
+        self._pulls: dict[Any, JitFunction[..., Any]] = {}
 
     def forward(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Call the function. Returns its results in their tree, and the residuals for `pull`."""
@@ -93,22 +99,25 @@ class Derivative:
             leaves: the arguments of the call.
             kept: the residuals.
             shardings: of each result.
-            cotangents: of each result; None for zero.
+            cotangents: of each result; None for zero. One of rows may be a `Ragged`.
         """
         present = frozenset(at for at, one in enumerate(cotangents) if one is not None)
         wanted = {name[1] for name, depends in self._depends.items() if depends & present}
         if not wanted:
             return [None] * len(leaves)
-        compiled = self._pulls.get(present)
+        kinds = tuple(type(one) for one in cotangents)
+        compiled = self._pulls.get(kinds)
         if compiled is None:
-            compiled = self._pulls[present] = self._compile_backward(present, wanted, shardings)
+            compiled = self._compile_backward(present, wanted, shardings, kinds)
+            self._pulls[kinds] = compiled
+        arguments = tree_unflatten(self._call.tree, _only(leaves, self._used(wanted)))
+        found: list[Any] = compiled(arguments, list(kept), list(cotangents))
+        return found
+
+    def _used(self, wanted: set[int]) -> set[int]:
+        """Return the arguments of the backward computation; with the counts, where it takes or gives rows."""
         used = {name[1] for name in self._backward.takes if name[0] == "x"}
-        found = compiled(
-            tree_unflatten(self._call.tree, _only(leaves, used)),
-            list(kept),
-            tree_unflatten(self._results, cotangents),
-        )
-        return list(self._call.tree.flatten_up_to(found))
+        return used | {self._counts_of[at] for at in used | wanted if at in self._counts_of}
 
     def _together(self, closed: Any, active: Sequence[int]) -> Graph:
         """Trace the function together with the cotangents of its arguments."""
@@ -147,7 +156,11 @@ class Derivative:
         return self._jit(forward, piece, self._in_tree(_shardings(call)), out_shardings)
 
     def _compile_backward(
-        self, present: frozenset[int], wanted: set[int], shardings: Sequence[Any]
+        self,
+        present: frozenset[int],
+        wanted: set[int],
+        shardings: Sequence[Any],
+        kinds: Sequence[type],
     ) -> JitFunction[..., Any]:
         call, piece = self._call, self._backward
         evaluate = jax.extend.core.jaxpr_as_fun(piece.closed)
@@ -155,22 +168,36 @@ class Derivative:
 
         def backward(arguments: Any, kept: Any, cotangents: Any) -> Any:
             known: dict[Name, Any] = dict(zip(residuals, kept, strict=True))
-            known |= _numbered("x", call.tree.flatten_up_to(arguments))
-            known |= _numbered("gy", self._results.flatten_up_to(cotangents))
+            values = call.tree.flatten_up_to(arguments)
+            known |= _numbered("x", values)
+            known |= _numbered("gy", [_rows(one) for one in cotangents])
             for number, aval in enumerate(self._avals):
                 if number not in present and is_inexact(aval):
                     known["gy", number] = jnp.zeros(aval.shape, aval.dtype)
             made = evaluate(*[known[name] for name in piece.takes])
             found = {number: value for (_, number), value in zip(piece.gives, made, strict=True)}
-            return self._in_tree([found.get(at) for at in range(len(call.types))], wanted)
+            return [
+                with_counts(at, found[at], values) if at in wanted else None
+                for at in range(len(call.types))
+            ]
 
-        used = {name[1] for name in piece.takes if name[0] == "x"}
+        def with_counts(at: int, value: Any, others: Sequence[Any]) -> Any:
+            return Ragged(value, others[self._counts_of[at]]) if at in self._counts_of else value
+
+        own = _shardings(call)
+        whole = NamedSharding.replicated(self.mesh)
         in_shardings = (
-            self._in_tree(_shardings(call), used),
+            self._in_tree(own, self._used(wanted)),
             None,
-            tree_unflatten(self._results, _only(shardings, present)),
+            [
+                Ragged(sharding, whole) if kind is Ragged else sharding if at in present else None
+                for at, (sharding, kind) in enumerate(zip(shardings, kinds, strict=True))
+            ],
         )
-        return self._jit(backward, piece, in_shardings, self._in_tree(_shardings(call), wanted))
+        out_shardings = [
+            with_counts(at, own[at], own) if at in wanted else None for at in range(len(own))
+        ]
+        return self._jit(backward, piece, in_shardings, out_shardings)
 
     def _in_tree(self, values: Sequence[Any], chosen: Any = None) -> Any:
         """Return values of the arguments in their tree, with None for those that are not chosen."""
@@ -188,6 +215,10 @@ class Derivative:
 def is_inexact(aval: Any) -> bool:
     """Whether gradients flow through values of this type."""
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _rows(cotangent: Any) -> Any:
+    return cotangent.rows if isinstance(cotangent, Ragged) else cotangent
 
 
 def _cotangents_of(graph: Graph, name: Name) -> frozenset[int]:

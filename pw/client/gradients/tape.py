@@ -9,12 +9,16 @@ the value lies, in the order in which they are made.
 A tracer is known by its identity. The function gets new tracers for the values by which it is
 differentiated, so the same value in a closure is a constant, as in JAX. Tapes nest: the computations
 of an inner tape are calls on the outer one, so gradients of gradients need nothing else.
+
+A call in a branch of a `pw.cond` has its backward computation in the same branch. The cotangents that the two
+branches have for a value from outside are merged where they leave the branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,10 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, Statics
 from pw.client.gradients.derivative import Derivative, is_inexact
-from pw.client.trace import recorder as recorders
+from pw.client.trace import tape as tapes
+from pw.client.trace.branch import Branch
+from pw.client.trace.cond import merged
 from pw.client.trace.jit import jit
 from pw.client.trace.recorder import Recorder
 from pw.client.trace.tracer import ProgramTracer
@@ -40,7 +47,11 @@ class _Variable:
     """A value through which gradients flow, and the sum of its cotangents so far."""
 
     sharding: NamedSharding | None
-    cotangent: Any = None
+    home: Branch | None
+    """The branch that makes it."""
+    cotangents: dict[Branch | None, Any] = field(default_factory=dict)
+    """For each branch whose calls use it, the sum so far: an array, or a `Ragged`, of whose rows those that
+    count have to move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +61,10 @@ class _Entry:
     arguments: list[_Variable | None]
     results: list[_Variable | None]
     pull: Callable[[Sequence[Any]], Sequence[Any]]
+    branch: Branch | None
 
 
-class Tape(recorders.Tape):
+class Tape(tapes.Tape):
     """The calls of one function that is differentiated."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -109,35 +121,56 @@ class Tape(recorders.Tape):
             pull = partial(derivative.pull, lifted, kept, shardings)
         if flows:
             given_to = [self._know(one) if at in flows else None for at, one in enumerate(made)]
-            self._entries.append(_Entry(arguments, given_to, pull))
+            self._entries.append(_Entry(arguments, given_to, pull, self._recorder.branch))
         return results
+
+    def merge(
+        self,
+        branches: tuple[Branch, Branch],
+        sides: Sequence[Sequence[ProgramTracer]],
+        results: Sequence[ProgramTracer],
+    ) -> None:
+        """Say which values of two branches were merged."""
+        sources = [[self._variable(one) for one in side] for side in sides]
+        flows = [any(two) for two in zip(*sources, strict=True)]
+        given_to = [
+            self._know(one) if flow else None for one, flow in zip(results, flows, strict=True)
+        ]
+        if any(flows):
+            self._entries += [
+                _Entry(own, given_to, list, branch)
+                for branch, own in zip(branches, sources, strict=True)
+            ]
+        if self.outer is not None:
+            self.outer.merge(branches, sides, results)
 
     def walk_back(self, loss: ProgramTracer) -> None:
         """Add the backward computations of all calls on which the loss depends."""
         end = self._variable(loss)
         if end is not None:
-            end.cotangent = np.ones((), loss.dtype)
+            end.cotangents[end.home] = np.ones((), loss.dtype)
         while self._entries:
             entry = self._entries.pop()
-            cotangents = [None if one is None else one.cotangent for one in entry.results]
+            cotangents = [None if one is None else self._total(one) for one in entry.results]
             if all(one is None for one in cotangents):
                 continue
-            for variable, found in zip(entry.arguments, entry.pull(cotangents), strict=True):
-                if variable is not None and found is not None:
-                    self._add(variable, found)
+            with self._within(entry.branch):
+                for variable, found in zip(entry.arguments, entry.pull(cotangents), strict=True):
+                    if variable is not None and found is not None:
+                        self._add(variable, found)
 
     def gradient(self, watched: ProgramTracer) -> ProgramTracer:
         """Return the gradient by a value, with its sharding; zeros if the loss does not depend on it."""
-        found = self._variables[id(watched)][0].cotangent
+        found = self._total(self._variables[id(watched)][0])
         if found is None:
             sharding = watched.sharding or NamedSharding.replicated(default_mesh())
             return _zeros(ArrayType.of(watched.aval, sharding))
         if watched.sharding is None:
-            return self._recorder.lift(found)
-        return self._recorder.reshard(found, watched.sharding)
+            return self._recorder.lift(found.rows if isinstance(found, Ragged) else found)
+        return self._moved(found, watched.sharding)
 
     def _know(self, tracer: ProgramTracer) -> _Variable:
-        variable = _Variable(tracer.sharding)
+        variable = _Variable(tracer.sharding, self._recorder.branch)
         self._variables[id(tracer)] = (variable, tracer)
         return variable
 
@@ -146,17 +179,88 @@ class Tape(recorders.Tape):
         return None if known is None else known[0]
 
     def _add(self, variable: _Variable, found: ProgramTracer) -> None:
-        if variable.cotangent is None:
-            variable.cotangent = found
+        branch = self._recorder.branch
+        before = variable.cotangents.get(branch)
+        if before is None:
+            variable.cotangents[branch] = found
             return
-        before = variable.cotangent
-        sharding = variable.sharding or before.sharding
-        total, more = (self._recorder.reshard(one, sharding) for one in (before, found))
-        variable.cotangent = total + more
+        sharding = variable.sharding or _sharding_of(before)
+        total, more = (self._moved(one, sharding) for one in (before, found))
+        variable.cotangents[branch] = total + more
+
+    def _moved(self, cotangent: Any, sharding: NamedSharding) -> ProgramTracer:
+        """Return a cotangent with a sharding; rows behind those that count become zeros where they move."""
+        if not isinstance(cotangent, Ragged):
+            return self._recorder.reshard(cotangent, sharding)
+        if cotangent.rows.sharding == sharding:
+            rows: ProgramTracer = cotangent.rows
+            return rows
+        received: ProgramTracer = _receive(sharding)(cotangent)
+        return received
+
+    def _within(self, branch: Branch | None) -> AbstractContextManager[Any]:
+        if branch is None or branch is self._recorder.branch:
+            return nullcontext()
+        return self._recorder.within(branch)
+
+    def _total(self, variable: _Variable) -> Any:
+        """Return the sum of the cotangents of a value; those of branches that use it are merged."""
+        found = variable.cotangents
+        while used := [one for one in found if one is not None and one is not variable.home]:
+            self._leave(variable, max(used, key=_depth))
+        return found.get(variable.home)
+
+    def _leave(self, variable: _Variable, branch: Branch) -> None:
+        """Merge the cotangents that a branch and the other one have for a value from outside of them."""
+        assert branch.other is not None
+        branches = (branch.other, branch) if branch.unless else (branch, branch.other)
+        found = [variable.cotangents.pop(one, None) for one in branches]
+        known = next(one for one in found if one is not None)
+        rows = known.rows if isinstance(known, Ragged) else known
+        type_ = ArrayType.of(rows.aval, variable.sharding or rows.sharding)
+        made, counts = [], []
+        for one, own in zip(branches, found, strict=True):
+            with self._within(one):
+                value: Any = _zeros(type_) if own is None else own
+            is_ragged = isinstance(value, Ragged)
+            made.append([value.rows if is_ragged else value])
+            counts.append([value.counts if is_ragged else None])
+        with self._within(branch.outer):
+            (total,) = merged(self._recorder, "cotangent", branches, made, counts, [type_])
+            self._add(variable, total)
 
 
 def _refuse(function: Any, cotangents: Sequence[Any]) -> NoReturn:
     raise TracingError(f"a gradient flows through {function!r}, which {function.why_no_gradient}")
+
+
+def _sharding_of(cotangent: Any) -> Any:
+    return cotangent.rows.sharding if isinstance(cotangent, Ragged) else cotangent.sharding
+
+
+def _depth(branch: Branch) -> int:
+    return branch.depth
+
+
+def _receive(sharding: NamedSharding) -> Any:
+    """Return the computation that takes a `Ragged` and returns its rows with a sharding."""
+    compiled = sharding.mesh.slice.compiled
+    key = ("rows", sharding)
+    receive = compiled.get(key)
+    if receive is None:
+
+        def rows(ragged: Ragged) -> Any:
+            return ragged.rows
+
+        whole = NamedSharding.replicated(sharding.mesh)
+        made = jit(
+            rows,
+            mesh=sharding.mesh,
+            in_shardings=(Ragged(sharding, whole),),
+            out_shardings=sharding,
+        )
+        receive = compiled.add(key, made)
+    return receive
 
 
 def _zeros(type_: ArrayType) -> ProgramTracer:

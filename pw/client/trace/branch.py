@@ -17,8 +17,15 @@ class Branch:
     unless: bool
     """The branch is taken if the predicate is false."""
     outer: Branch | None
+    other: Branch | None = None
+    """The branch that is taken instead."""
     given: dict[object, str] | None = None
     """What was donated before it and in it, by `ProgramTracer.identity`; None before it is traced."""
+
+    @property
+    def depth(self) -> int:
+        """In how many branches it lies."""
+        return 0 if self.outer is None else self.outer.depth + 1
 
     def encloses(self, other: Branch | None) -> bool:
         """Whether another branch is this one, or lies in it."""

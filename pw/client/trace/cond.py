@@ -17,9 +17,11 @@ import numpy as np
 
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.operators import apply_built
+from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.branch import Branch
+from pw.client.trace.counted import counts_of
 from pw.client.trace.function import tree_unflatten, under_jax_trace
 from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
@@ -27,6 +29,7 @@ from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError
+from pw.core.program import Value
 
 PROGRAMS_KEPT = 128
 """Pairs of functions that were called outside of a program, and whose programs are kept."""
@@ -122,6 +125,7 @@ def _recorded(
         Branch(_named(fun), predicate, unless, recorder.branch)
         for fun, unless in zip(functions, (False, True), strict=True)
     )
+    branches[0].other, branches[1].other = branches[1], branches[0]
     made: list[list[ProgramTracer]] = []
     trees: list[Any] = []
     paths: list[list[str]] = []
@@ -144,26 +148,58 @@ def _recorded(
     for at, path in enumerate(paths[0]):
         pair = made[0][at], made[1][at] = _alike(recorder, made[0][at], made[1][at], names, path)
         types.append(_type(pair, wanted[at], predicate))
-    values = []
-    for branch, results in zip(branches, made, strict=True):
+    pairs_of_rows = dict(pairs_of(trees[0]))
+    counts = [
+        [side[pairs_of_rows[at]] if at in pairs_of_rows else None for at in range(len(types))]
+        for side in made
+    ]
+    outputs = merged(recorder, _name(functions), (branches[0], branches[1]), made, counts, types)
+    return tree_unflatten(trees[0], outputs)
+
+
+def merged(
+    recorder: Recorder,
+    name: str,
+    branches: tuple[Branch, Branch],
+    made: Sequence[Sequence[ProgramTracer]],
+    counts: Sequence[Sequence[ProgramTracer | None]],
+    types: Sequence[ArrayType],
+) -> list[ProgramTracer]:
+    """Return merges of the results of two branches.
+
+    Args:
+        recorder: the program.
+        name: for the user.
+        branches: for a true predicate, and for a false one.
+        made: the results of each.
+        counts: of those that are rows of a `Ragged`: if they have to move, only those that count do.
+        types: of the results.
+    """
+    values, counted = [], []
+    for branch, results, rows_of in zip(branches, made, counts, strict=True):
         with recorder.within(branch):
-            values.append(
-                [
-                    recorder.place(part, own, branch.name)
-                    for result, type_ in zip(results, types, strict=True)
-                    for part, own in _parts(recorder, result, type_)
-                ]
-            )
+            own: list[Value] = []
+            needed: list[Value | None] = []
+            for result, rows, type_ in zip(results, rows_of, types, strict=True):
+                for part, its in _parts(recorder, result, type_):
+                    value = recorder.place(part, its, branch.name)
+                    own.append(value)
+                    if rows is None or type_.parts:
+                        needed.append(None)
+                    else:
+                        needed.append(counts_of(recorder, value, its.spec, rows))
+            values.append(own)
+            counted.append(needed)
     flat = [part for type_ in types for part in type_.parts or (type_,)]
-    merged = recorder.merge(
-        _name(functions), (branches[0], branches[1]), list(zip(*values, strict=True)), flat
-    )
-    parts = iter(merged)
+    both, theirs = list(zip(*values, strict=True)), list(zip(*counted, strict=True))
+    parts = iter(recorder.merge(name, branches, both, flat, theirs))
     outputs = [
         recorder.joined(type_, [next(parts) for _ in type_.parts]) if type_.parts else next(parts)
         for type_ in types
     ]
-    return tree_unflatten(trees[0], outputs)
+    if recorder.tape is not None:
+        recorder.tape.merge(branches, made, outputs)
+    return outputs
 
 
 def _predicate(recorder: Recorder, pred: Any) -> ProgramTracer:

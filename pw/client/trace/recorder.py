@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,26 +28,11 @@ from pw.client.trace.export import Traced
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
+from pw.client.trace.tape import Tape
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.errors import ArgumentError, ArrayDeleted, NotOwner, TracerError
 from pw.core.guards import merge
 from pw.core.program import Computation, Node, Output, Program, Value
-
-
-class Tape(Protocol):
-    """Records the calls of a function that is differentiated (`pw.client.gradients`)."""
-
-    outer: Tape | None
-    """The tape of the function around it."""
-
-    def takes(self, leaves: Sequence[Any]) -> bool:
-        """Whether one of the values depends on what the function is differentiated by."""
-
-    def call(self, function: Any, key: Any, leaves: Sequence[Any]) -> Any:
-        """Add a call of a `pw.jit` function to the program, so that it can be differentiated."""
-
-    def alias(self, made: ProgramTracer, source: ProgramTracer) -> None:
-        """Say that two tracers are the same value."""
 
 
 class Recorder:
@@ -207,7 +192,7 @@ class Recorder:
     def within(self, branch: Branch) -> Iterator[None]:
         """Record what follows in a branch. What it donates is there for the other branch."""
         outer, given = self.branch, self._given
-        self.branch, self._given = branch, dict(given) if branch.given is None else branch.given
+        self.branch, self._given = branch, given | (branch.given or {})
         try:
             yield
         finally:
@@ -225,6 +210,7 @@ class Recorder:
         branches: tuple[Branch, Branch],
         values: Sequence[tuple[Value, Value]],
         types: Sequence[ArrayType],
+        counts: Sequence[tuple[Value | None, Value | None]] = (),
     ) -> list[ProgramTracer]:
         """Return what the taken one of two branches has made; what either has donated is gone.
 
@@ -233,6 +219,7 @@ class Recorder:
             branches: for a true predicate, and for a false one.
             values: the results of both, as `place` returned them.
             types: of the results; both lie so.
+            counts: of values that are rows of a `Ragged` and have to move, by `counts_of`.
         """
         for branch in branches:
             self._given.update(branch.given or {})
@@ -245,7 +232,11 @@ class Recorder:
             predicate = self._predicate(branches[0].predicate, mesh)
             halves = [values[position][half] for half in (0, 1) for position in positions]
             computation = merge(name, [type_.spec for type_ in here])
-            made = self._results(computation, [predicate, *halves], mesh, here)
+            of_rows = [
+                counts[position][half] for half in (0, 1) for position in positions if counts
+            ]
+            counted = tuple((at, one) for at, one in enumerate(of_rows, 1) if one is not None)
+            made = self._results(computation, [predicate, *halves], mesh, here, counted)
             merged.update(zip(positions, made, strict=True))
         return [merged[position] for position in range(len(types))]
 
