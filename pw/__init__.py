@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from pw.client.loops.mapping import map
     from pw.client.loops.while_loop import while_loop
     from pw.client.memory import memory
+    from pw.client.moe.layer import moe
     from pw.client.pipeline.cutting import stage_boundary
     from pw.client.pipeline.pipeline import Pipeline, pipeline
     from pw.client.pipeline.schedule import Schedule
@@ -101,6 +102,7 @@ _LAZY = {
     "map": "pw.client.loops.mapping",
     "while_loop": "pw.client.loops.while_loop",
     "host_function": "pw.client.trace.host_function",
+    "moe": "pw.client.moe.layer",
     "Part": "pw.core.parts",
     "stream": "pw.client.feeding.stream",
     "Stream": "pw.client.feeding.stream",
@@ -144,6 +146,7 @@ __all__ = [
     "map",
     "while_loop",
     "host_function",
+    "moe",
     "Part",
     "stream",
     "Stream",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 3
 
 
 class Hello(Base, frozen=True, tag=1):

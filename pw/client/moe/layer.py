@@ -1,0 +1,391 @@
+"""`pw.moe`: a layer of experts that lie on other slices than the rows that they work on.
+
+A call is a part of a program:
+
+1. On the devices of the rows, `route` chooses experts, and makes a `pw.Ragged` for each slice of experts.
+2. Its rows that count go to the slice, which applies its experts to them.
+3. Of the results those that count come back, and `combine` adds them up.
+
+A slice to which no row goes is skipped (`pw.cond`). Gradients go the same ways backwards.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
+from pw.client.arrays.ragged import Ragged
+from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.moe import routing
+from pw.client.trace.cond import cond
+from pw.client.trace.function import under_jax_trace
+from pw.client.trace.jit import jit
+from pw.client.trace.program import program
+from pw.client.trace.recorder import recording
+from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.transfer import put
+from pw.core.errors import ArgumentError, ShardingError
+
+tree_leaves, tree_map = jax.tree_util.tree_leaves, jax.tree_util.tree_map
+
+
+def moe(
+    expert: Callable[..., Any],
+    *,
+    devices: Any,
+    top_k: int = 1,
+    capacity_factor: float = 1.25,
+) -> MixtureOfExperts:
+    """Make a layer of experts on their own devices: each row goes to the experts that a router chooses for it.
+
+    `y, balance = layer(params, x, logits)`, in a `pw.program` or alone. Only rows that were chosen travel, and
+    only slices with such rows compute. Each group of rows, which is a shard of `x`, has room for `capacity =
+    ceil(top_k * rows / experts * capacity_factor)` rows at each expert. Rows beyond that are dropped there:
+    they add zero to `y`, so use `x + y`. Earlier rows come first, and first choices before second ones.
+    Capacity, weights and `balance` are those of GShard (Lepikhin et al., 2020) and Switch Transformer (Fedus
+    et al., 2021).
+
+    Args:
+        expert: a JAX function of the parameters of one expert and rows (n, d), row by row. It returns
+            (n, e). It sees zeros behind the rows, up to the capacity.
+        devices: of the experts: a slice, or a `pw.Mesh`, whose first axis is that of the experts; or a list of
+            these, of any islands, each with equally many experts, in this order.
+        top_k: how many experts a row goes to. One result is weighted by the probability of its expert,
+            several by their probabilities divided by the sum of them.
+        capacity_factor: room for rows, relative to that which equal shares need.
+
+    Returns:
+        A function of (params, x, logits). `params` is a tree of arrays whose leading axis is that of the
+        experts; if `devices` is a list, it is a list of trees, one for each of them. `put` makes them.
+        `x` (rows, d) may be split along its rows, `logits` (rows, experts) is what the router says. It
+        returns `y` (rows, e), where `x` lies, and `balance`, a float32: the load-balancing loss, 1 for
+        equal shares. Add some of it to the loss of the model.
+
+    Raises:
+        ArgumentError: `top_k` or `capacity_factor` is not positive; at a call, shapes do not fit together.
+        ShardingError: the experts' devices, or those of `x`, cross islands; at a call, the experts do not
+            divide over the devices.
+    """
+    if not callable(expert):
+        raise TypeError(f"pw.moe takes the function of one expert, not {expert!r}")
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+        raise ArgumentError(f"top_k is a number of experts, 1 or more, not {top_k!r}")
+    if not 0 < capacity_factor < float("inf"):
+        raise ArgumentError(
+            f"capacity_factor is a positive number, not {capacity_factor!r}: with 1.0 there is room if all "
+            "experts have equal shares"
+        )
+    is_list = isinstance(devices, (list, tuple))
+    given = list(devices) if is_list else [devices]
+    if is_list and not given:
+        raise ArgumentError("pw.moe takes a list with the devices of at least one expert")
+    meshes = [one if isinstance(one, Mesh) else mesh_of(one) for one in given]
+    for mesh in meshes:
+        _check_on_island(mesh, "the experts of a pw.moe")
+    return MixtureOfExperts(expert, tuple(meshes), is_list, top_k, float(capacity_factor))
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The computations of a call, for rows that lie in one way."""
+
+    route: Any
+    combine: Any
+    empty: Any
+    """Makes results of which no row counts."""
+    lie: Ragged
+    """How rows for a slice lie before they go there."""
+
+
+class _Assignment(NamedTuple):
+    """What `combine` needs of `routing.Assignment`, with a leading axis for the groups."""
+
+    slots: Any
+    choices: Any
+    weights: Any
+
+
+class MixtureOfExperts:
+    """A layer of experts; made by `pw.moe`."""
+
+    def __init__(
+        self,
+        expert: Callable[..., Any],
+        meshes: tuple[Mesh, ...],
+        is_list: bool,
+        top_k: int,
+        capacity_factor: float,
+    ) -> None:
+        self._expert = expert
+        self._name = getattr(expert, "__name__", type(expert).__name__)
+        self._meshes = meshes
+        self._is_list = is_list
+        self._top_k = top_k
+        self._capacity_factor = capacity_factor
+        self._steps: dict[NamedSharding, _Steps] = {}
+        self._making = threading.Lock()
+        self._apply = tuple(map(self._apply_on, meshes))
+        self._alone = program(self._recorded)
+
+    def __repr__(self) -> str:
+        return f"<pw.moe {self._name}>"
+
+    def put(self, params: Any) -> Any:
+        """Place parameters of all experts on their devices, for calls.
+
+        Args:
+            params: a tree of arrays, each with one entry for each expert along its leading axis.
+
+        Raises:
+            ArgumentError: the arrays have different numbers of experts.
+            ShardingError: the experts do not divide over the devices.
+        """
+        experts = self._experts_of([params])
+        share = experts // len(self._meshes)
+        placed = []
+        for at, mesh in enumerate(self._meshes):
+            own = slice(at * share, (at + 1) * share)
+            part = tree_map(operator.itemgetter(own), params)
+            placed.append(put(part, sharding=_over_experts(mesh)))
+        return placed if self._is_list else placed[0]
+
+    def __call__(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
+        """Return `y` and `balance`: see `pw.moe`."""
+        try:
+            if under_jax_trace(tree_leaves((params, x, logits))):
+                raise ArgumentError(
+                    f"{self!r} was called in a function that JAX traces, and it moves rows between the "
+                    "devices of several computations: call it beside pw.jit functions, in a pw.program"
+                )
+            if recording() is not None:
+                return self._recorded(params, x, logits)
+            made: tuple[Any, Any] = self._alone(params, x, logits)
+            return made
+        except Exception as error:
+            leave_out_runtime(error)
+            raise
+
+    def _recorded(self, params: Any, x: Any, logits: Any) -> tuple[Any, Any]:
+        trees = self._trees(params)
+        experts = self._experts_of(trees)
+        self._check_rows(x, logits, experts)
+        steps = self._steps_for(_sharding_of_rows(x, logits))
+        rows, is_used, assignment, balance = steps.route(x, logits)
+        results = [
+            self._applied(at, _placed(tree, self._meshes[at]), rows[at], is_used[at], steps)
+            for at, tree in enumerate(trees)
+        ]
+        return steps.combine(results, assignment), balance
+
+    def _applied(self, at: int, params: Any, rows: Ragged, is_used: Any, steps: _Steps) -> Ragged:
+        """Apply the experts of a slice, if there are rows for them."""
+        made: Ragged = rows
+
+        def apply() -> Ragged:
+            nonlocal made
+            made = self._apply[at](params, rows)
+            return made
+
+        def nothing() -> Ragged:  # no row of it counts
+            alike = made.rows.shape == rows.rows.shape and made.rows.dtype == rows.rows.dtype
+            if alike:
+                return rows
+            empty: Ragged = steps.empty(rows, made.rows.shape[-1], made.rows.dtype)
+            return empty
+
+        if len(self._meshes) == 1:
+            return apply()
+        found: Ragged = cond(is_used, apply, nothing, out_shardings=steps.lie)
+        return found
+
+    # --- the computations ----------------------------------------------------------------------------
+
+    def _steps_for(self, lie: NamedSharding) -> _Steps:
+        with self._making:
+            steps = self._steps.get(lie)
+            if steps is None:
+                steps = self._steps[lie] = self._make_steps(lie)
+            return steps
+
+    def _make_steps(self, lie: NamedSharding) -> _Steps:
+        """Return the computations for rows that lie so."""
+        mesh, own = lie.mesh, lie.spec
+        axes = own[0] if own else None
+        groups = _size(mesh, axes)
+        split, whole, among = PartitionSpec(axes), PartitionSpec(), PartitionSpec(None, axes)
+        slices, top_k, factor = len(self._meshes), self._top_k, self._capacity_factor
+
+        def in_groups(function: Any, in_specs: Any, out_specs: Any) -> Any:
+            if groups == 1:
+                return function
+            return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+        def route(x: Any, logits: Any) -> Any:
+            experts = logits.shape[1]
+            share = experts // slices
+            rows = x.shape[0] // groups
+            capacity = routing.capacity_of(rows, experts, top_k, factor)
+
+            def group(x: Any, logits: Any) -> Any:
+                found = routing.assign(logits, top_k, capacity)
+                sent = [
+                    routing.dispatch(x, found, at * share, share)[:, None] for at in range(slices)
+                ]
+                kept = _Assignment(found.slots, found.choices[None], found.weights)
+                return sent, found.counts[:, None], kept, found.balance[None]
+
+            specs = [among] * slices, among, _Assignment(split, split, split), split
+            sent, counts, kept, balance = in_groups(group, (split, split), specs)(x, logits)
+            counts = counts.reshape(slices, share, groups)
+            ragged = [Ragged(rows, own) for rows, own in zip(sent, counts, strict=True)]
+            return ragged, [own.any() for own in counts], kept, balance.mean()
+
+        def combine(results: Any, kept: Any) -> Any:
+            def group(made: Any, kept: Any) -> Any:
+                together = jnp.concatenate([rows[:, 0] for rows in made])
+                return routing.combine(together, kept.slots, kept.choices[0], kept.weights)
+
+            specs = [among] * slices, _Assignment(split, split, split)
+            return in_groups(group, specs, split)([one.rows for one in results], kept)
+
+        def empty(rows: Any, width: int, dtype: Any) -> Any:
+            return Ragged(jnp.zeros((*rows.rows.shape[:-1], width), dtype), rows.counts)
+
+        ragged = Ragged(among, whole)
+        kept = _Assignment(split, split, split)
+        return _Steps(
+            jit(
+                route,
+                mesh=mesh,
+                in_shardings=(split, split),
+                out_shardings=([ragged] * slices, whole, kept, whole),
+            ),
+            jit(
+                combine,
+                mesh=mesh,
+                in_shardings=([ragged] * slices, kept),
+                out_shardings=split,
+            ),
+            jit(
+                empty,
+                mesh=mesh,
+                static_argnums=(1, 2),
+                in_shardings=(ragged,),
+                out_shardings=ragged,
+            ),
+            Ragged(NamedSharding(mesh, among), NamedSharding(mesh, whole)),
+        )
+
+    def _apply_on(self, mesh: Mesh) -> Any:
+        """Return the computation of the experts of a slice."""
+        expert = self._expert
+
+        def apply(params: Any, received: Ragged) -> Ragged:
+            share, groups, capacity, width = received.rows.shape
+            rows = received.rows.reshape(share, groups * capacity, width)
+            made = jax.vmap(expert)(params, rows)
+            if getattr(made, "ndim", 0) != 3 or made.shape[:2] != rows.shape[:2]:
+                raise ArgumentError(
+                    f"{self!r}: the function of one expert was given rows {rows.shape[1:]} and returned "
+                    f"{_described(made)}; it returns an array with one row for each"
+                )
+            return Ragged(made.reshape(share, groups, capacity, -1), received.counts)
+
+        apply.__name__ = self._name if self._name.isidentifier() else "expert"
+        over = PartitionSpec(mesh.axis_names[0])
+        ragged = Ragged(over, PartitionSpec())
+        return jit(apply, mesh=mesh, in_shardings=(None, ragged), out_shardings=ragged)
+
+    # --- checks --------------------------------------------------------------------------------------
+
+    def _trees(self, params: Any) -> list[Any]:
+        if not self._is_list:
+            return [params]
+        if not isinstance(params, (list, tuple)) or len(params) != len(self._meshes):
+            has = f"{len(params)} entries" if isinstance(params, (list, tuple)) else "no list"
+            raise ArgumentError(
+                f"{self!r} has experts on a list of {len(self._meshes)} slices, so its parameters are a "
+                f"list with a tree for each; {has} were given. Its method put makes them"
+            )
+        return list(params)
+
+    def _experts_of(self, trees: Sequence[Any]) -> int:
+        """Return the number of all experts, by the leading axes of parameters."""
+        sizes = {np.shape(leaf)[:1] for tree in trees for leaf in tree_leaves(tree)}
+        if len(sizes) != 1 or () in sizes:
+            raise ArgumentError(
+                f"{self!r}: each array of the parameters has a leading axis with one entry for each "
+                f"expert of its slice, equally many; found {sorted(sizes)}"
+            )
+        ((count,),) = sizes
+        experts = int(count) * len(trees)
+        for mesh in self._meshes:
+            parts = len(self._meshes) * mesh.shape[mesh.axis_names[0]]
+            if experts % parts or not experts:
+                raise ShardingError(
+                    f"{self!r}: {experts} experts do not divide over {parts} devices; give each equally many"
+                )
+        return experts
+
+    def _check_rows(self, x: Any, logits: Any, experts: int) -> None:
+        sizes = tuple(np.shape(x)), tuple(np.shape(logits))
+        if len(sizes[0]) != 2 or sizes[1] != (sizes[0][0], experts) or not sizes[0][0]:
+            raise ArgumentError(
+                f"{self!r} takes x of the shape (rows, d) and logits (rows, {experts}), one for each expert; "
+                f"x {sizes[0]} and logits {sizes[1]} were given"
+            )
+        if self._top_k > experts:
+            raise ArgumentError(f"{self!r}: top_k={self._top_k}, but there are {experts} experts")
+
+
+def _check_on_island(mesh: Mesh, what: str) -> None:
+    if mesh.parts:
+        raise ShardingError(
+            f"{what} lie on a mesh over several islands, {mesh!r}; give a list of slices, or rows on one island"
+        )
+
+
+def _over_experts(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+
+
+def _placed(tree: Any, mesh: Mesh) -> Any:
+    """Return parameters on a mesh: those that lie there as they lie, and others split over its experts."""
+
+    def place(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        is_there = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        return leaf if is_there else put(leaf, sharding=_over_experts(mesh))
+
+    return tree_map(place, tree)
+
+
+def _sharding_of_rows(*values: Any) -> NamedSharding:
+    """Return how rows lie: as the first of these values that lies on devices."""
+    for value in values:
+        sharding = getattr(value, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            _check_on_island(sharding.mesh, "the rows of a pw.moe")
+            return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    return NamedSharding.replicated(default_mesh())
+
+
+def _size(mesh: Mesh, axes: Any) -> int:
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _described(made: Any) -> str:
+    leaves = tree_leaves(made)
+    if len(leaves) == 1 and leaves[0] is made:
+        return f"an array {made.shape[1:]}"
+    return f"a tree of {len(leaves)} arrays"
