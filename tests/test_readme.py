@@ -63,8 +63,9 @@ def test_a_program_runs(block: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_page_on_ragged_values_runs() -> None:
-    page = (ROOT / "docs/ragged.md").read_text()
+@pytest.mark.parametrize("name", ["ragged", "moe"])
+def test_a_page_runs(name: str) -> None:
+    page = (ROOT / f"docs/{name}.md").read_text()
     whole = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     done = finish(start_client("", whole))
     assert done.splitlines() == re.findall(r"^print\(.*\n# (.*)$", whole, re.MULTILINE)
