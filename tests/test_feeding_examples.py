@@ -1,4 +1,4 @@
-"""The examples of docs/data.md and docs/ragged.md run, and say what they should."""
+"""The examples of docs/data.md, docs/ragged.md and docs/moe.md run, and say what they should."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def test_byte_pairs() -> None:
     [
         (["examples.feeding"], r"restored at element 20\nlosses from there: equal bit for bit"),
         (["examples.ragged"], r"50 different labels\n8 batches of sentences: as numpy says"),
+        (
+            ["examples.moe", "--steps", "12"],
+            r"5 losses: as in plain JAX .*\n4 experts, .* [34]\.\d+ nats a byte\none .* nats a byte",
+        ),
         (
             ["examples.serving", "--seconds", "1"],
             r"small +1 .* ms\nlarge +3 .* ms",
