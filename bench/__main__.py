@@ -41,6 +41,7 @@ SUITE = {
     "pipeline-train": 600,
     "islands": 300,
     "control": 180,
+    "moe": 300,
     "scale": 300,
 }
 BY_NAME_ONLY = {"gpu": 1200}
