@@ -218,6 +218,8 @@ def _moved(
     data, numbers = values[rows.node, rows.index], values[counts.node, counts.index]
     if body.spec_of(rows) == wanted or data is None or numbers is None:
         return data, nothing
+    if data is _SKIPPED or numbers is _SKIPPED:
+        return _SKIPPED, nothing
     spec = body.spec_of(counts)
     said = np.frombuffer(numbers, dtype_of(spec.dtype)).reshape(spec.shape)
     moved = travelled(data, body.spec_of(rows), said)

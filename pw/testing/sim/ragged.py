@@ -1,7 +1,8 @@
 """Programs whose values decide their sizes: of their rows, only those that count travel (`pw.core.counted`).
 
 One computation makes rows and counts. Others on any slice take them, so rows go between hosts and islands, to
-other shardings, and to none. Some counts are impossible.
+other shardings, and to none. Some counts are impossible. In an exchange, rows go to a slice that may be
+skipped, and come back to a merge.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pw.core.guards import merge, predicate_spec
 from pw.core.messages import Artifact
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement, Sharding, dtype_of
@@ -54,20 +56,39 @@ def random_ragged(
         digest = hashlib.sha256(blob).digest()
         blobs[digest] = blob
         placement = makes[0].placement
-        computations.append(
-            Computation(f"{name}/{len(nodes)}", digest, placement, tuple(takes), tuple(makes))
+        return add(
+            Computation(f"{name}/{len(nodes)}", digest, placement, tuple(takes), tuple(makes)), node
         )
+
+    def add(computation: Computation, node: Node) -> int:
+        computations.append(computation)
         nodes.append(node)
         return len(nodes) - 1
+
+    def exchange(part: Slice, unless: bool) -> Output:
+        number = len(nodes)
+        there = _on(random, part, made.shape)
+        own = _replicated(lead, there.placement)
+        guarded = Node(number, (rows, counts), is_used, unless, ((0, counts),))
+        blob = counts_up_to(rest[0], f"{name}/{number}".encode(), impossible=False)
+        call(blob, [there, own], [there, own], guarded)
+        back, here = Value(number, 0), (2 if unless else 1)
+        pair = (rows, back) if unless else (back, rows)
+        node = Node(number + 1, (is_used, *pair), counted=((here, Value(number, 1)),))
+        return Output(Value(add(merge(f"{name}/merge", [made]), node), 0), made)
 
     source = random.choice(kinds)
     given = _on(random, first, source.shape, source.dtype, made.placement.devices)
     blob = counts_up_to(rest[0], name.encode(), impossible=broken)
-    call(blob, [given], [made, _replicated(lead, made.placement)], Node(0, (Value(-1, 0),)))
-    rows, counts = Value(0, 0), Value(0, 1)
+    first_makes = [made, _replicated(lead, made.placement), predicate_spec(made.placement)]
+    call(blob, [given], first_makes, Node(0, (Value(-1, 0),)))
+    rows, counts, is_used = (Value(0, index) for index in range(3))
     outputs = []
-    for number in range(1, random.choice((2, 3, 4))):
-        part = random.choice(slices)
+    for _ in range(random.choice((1, 2, 3))):
+        part, number = random.choice(slices), len(nodes)
+        if random.random() < 0.4:
+            outputs.append(exchange(part, random.random() < 0.5))
+            continue
         taken = made if part is first and random.random() < 0.2 else _on(random, part, made.shape)
         kind = random_spec(random, part, (16,), "uint8", taken.placement.devices)
         takes = [taken, _replicated(lead, taken.placement)]
