@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,8 @@ from pw.core.guards import merge
 from pw.core.lower import lower
 from pw.core.program import Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
+from pw.devices.host.backend import Build, Op
+from pw.devices.jax.backend import JaxBackend
 from pw.testing import InProcessCluster
 from tests.scripts import finish, start_client
 
@@ -110,6 +112,30 @@ def test_it_gives_what_jax_gives(place: Place, name: str, size: float) -> None:
     jax.tree.map(np.testing.assert_array_equal, made, wanted)
     inside = pw.jit(lambda x: case(place, pw.cond, x), mesh=place.here)(x)
     jax.tree.map(np.testing.assert_array_equal, pw.get(inside), wanted)
+
+
+@pytest.mark.parametrize(("size", "made"), [(1.0, 0), (600.0, 1)])
+def test_what_a_branch_is_sent_is_made_only_if_it_is_taken(
+    place: Place, size: float, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @pw.program
+    def f(x: Any) -> Any:
+        x = place.double(x)
+        return pw.cond(place.is_large(x), lambda x: place.double(place.add(x)), place.double, x)
+
+    x = pw.put(ONES * np.float32(size), sharding=pw.NamedSharding(place.here, P()))
+    pw.get(f(x))
+    builds: list[Build] = []
+    submit = JaxBackend.submit
+
+    def watched(self: JaxBackend, ops: Sequence[Op]) -> None:
+        builds.extend(op for op in ops if isinstance(op, Build))
+        submit(self, ops)
+
+    monkeypatch.setattr(JaxBackend, "submit", watched)
+    pw.get(f(x))
+    there = [op for op in builds if op.devices[0].host == "host-1"]
+    assert len(there) == made, "neither the predicate nor the operand of a branch that is not taken"
 
 
 def test_results_lie_where_the_true_branch_leaves_them_or_as_asked(place: Place) -> None:

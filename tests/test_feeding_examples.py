@@ -41,6 +41,7 @@ def test_byte_pairs() -> None:
             ["examples.moe", "--steps", "12"],
             r"5 losses: as in plain JAX .*\n4 experts, .* [34]\.\d+ nats a byte\none .* nats a byte",
         ),
+        (["examples.rollouts"], r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n"),
         (
             ["examples.serving", "--seconds", "1"],
             r"small +1 .* ms\nlarge +3 .* ms",

@@ -170,7 +170,7 @@ class HostExecutor(Actor):
 
         def arrived(build: Build | None) -> None:
             if build is not None:
-                interpreter.queue.ops.append(build)
+                interpreter.arrived(run, receive.slot, value, build)
             interpreter.made(run, receive.slot)
             interpreter.arriving.arrive(value)
             interpreter.advance()

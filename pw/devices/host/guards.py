@@ -1,7 +1,8 @@
 """Skips computations, and makes merges, as guards and predicates say (`pw.core.guards`).
 
-A predicate is read once in each run of a host. Until then the launch waits as for a value that has not
-arrived. A predicate that was skipped itself, or has failed, is known without a read.
+A predicate is read once in each run of a host. Until then the launch waits as for a value that has not arrived.
+A predicate that was skipped itself, or has failed, is known without a read; so is one that comes from other
+hosts and that nothing else reads. What comes for a branch is made on the devices only if the branch is taken.
 
 A merge enqueues nothing: its result is the chosen value. Only a result of the program, which other work may
 know already, is a view of it.
@@ -9,7 +10,7 @@ know already, is a view of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -21,7 +22,7 @@ from pw.core.guards import NOT_TAKEN, is_skipped, predicate_spec
 from pw.core.plan import Execute
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec
-from pw.devices.host.backend import Backend, Read, Value, relative
+from pw.devices.host.backend import Backend, Build, Read, Value, relative
 from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.views import ViewPart, view_op
 from pw.devices.host.work import Arriving, HostLaunch, HostRun, OpQueue, Taken
@@ -62,6 +63,8 @@ class Guards:
                 return self.poison(launch, instruction, NOT_TAKEN)
         if computation.is_merge:
             return self._merge(launch, instruction, computation)
+        if run.held:
+            self._make_held(run, instruction.args)
         if not self.execute(launch, instruction):
             return False
         if instruction.results:
@@ -73,6 +76,22 @@ class Guards:
                     del latest[known]
                 latest[devices] = last
         return True
+
+    def arrived(self, run: HostRun, slot: int, value: Value, build: Build) -> None:
+        """Take a predicate as it has come, or keep what makes a value until a branch needs it."""
+        if slot in run.program.held:
+            run.held[value] = build
+            return
+        if run.decisions is None:
+            run.decisions = {}
+        run.decisions[value] = bool(build.parts[0][2])
+
+    def _make_held(self, run: HostRun, slots: Iterable[int]) -> None:
+        """Have received values made that are needed after all."""
+        for slot in slots:
+            build = run.held.pop(run.slots[slot], None)
+            if build is not None:
+                self.queue.ops.append(build)
 
     def end(self, launch: HostLaunch) -> list[Value]:
         """Watch the last results of a launch on each device; return those that merges have made."""
@@ -148,6 +167,8 @@ class Guards:
         sources = range(first, first + len(merge.results))
         if self.arriving and any(slots[merge.args[at]] in self.arriving for at in sources):
             return False
+        if run.held:
+            self._make_held(run, [merge.args[at] for at in sources])
         for slot, at, spec in zip(merge.results, sources, computation.outputs, strict=True):
             source = slots[merge.args[at]]
             if slot in run.program.outputs_of_slot:

@@ -383,6 +383,13 @@ class Interpreter(Part):
                 self._lose(launch, source.error, (result,))
             self.made(run, receive.slot)
 
+    def arrived(self, run: HostRun, slot: int, value: Value, build: ops.Build) -> None:
+        """Have a received value made; one that only branches read may not be needed."""
+        if slot in run.program.told or slot in run.program.held:
+            self._guards.arrived(run, slot, value, build)
+        else:
+            self.queue.ops.append(build)
+
     def made(self, run: HostRun, slot: int) -> None:
         """Note that the op that makes the value of a slot is in the queue."""
         outputs = run.program.outputs_of_slot.get(slot)

@@ -164,6 +164,32 @@ def _is_local(receive: Receive, devices: tuple[DeviceAddress, ...], host: str) -
     return sorted(covered) == here
 
 
+def _of_branches(
+    instructions: list[Instruction], body: Program, outputs: set[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return `HostProgram.told` and `held`."""
+    received = {i.slot for i in instructions if isinstance(i, Receive)} - outputs
+    told, held = set(received), set(received)
+    for instruction in instructions:
+        if isinstance(instruction, Execute):
+            is_merge = body.computations[instruction.computation].is_merge
+            told.difference_update(instruction.args[is_merge:])
+            held.discard(instruction.guard)
+            if is_merge or instruction.guard >= 0:
+                held.difference_update(instruction.args[:is_merge])
+            else:
+                held.difference_update(instruction.args)
+        elif not isinstance(instruction, Free):
+            read = {instruction.slot}
+            if isinstance(instruction, Receive):
+                read = {instruction.source_slot}
+            if instruction.counts is not None:
+                read.add(instruction.counts.slot)
+            told -= read
+            held -= read
+    return frozenset(told - held), frozenset(held)
+
+
 def _key(program: int, install: int, index: int) -> bytes:
     return f"{program}/{install}/{index}".encode()
 
@@ -201,6 +227,10 @@ class HostProgram:
     """Computations whose results no op may use before their outcome is known."""
     recorded: dict[int, int] = field(default_factory=dict)
     """The recorder's number of each computation that was recorded."""
+    told: frozenset[int] = frozenset()
+    """Slots of received values that hosts read only as predicates: they need not be on the devices."""
+    held: frozenset[int] = frozenset()
+    """Slots of received values that are needed only if a branch is taken."""
     views: tuple[ViewPart, ...] = ()
     """This host's part of each result, if the program makes views; it does nothing else then."""
 
@@ -226,6 +256,7 @@ class HostProgram:
             Result(output, slot, specs[output], program.devices(specs[output]))
             for output, slot in plan.outputs
         )
+        program.told, program.held = _of_branches(instructions, body, set(program.outputs_of_slot))
         inputs = len(body.inputs)
         program.passed_on = tuple(slot for slot in program.outputs_of_slot if slot < inputs)
         for receive in instructions:

@@ -9,7 +9,7 @@ from weakref import ReferenceType
 
 from pw.core.errors import ErrorReport
 from pw.core.messages import Copy, CopyFile, Launch
-from pw.devices.host.backend import Backend, Op, Value
+from pw.devices.host.backend import Backend, Build, Op, Value
 from pw.devices.host.program import HostProgram, Segment
 from pw.devices.host.store import ObjectStore
 
@@ -28,6 +28,8 @@ class HostRun:
     """Slots of results whose making op has been submitted."""
     decisions: dict[Value, bool | ErrorReport | None] | None = None
     """What was read of its predicates, or their errors; None for one that the backend reads."""
+    held: dict[Value, Build] = field(default_factory=dict)
+    """Received values that are made only if a computation needs them (`HostProgram.held`)."""
     launched: int = -1
     """Its newest segment here; segments are launched in their order."""
 
