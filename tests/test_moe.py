@@ -148,7 +148,7 @@ def test_first_choices_come_before_second_ones() -> None:
 
 
 def test_results_of_another_width_and_type(place: Place) -> None:
-    """Also where a slice is skipped: nobody has made its results then."""
+    """Also where a slice is skipped: its results do not exist then."""
 
     def wide(params: Any, rows: Any) -> Any:
         return jnp.concatenate([rows, rows @ params], 1).astype(jnp.bfloat16)
