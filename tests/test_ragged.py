@@ -78,6 +78,8 @@ def test_a_filter_on_one_island_feeds_another(meshes: Any) -> None:
             padded = np.concatenate([wanted, np.zeros(48 - len(wanted), np.int32)])
             np.testing.assert_array_equal(np.asarray(rows), padded)
             assert (int(count), int(total)) == (len(wanted), wanted.sum())
+    edges = pw.plan(both).edges
+    assert {edge.way for edge in edges if edge.type.startswith("int32[48]")} == {"rows that count"}
 
 
 def test_where_nothing_moves_it_stays_as_it_is(meshes: Any) -> None:

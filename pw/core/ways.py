@@ -38,6 +38,8 @@ class Way(StrEnum):
 
     TRANSFERS = "transfers"
     """From host to host."""
+    ROWS = "rows that count"
+    """From host to host, without the padding (`pw.core.counted`)."""
     SLICES = "slices"
     """XLA, without communication: each device has what it wants."""
     COLLECTIVE = "collective"
@@ -85,34 +87,38 @@ def edges_of(
         physical: the devices of its specs.
         only_transfers: choose no other way.
     """
-    found: dict[tuple[Value, ArraySpec], EdgeWay] = {}
+    found: dict[tuple[Value, ArraySpec, Value | None], EdgeWay] = {}
 
-    def want(value: Value, wanted: ArraySpec, consumer: int | None) -> None:
-        own = program.spec_of(value)
-        if (value, wanted) not in found and not physical.is_there(own, wanted):
-            found[value, wanted] = EdgeWay(value, consumer, own, wanted)
+    def want(
+        value: Value, wanted: ArraySpec, consumer: int | None, counts: Value | None = None
+    ) -> None:
+        own, key = program.spec_of(value), (value, wanted, counts)
+        if key in found or own == wanted:
+            return
+        if counts is not None:
+            found[key] = EdgeWay(value, consumer, own, wanted, way=Way.ROWS)
+        elif not physical.is_there(own, wanted):
+            found[key] = EdgeWay(value, consumer, own, wanted)
 
     for number, node in enumerate(program.nodes):
         counted = dict(node.counted)
         inputs = program.computations[node.computation].inputs
         for at, (value, wanted) in enumerate(zip(node.args, inputs, strict=True)):
-            if at not in counted:  # transfers move only the rows that count
-                want(value, wanted, number)
+            want(value, wanted, number, counted.get(at))
     for output in program.outputs:
-        if output.counts is None:
-            want(output.value, output.spec, None)
-    edges = list(found.values())
-    if edges and not only_transfers and not program.makes_views:
+        want(output.value, output.spec, None, output.counts)
+    whole = [edge for edge in found.values() if edge.way is not Way.ROWS]
+    if whole and not only_transfers and not program.makes_views:
         estimating = _Estimating(physical, RUNS if program.nodes else MOVES)
-        for edge in edges:
+        for edge in whole:
             estimating.compare(edge)
-        estimating.relay(edges)
-    return edges
+        estimating.relay(whole)
+    return list(found.values())
 
 
 def written(program: Program, edges: list[EdgeWay]) -> Program:
     """Return the program with a computation for each edge that does not go by transfers alone."""
-    if all(edge.way is Way.TRANSFERS and not edge.passes_on for edge in edges):
+    if all(edge.way in (Way.TRANSFERS, Way.ROWS) and not edge.passes_on for edge in edges):
         return program
     return _Writing(program, edges).result()
 
@@ -333,7 +339,9 @@ class _Writing:
 
     def __init__(self, program: Program, edges: list[EdgeWay]) -> None:
         self._program = program
-        self._edges = {(edge.value, edge.destination): edge for edge in edges}
+        self._edges = {
+            (edge.value, edge.destination): edge for edge in edges if edge.way is not Way.ROWS
+        }
         self._computations = list(program.computations)
         self._index: dict[tuple[ArraySpec, ArraySpec], int] = {}
         self._nodes: list[Node] = []
