@@ -167,6 +167,30 @@ def test_clients_make_no_re_shards() -> None:
         check_program(program)
 
 
+def test_guards_and_counts_must_exist() -> None:
+    """Otherwise lowering would fail in the controller, and not only for this client."""
+    spec, nothing = lies(1, 0), Value(-1, 3)
+    call = Computation("f", b"", spec.placement, (spec,), (spec,))
+    given = Value(-1, 0)
+
+    def check(node: Node, counts: Value | None = None) -> None:
+        output = Output(Value(0, 0), spec, counts)
+        check_program(Program("p", (call,), (node,), (spec,), (output,)))
+
+    check(Node(0, (given,)))
+    for node, words in (
+        (Node(0, (given,), nothing), "does not exist"),
+        (Node(0, (given,), Value(0, 0)), "does not exist"),
+        (Node(0, (given,), given), "no scalar boolean"),
+        (Node(0, (given,), counted=((0, nothing),)), "does not exist"),
+        (Node(0, (given,), counted=((1, given),)), "an argument that it does not have"),
+    ):
+        with pytest.raises(ProtocolError, match=words):
+            check(node)
+    with pytest.raises(ProtocolError, match="does not exist"):
+        check(Node(0, (given,)), nothing)
+
+
 def _results(program: Program, inputs: list[np.ndarray]) -> list[np.ndarray]:
     values = {(-1, number): value for number, value in enumerate(inputs)}
     for number, node in enumerate(program.nodes):

@@ -190,10 +190,22 @@ def check_program(body: Program) -> None:
                     f"node {index} gets {given.dtype}{list(given.shape)} where it takes "
                     f"{wanted.dtype}{list(wanted.shape)}"
                 )
+        if node.guard is not None:
+            guard = _checked_spec(body, node.guard, index)
+            if (guard.shape, guard.dtype) != ((), "bool"):
+                raise ProtocolError(f"the guard of node {index} is no scalar boolean")
+        for position, counts in node.counted:
+            _checked_spec(body, counts, index)
+            if not 0 <= position < len(inputs):
+                raise ProtocolError(
+                    f"node {index} has counts for an argument that it does not have"
+                )
     for output in body.outputs:
         given = _checked_spec(body, output.value, len(body.nodes))
         if (given.shape, given.dtype) != (output.spec.shape, output.spec.dtype):
             raise ProtocolError("an output's shape or dtype differs from its value's")
+        if output.counts is not None:
+            _checked_spec(body, output.counts, len(body.nodes))
 
 
 def _checked_spec(body: Program, value: Value, before: int) -> ArraySpec:
