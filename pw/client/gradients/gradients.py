@@ -16,6 +16,7 @@ from pw.client.gradients.tape import Tape
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.program import program
 from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 
@@ -49,7 +50,7 @@ def value_and_grad(
             differentiated by.
         TracingError: at a call, a gradient would flow through a host function.
     """
-    name = getattr(fun, "__name__", type(fun).__name__)
+    name = name_of(fun)
     if not callable(fun):
         raise TypeError(f"pw.value_and_grad takes a function, not {fun!r}")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)

@@ -21,6 +21,7 @@ from pw.client.trace.function import tree_flatten, tree_unflatten
 from pw.client.trace.recorder import Recorder, Recording
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.client.trace.trial import Trial, trial
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError, ShardingError
 
 
@@ -35,7 +36,7 @@ class Loop:
     @property
     def name(self) -> str:
         """The name of its computations and programs."""
-        return f"while_loop({named(self.body_fun)})"
+        return f"while_loop({name_of(self.body_fun)})"
 
     def goes_on(self, leaves: Sequence[Any]) -> Any:
         """Return the predicate for a carry."""
@@ -61,11 +62,6 @@ class Carry:
     """The leaves that the functions donate."""
     varying: tuple[int, ...]
     """The leaves that the body does not return as they are."""
-
-
-def named(fun: Any) -> str:
-    """Return the user's name of a function."""
-    return str(getattr(fun, "__name__", type(fun).__name__))
 
 
 def learn(recorder: Recorder, loop: Loop, signature: Sequence[Any]) -> Carry:
@@ -94,7 +90,7 @@ def learn(recorder: Recorder, loop: Loop, signature: Sequence[Any]) -> Carry:
         before, given = given, found.types
     moved = next(at for at, type_ in enumerate(given) if type_ is not before[at])
     raise ShardingError(
-        f"pw.while_loop: {named(loop.body_fun)!r} takes {_path(loop, moved)} as {before[moved]} and "
+        f"pw.while_loop: {name_of(loop.body_fun)!r} takes {_path(loop, moved)} as {before[moved]} and "
         f"returns it as {given[moved]}, and so on in each iteration; give its functions out_shardings"
     )
 
@@ -121,7 +117,7 @@ def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) 
     carry = tree_unflatten(loop.tree, leaves)
     sharding = _checked_predicate(recorder, loop, loop.cond_fun(carry)).sharding
     results, tree = tree_flatten(loop.body_fun(carry))
-    name = named(loop.body_fun)
+    name = name_of(loop.body_fun)
     if tree != loop.tree:
         raise ArgumentError(
             f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {loop.tree}, and "
@@ -160,7 +156,7 @@ def _checked_predicate(recorder: Recorder, loop: Loop, pred: Any) -> ProgramTrac
         fits, said = False, repr(pred)
     if not fits:
         raise ArgumentError(
-            f"pw.while_loop: {named(loop.cond_fun)!r} must return a scalar boolean, and returns {said}; "
+            f"pw.while_loop: {name_of(loop.cond_fun)!r} must return a scalar boolean, and returns {said}; "
             "compute one, as in x.sum() > 0"
         )
     return tracer.parts[0] if isinstance(tracer, JoinedTracer) else tracer
@@ -171,7 +167,7 @@ def _lifted(recorder: Recorder, loop: Loop, at: int, result: Any) -> ProgramTrac
         return recorder.lift(result)
     except ArgumentError:
         raise ArgumentError(
-            f"pw.while_loop: {named(loop.body_fun)!r} returns {result!r} of type "
+            f"pw.while_loop: {name_of(loop.body_fun)!r} returns {result!r} of type "
             f"{type(result).__name__} as {_path(loop, at)}; a carry is a tree of arrays and numbers"
         ) from None
 

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
-from pw.client.loops.carry import Carry, Loop, as_type, named
+from pw.client.loops.carry import Carry, Loop, as_type
 from pw.client.trace.cond import cond
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArrayDeleted
 
 State = list[Any]
@@ -62,7 +63,7 @@ def guarded(loop: Loop, carry: Carry, count: int, state: Sequence[Any]) -> State
     def stay(*changed: Any) -> State:
         return [False, *changed]
 
-    step.__name__ = named(loop.body_fun)
+    step.__name__ = name_of(loop.body_fun)
     for _ in range(count):
         changed = [leaves[at] for at in varying]
         more, *changed = cond(more, step, stay, *changed, out_shardings=shardings)

@@ -20,7 +20,6 @@ from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of, tracing_configuration
 from pw.client.connection import current, jax_backend
-from pw.client.loops.carry import named
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
@@ -32,6 +31,7 @@ from pw.client.trace.program import program
 from pw.client.trace.recorder import Recorder, Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.trial import Trial, trial
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 ELEMENTS = 32
@@ -75,8 +75,8 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
                 places = _tried(trying, fun, tree, signature)
             if places.mesh is None and size > RECORDED:
                 raise ArgumentError(
-                    f"pw.map of {named(fun)!r} in a pw.program runs on several meshes, where it takes at most "
-                    f"{RECORDED} elements, and was given {size}; call it outside of the program"
+                    f"pw.map of {name_of(fun)!r} in a pw.program runs on several meshes, where it takes at "
+                    f"most {RECORDED} elements, and was given {size}; call it outside of the program"
                 )
             return _recorded(places, fun, tree, leaves, [0] * len(leaves), size)
         if jax_backend.client() is not None:
@@ -125,7 +125,7 @@ def _size(fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any]) -> int
     if len(sizes) != 1 or None in sizes:
         whole = tree_unflatten(tree, [str(list(shape)) for shape in shapes])
         raise ArgumentError(
-            f"pw.map of {named(fun)!r} takes arrays with leading axes of one size, and was given {whole}"
+            f"pw.map of {name_of(fun)!r} takes arrays with leading axes of one size, and was given {whole}"
         )
     return int(sizes.pop() or 0)
 
@@ -144,7 +144,7 @@ def _recorded(
         def whole(*leaves: Any) -> Any:
             return jax.lax.map(fun, tree_unflatten(tree, leaves))
 
-        whole.__name__ = f"map({named(fun)})"
+        whole.__name__ = f"map({name_of(fun)})"
         return jit(whole, mesh=places.mesh or places.first)(*leaves)
     elements: list[list[Any]] = [[] for _ in range(size)]
     for leaf, start in zip(leaves, starts, strict=True):
@@ -185,7 +185,7 @@ class _Alone:
             lifted = [recorder.lift(leaf) for leaf in leaves]
             return _recorded(places, fun, tree, lifted, starts, size)
 
-        mapped.__name__ = f"map({named(fun)})"
+        mapped.__name__ = f"map({name_of(fun)})"
         self._run = program(mapped, static_argnums=(2, 3, 4))
 
     def __call__(self, leaves: list[Any], tree: Any) -> Any:
@@ -194,7 +194,7 @@ class _Alone:
         key = (tree, signature, current.runtime(), tracing_configuration())
         places = self._places.get(key)
         if places is None:
-            recorder = Recorder(f"map({named(self._fun)})")
+            recorder = Recorder(f"map({name_of(self._fun)})")
             with Recording(recorder), trial(recorder) as trying:
                 places = _tried(trying, self._fun, tree, signature)
             for stale in [known for known in self._places if not known[2].alive]:

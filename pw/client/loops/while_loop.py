@@ -19,14 +19,14 @@ from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.signature import ArrayType, signature_of, tracing_configuration
 from pw.client.connection import jax_backend
-from pw.client.loops.carry import Carry, Loop, as_type, learn, named
+from pw.client.loops.carry import Carry, Loop, as_type, learn
 from pw.client.loops.driver import drive
 from pw.client.loops.iterations import Portions, guarded, placed
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.jit import jit
 from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracebacks import leave_out_runtime
-from pw.client.trace.wrapped import timeout_s_of
+from pw.client.trace.wrapped import name_of, timeout_s_of
 from pw.core.errors import ArgumentError
 
 
@@ -132,7 +132,7 @@ def _recorded(
             "max_iterations, or call the loop outside of the program"
         )
         raise ArgumentError(
-            f"pw.while_loop in a pw.program: {named(loop.cond_fun)!r} and {named(loop.body_fun)!r} {why}"
+            f"pw.while_loop in a pw.program: {name_of(loop.cond_fun)!r} and {name_of(loop.body_fun)!r} {why}"
         )
     own = placed(recorder, carry, lifted)
     if limit == 0:
@@ -159,7 +159,7 @@ def _alone(loop: Loop, limit: int | None, timeout_s: float, leaves: Sequence[Any
     """Run a loop; returns the leaves of the last carry."""
     portions = _portions(loop, leaves)
     state = portions.start(leaves)
-    name = f"pw.while_loop of {named(loop.body_fun)!r}"
+    name = f"pw.while_loop of {name_of(loop.body_fun)!r}"
     return drive(portions, state, max_iterations=limit, timeout_s=timeout_s, name=name)[1:]
 
 

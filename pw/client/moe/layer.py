@@ -32,6 +32,7 @@ from pw.client.trace.jit import jit
 from pw.client.trace.program import program
 from pw.client.trace.recorder import recording
 from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
 from pw.core.errors import ArgumentError, ShardingError
 
@@ -126,7 +127,7 @@ class MixtureOfExperts:
         capacity_factor: float,
     ) -> None:
         self._expert = expert
-        self._name = getattr(expert, "__name__", type(expert).__name__)
+        self._name = name_of(expert)
         self._meshes = meshes
         self._is_list = is_list
         self._top_k = top_k

@@ -25,10 +25,10 @@ from pw.client.pipeline.stages import (
     Stage,
     described,
     is_float,
-    name_of,
     takes_key,
 )
 from pw.client.trace.export import tracing
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 

@@ -19,12 +19,12 @@ from pw.client.pipeline.stages import (
     described,
     inner,
     is_float,
-    name_of,
     takes_key,
     trace_stages,
 )
 from pw.client.trace.function import JitFunction
 from pw.client.trace.prefixes import spread
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 Slot = tuple[int, int]

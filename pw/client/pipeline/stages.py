@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from pw.client.arrays.mesh import Mesh
 from pw.client.gradients.graph import Name
 from pw.client.trace.export import tracing
 from pw.client.trace.function import JitFunction
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
 KEY: Name = ("key", 0)
@@ -42,13 +42,6 @@ class Stage:
     def outputs(self) -> list[Any]:
         """The shapes and dtypes of the results."""
         return list(self.closed.out_avals)
-
-
-def name_of(function: Any) -> str:
-    """Return the user's name of a function, also of a partial one."""
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def takes_key(function: Any) -> bool:

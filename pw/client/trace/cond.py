@@ -28,6 +28,7 @@ from pw.client.trace.program import ProgramFunction, program
 from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
+from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 from pw.core.program import Value
 
@@ -104,12 +105,8 @@ def _program(
 _kept = lru_cache(PROGRAMS_KEPT)(_program)
 
 
-def _named(fun: Callable[..., Any]) -> str:
-    return str(getattr(fun, "__name__", type(fun).__name__))
-
-
 def _name(functions: Sequence[Callable[..., Any]]) -> str:
-    return f"cond({', '.join(map(_named, functions))})"
+    return f"cond({', '.join(map(name_of, functions))})"
 
 
 def _recorded(
@@ -122,7 +119,7 @@ def _recorded(
     """Record both functions and the merges of their results."""
     predicate = _predicate(recorder, pred)
     branches = tuple(
-        Branch(_named(fun), predicate, unless, recorder.branch)
+        Branch(name_of(fun), predicate, unless, recorder.branch)
         for fun, unless in zip(functions, (False, True), strict=True)
     )
     branches[0].other, branches[1].other = branches[1], branches[0]

@@ -53,6 +53,13 @@ class Wrapped(Generic[P, R]):
         """Call the function."""
 
 
+def name_of(function: Any) -> str:
+    """Return the user's name of a function, also of a partial one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 def timeout_s_of(timeout: float | None) -> float:
     """A user's timeout in seconds, 0 for none."""
     if timeout is None:
