@@ -20,6 +20,7 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
 from pw.client.trace.recorder import Recorder, recording
 from pw.client.trace.tracer import ProgramTracer
@@ -116,16 +117,12 @@ def _put(leaf: Any, target: NamedSharding | None, keep: bool) -> Any:
             if type_.parts:
                 return _uploaded_to_islands(session, value, type_, keep)
             return Array(session, session.upload(value, type_.spec, keep), type_)
-    moves = target.mesh.slice.compiled
-    key = ("put", source, type_)
-    launch = moves.get(key)
-    if launch is None:
-        with moves.lock:
-            launch = moves.get(key)
-            if launch is None:
-                move = Recorder("pw.put")
-                launch = moves.add(key, move.finish([move.reshard(move.leaf(0, source), target)]))
-    return launch([leaf])[0]
+
+    def make() -> Launch:
+        move = Recorder("pw.put")
+        return move.finish([move.reshard(move.leaf(0, source), target)])
+
+    return target.mesh.slice.compiled.made(("put", source, type_), make)([leaf])[0]
 
 
 def _moves_by_count(rows: Any, target: NamedSharding) -> bool:
@@ -145,22 +142,18 @@ def _put_ragged(
         counts = _put(counts, NamedSharding.replicated(rows.sharding.mesh), False)
     types = rows._type, counts._type
     targets = types[0].with_sharding(target), types[1].with_sharding(counts_target)
-    moves = target.mesh.slice.compiled
-    key = ("put ragged", types, targets)
-    launch = moves.get(key)
-    if launch is None:
-        with moves.lock:
-            launch = moves.get(key)
-            if launch is None:
-                move, (pair, tree) = Recorder("pw.put"), tree_flatten(Ragged(*types))
-                check_pairs(pairs_of(tree), [type_.aval for type_ in types], "pw.put")
-                made = [
-                    move.reshard(move.leaf(at, type_), to.sharding)
-                    for at, (type_, to) in enumerate(zip(pair, targets, strict=True))
-                ]
-                launch = moves.add(key, move.finish(made, tree))
-    moved: list[Array] = launch([rows, counts])
-    return moved
+
+    def make() -> Launch:
+        move, (pair, tree) = Recorder("pw.put"), tree_flatten(Ragged(*types))
+        check_pairs(pairs_of(tree), [type_.aval for type_ in types], "pw.put")
+        made = [
+            move.reshard(move.leaf(at, type_), to.sharding)
+            for at, (type_, to) in enumerate(zip(pair, targets, strict=True))
+        ]
+        return move.finish(made, tree)
+
+    launch: Launch = target.mesh.slice.compiled.made(("put ragged", types, targets), make)
+    return launch([rows, counts])
 
 
 def _uploaded_to_islands(session: Any, value: Any, type_: ArrayType, keep: bool) -> Array:

@@ -7,6 +7,7 @@ Users do not know these programs and cannot release them, so this table does.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 OPERATORS_KEPT = 512
@@ -37,6 +38,16 @@ class Recent:
             found = self._old.get(key)
             if found is not None:
                 found = self.add(key, found)
+        return found
+
+    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The value of `key`, which `make` makes if there is none; one thread makes it for all."""
+        found = self.get(key)
+        if found is None:
+            with self.lock:
+                found = self.get(key)
+                if found is None:
+                    found = self.add(key, make())
         return found
 
     def add(self, key: Any, value: Any) -> Any:

@@ -244,37 +244,27 @@ def _depth(branch: Branch) -> int:
 
 def _receive(sharding: NamedSharding) -> Any:
     """Return the computation that takes a `Ragged` and returns its rows with a sharding."""
-    compiled = sharding.mesh.slice.compiled
-    key = ("rows", sharding)
-    receive = compiled.get(key)
-    if receive is None:
+    mesh = sharding.mesh
 
-        def rows(ragged: Ragged) -> Any:
-            return ragged.rows
+    def rows(ragged: Ragged) -> Any:
+        return ragged.rows
 
-        whole = NamedSharding.replicated(sharding.mesh)
-        made = jit(
-            rows,
-            mesh=sharding.mesh,
-            in_shardings=(Ragged(sharding, whole),),
-            out_shardings=sharding,
-        )
-        receive = compiled.add(key, made)
-    return receive
+    def make() -> Any:
+        lies = Ragged(sharding, NamedSharding.replicated(mesh))
+        return jit(rows, mesh=mesh, in_shardings=(lies,), out_shardings=sharding)
+
+    return mesh.slice.compiled.made(("rows", sharding), make)
 
 
 def _zeros(type_: ArrayType) -> ProgramTracer:
     """Return zeros of a type, which its devices make."""
-    compiled = type_.sharding.mesh.slice.compiled
-    key = ("zeros", type_)
-    zeros = compiled.get(key)
-    if zeros is None:
+    mesh = type_.sharding.mesh
 
-        def make_zeros() -> Any:
-            return jnp.zeros(type_.aval.shape, type_.aval.dtype)
+    def make_zeros() -> Any:
+        return jnp.zeros(type_.aval.shape, type_.aval.dtype)
 
-        zeros = compiled.add(
-            key, jit(make_zeros, mesh=type_.sharding.mesh, out_shardings=type_.sharding)
-        )
-    made: ProgramTracer = zeros()
+    def make() -> Any:
+        return jit(make_zeros, mesh=mesh, out_shardings=type_.sharding)
+
+    made: ProgramTracer = mesh.slice.compiled.made(("zeros", type_), make)()
     return made
