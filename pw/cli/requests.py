@@ -76,8 +76,7 @@ def _fields(info: msgspec.Struct, **renamed: str) -> dict[str, Any]:
 
 def show_status(address: str, told: Status) -> None:
     """Print the state of a cluster as tables."""
-    seen = ClusterStatus.of(told, address)
-    tables.show(seen.head, seen.tables())
+    tables.show(ClusterStatus.of(told, address))
 
 
 # --- pw memory -----------------------------------------------------------------------------------
@@ -96,8 +95,7 @@ def memory_document(address: str, told: Memory) -> dict[str, Any]:
 
 def show_memory(told: Memory) -> None:
     """Print the memory of all devices as tables."""
-    seen = ClusterMemory.of(told)
-    tables.show(seen.head, seen.tables())
+    tables.show(ClusterMemory.of(told))
 
 
 # --- pw plan -------------------------------------------------------------------------------------
@@ -118,8 +116,7 @@ def plan_document(told: ProgramPlan) -> dict[str, Any]:
 
 def show_plan(told: ProgramPlan) -> None:
     """Print the plan of a program as tables."""
-    seen = Plan.of(told)
-    tables.show(seen.head, seen.tables())
+    tables.show(Plan.of(told))
 
 
 # --- pw why --------------------------------------------------------------------------------------

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pw.client.connection import current
-from pw.client.show.tables import Table, html, plain, renderable
+from pw.client.show.tables import Shown, Table
 from pw.core.messages import ArrayMemory, DeviceUse, Memory, OwnerMemory
 from pw.core.sizes import size_in_words
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 __all__ = ["ArrayMemory", "ClusterMemory", "DeviceUse", "OwnerMemory", "memory"]
 
@@ -19,7 +15,7 @@ MEMORY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ClusterMemory:
+class ClusterMemory(Shown):
     """The memory of all devices at the time of the question; prints as tables."""
 
     devices: tuple[DeviceUse, ...]
@@ -90,15 +86,6 @@ class ClusterMemory:
             ),
             Table("Largest arrays", (*place, "array", "type", "made by", "bytes"), tuple(arrays)),
         )
-
-    def __repr__(self) -> str:
-        return plain(self.head, self.tables())
-
-    def __rich__(self) -> Group:
-        return renderable(self.head, self.tables())
-
-    def _repr_html_(self) -> str:
-        return html(self.head, self.tables())
 
 
 def _place(device: DeviceUse) -> tuple[str, str, int]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pw.client.connection import current
-from pw.client.show.tables import Table, html, plain, renderable
+from pw.client.show.tables import Shown, Table
 from pw.core.errors import ArgumentError
 from pw.core.messages import PlannedEdge, PlannedSegment, ProgramPlan
 from pw.core.sizes import size_in_words
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 __all__ = ["Plan", "PlannedEdge", "PlannedSegment", "plan"]
 
@@ -20,7 +17,7 @@ PLAN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan:
+class Plan(Shown):
     """The plan of a program at the time of the question; prints as tables."""
 
     name: str
@@ -77,15 +74,6 @@ class Plan:
                 tuple(edges),
             ),
         )
-
-    def __repr__(self) -> str:
-        return plain(self.head, self.tables())
-
-    def __rich__(self) -> Group:
-        return renderable(self.head, self.tables())
-
-    def _repr_html_(self) -> str:
-        return html(self.head, self.tables())
 
 
 def plan(what: Any, timeout_s: float = PLAN_S) -> Plan:

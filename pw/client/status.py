@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pw.client.connection import current
-from pw.client.show.tables import Table, html, plain, renderable
+from pw.client.show.tables import Shown, Table
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 __all__ = ["ClientInfo", "ClusterStatus", "HostInfo", "IslandInfo", "RunInfo", "status"]
 
@@ -22,7 +19,7 @@ _OWNED = ("share", "priority", "arrays", "programs", "slices", "runs")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ClusterStatus:
+class ClusterStatus(Shown):
     """The state of a cluster at the time of the question; prints as tables."""
 
     address: str | None
@@ -97,15 +94,6 @@ class ClusterStatus:
             Table("Clients", ("client", "name", *_OWNED, "waits for"), tuple(clients)),
             Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
         )
-
-    def __repr__(self) -> str:
-        return plain(self.head, self.tables())
-
-    def __rich__(self) -> Group:
-        return renderable(self.head, self.tables())
-
-    def _repr_html_(self) -> str:
-        return html(self.head, self.tables())
 
 
 def _of(info: object, names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -32,6 +33,30 @@ class Table:
 
 def _text(cell: Any) -> str:
     return f"{cell:g}" if isinstance(cell, float) else str(cell)
+
+
+class Shown:
+    """An answer that shows as a line and tables, in terminals and notebooks."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def head(self) -> str:
+        """One line about all."""
+
+    @abstractmethod
+    def tables(self) -> tuple[Table, ...]:
+        """Return the tables below it."""
+
+    def __repr__(self) -> str:
+        return plain(self.head, self.tables())
+
+    def __rich__(self) -> Group:
+        return renderable(self.head, self.tables())
+
+    def _repr_html_(self) -> str:
+        return html(self.head, self.tables())
 
 
 # --- terminals ---------------------------------------------------------------------------------------
@@ -67,9 +92,9 @@ def renderable(head: str, tables: Iterable[Table]) -> Group:
     return Group(Text(head), *spaced)
 
 
-def show(head: str, tables: Iterable[Table]) -> None:
+def show(shown: Shown) -> None:
     """Print to standard output."""
-    _console().print(renderable(head, tables))
+    _console().print(shown)
 
 
 def plain(head: str, tables: Iterable[Table]) -> str:

@@ -226,8 +226,7 @@ class Interpreter(Part):
             if is_skipped(value.error):
                 return self._guards.poison(launch, instruction, value.error)
             lost = value.error.kind in INFRASTRUCTURE
-            if together and (value.alone or lost) and value.error is not self._cut_short:
-                self._order.break_gang(run, value.error)
+            if together and (value.alone or lost) and self._break_gang(run, value.error):
                 return False
             if lost:
                 self._lose(launch, value.error, results)
