@@ -18,6 +18,29 @@ import pw
 """
 
 
+TWO_GANGS = """
+slices = pw.make_virtual_device_set()
+here, there = (
+    pw.Mesh(slices.add_slice(devices=2, island=island).devices, ("x",))
+    for island in ("island-0", "island-1")
+)
+
+def step(x):
+    return x * np.uint32(22695477) + jnp.sum(x, dtype=jnp.uint32) + np.uint32(7)
+
+split = {"in_shardings": P("x"), "out_shardings": P("x")}
+on_first = pw.jit(step, mesh=here, **split)
+on_second = pw.jit(step, mesh=there, **split)
+
+def after(x, steps):
+    with np.errstate(over="ignore"):
+        for _ in range(steps):
+            x = x * np.uint32(22695477) + x.sum(dtype=np.uint32) + np.uint32(7)
+    return x
+"""
+"""A step with a collective, for gangs of two hosts on each of two islands; `after` computes it in numpy."""
+
+
 def start_client(address: str, body: str, **variables: str) -> subprocess.Popen[str]:
     """Run `body` (after the usual imports) in a process connected to `address`."""
     environment = os.environ | {"PW_ADDRESS": address, "PYTHONPATH": str(ROOT)} | variables

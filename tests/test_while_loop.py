@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.loops import driver
 from pw.testing import InProcessCluster
-from tests.scripts import ROOT, finish, start_client
+from tests.scripts import TWO_GANGS, finish, start_client
 from tests.stage import interrupted_in_its_wait
 
 ONES = np.ones(4, np.float32)
@@ -392,29 +389,11 @@ def test_map_says_what_is_wrong(place: Place) -> None:
 
 # --- on real processes ---------------------------------------------------------------------------------
 
-GANGS = """
+GANGS = f"""
 import os, signal, threading
 from pw.client.connection import current
-
-slices = pw.make_virtual_device_set()
-here, there = (
-    pw.Mesh(slices.add_slice(devices=2, island=island).devices, ("x",))
-    for island in ("island-0", "island-1")
-)
-
-def step(x):
-    return x * np.uint32(22695477) + jnp.sum(x, dtype=jnp.uint32) + np.uint32(7)
-
-split = {"in_shardings": P("x"), "out_shardings": P("x")}
-on_first = pw.jit(step, mesh=here, **split)
-on_second = pw.jit(step, mesh=there, **split)
+{TWO_GANGS}
 count = int(sys.argv[1]) if len(sys.argv) > 1 else 300
-
-def after(x, steps):
-    with np.errstate(over="ignore"):
-        for _ in range(steps):
-            x = x * np.uint32(22695477) + x.sum(dtype=np.uint32) + np.uint32(7)
-    return x
 
 def goes_on(carry):
     return carry[0] < carry[1]
@@ -450,21 +429,6 @@ for victim, (body, steps, of) in zip((pids[0], pids[-1]), ((on_one, 30_000, 1), 
     assert killer.finished.is_set(), "the loop ended before the host died"
 print("ok")
 """
-
-
-@pytest.mark.processes
-def test_the_example() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PW_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.decoding"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "8 sequences of 1 to 33 tokens, in 34 steps" in done.stdout
 
 
 @pytest.mark.processes

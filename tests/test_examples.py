@@ -1,4 +1,4 @@
-"""The examples of docs/data.md, docs/ragged.md and docs/moe.md run, and say what they should."""
+"""The examples that the pages name run, and say what they should; so does the code of docs/data.md."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def test_byte_pairs() -> None:
             ["examples.moe", "--steps", "12"],
             r"5 losses: as in plain JAX .*\n4 experts, .* [34]\.\d+ nats a byte\none .* nats a byte",
         ),
+        (["examples.branches"], "12 requests, 4 of them for the large model; all as in plain JAX"),
+        (["examples.decoding"], "8 sequences of 1 to 33 tokens, in 34 steps; as in plain JAX"),
         (["examples.rollouts"], r"mean reward 0\.9\d after (\d+) .*\nplain JAX: 0\.9\d after \1\n"),
         (
             ["examples.serving", "--seconds", "1"],
