@@ -135,7 +135,7 @@ class _Estimating:
         self._known: dict[tuple[ArraySpec, ArraySpec], EdgeWay] = {}
 
     def compare(self, edge: EdgeWay) -> None:
-        """Estimate the ways of an edge by itself, and choose the fastest one."""
+        """Estimate the ways of one edge, without the others, and choose the fastest one."""
         pair = (edge.source, edge.destination)
         known = self._known.get(pair)
         if known is None:

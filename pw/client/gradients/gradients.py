@@ -136,7 +136,7 @@ def _watched(tape: Tape, name: str, args: tuple[Any, ...], at: int) -> tuple[lis
         if not is_inexact(made.aval):
             raise ArgumentError(
                 f"{where} is {made.aval.str_short()}, and gradients are of floating-point arrays only: "
-                "name another argument in argnums=, or pass this one by itself"
+                "name another argument in argnums=, or pass this value as an argument of its own"
             )
         found.append(made)
     return found, tree
