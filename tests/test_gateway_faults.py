@@ -292,8 +292,13 @@ def test_many_arrays_and_executables_leave_nothing_behind(stage: Stage) -> None:
     split = over(devices[:4], "x")
     jax.clear_caches()
     gc.collect()
-    until(lambda: live(stage)["arrays"] == 0, f"no arrays: {live(stage)}")
-    before = live(stage)
+    before: dict[str, int] = {}
+
+    def nothing_lives() -> bool:
+        before.update(live(stage))
+        return before["arrays"] == before["programs"] == 0
+
+    until(nothing_lives, "no arrays and programs of earlier tests")
     grown = []
     for turn in range(3):
         arrays = [jax.device_put(numbers(4) + at, split) + 1 for at in range(330)]
