@@ -42,9 +42,10 @@ SUITE = {
     "islands": 300,
     "control": 180,
     "moe": 300,
+    "security": 120,
     "scale": 300,
 }
-BY_NAME_ONLY = {"gpu": 1200}
+BY_NAME_ONLY = {"gpu": 1200, "floods": 300}
 LIMITS_S = SUITE | BY_NAME_ONLY
 RESULTS = Path(__file__).resolve().parent / "results"
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)

@@ -7,6 +7,9 @@ the time of many runs in flight together, divided by their computations: it incl
 A loop of steps of 1 ms, each with an all-reduce over two hosts, runs as `pw.while_loop`, and in one computation
 as `jax.lax.while_loop`. With steps of 50 µs it also runs as a loop of the client, which reads the predicate of
 each step.
+
+A branch on another island takes an operand of 16 MiB. The bytes are those that hosts send over the bulk plane
+in one run, if the branch is not taken and if it is.
 """
 
 from __future__ import annotations
@@ -36,6 +39,13 @@ IN_PORTIONS, IN_ONE, BY_CLIENT = "pw.while_loop", "one computation", "the client
 LONG_US, SHORT_US = 1000, 50
 OF_ONE, OF_CLIENT = 0.8, 5.0
 """The bars for loops: of the rate of one computation with long steps, and of the client's with short ones."""
+OPERAND_BYTES = 16 << 20
+AWAY_TAKEN, AWAY_SKIPPED = (
+    "a branch on another island, taken",
+    "a branch on another island, skipped",
+)
+UNTAKEN = 0.001
+"""The bar for the bytes of a branch that is not taken, of those of one that is."""
 
 
 def run(quick: bool) -> report.Result:
@@ -53,7 +63,50 @@ def run(quick: bool) -> report.Result:
     result.compare(samples, unit="µs", baseline=UNGUARDED)
     _compare_loops(result, rounds, quick)
     result.at_most(SKIPPED_US, samples[SKIPPED].median, f"{SKIPPED}: µs for each computation")
+    _compare_operands(result, rounds, quick)
     return result
+
+
+def _compare_operands(result: report.Result, rounds: int, quick: bool) -> None:
+    """Add the bytes and the time of a branch that takes a large operand on another island."""
+    runs = 2 if quick else 10
+    with pw.LocalCluster(islands=2, devices_per_host=1):
+        here, there = (new_mesh(island=f"island-{n}") for n in range(2))
+        x = put(np.zeros(OPERAND_BYTES // 4, np.float32), here)
+        is_positive = pw.jit(lambda limit: limit > 0, mesh=here)
+        first = pw.jit(lambda x: x[:1], mesh=here)
+        last = pw.jit(lambda x: x[-1:], mesh=there)
+
+        @pw.program
+        def step(x: Any, limit: Any) -> Any:
+            return first(pw.cond(is_positive(limit), lambda x: first(last(x)), first, x))
+
+        def calls(limit: float) -> None:
+            for _ in range(runs):
+                pw.block_until_ready(step(x, np.float32(limit)))
+
+        limits = {AWAY_TAKEN: 1.0, AWAY_SKIPPED: -1.0}
+        sent = {}
+        for name, limit in limits.items():
+            calls(limit)
+            before = _sent_bytes()
+            calls(limit)
+            sent[name] = (_sent_bytes() - before) / runs
+        cases = {
+            name: lambda limit=limit: measure.seconds(lambda: calls(limit)) * 1e3 / runs
+            for name, limit in limits.items()
+        }
+        samples = measure.alternate(cases, rounds=rounds, warm_up=0 if quick else 1)
+    result.compare(samples, unit="ms", baseline=AWAY_TAKEN)
+    moved = ", ".join(f"{name}: {size:.0f}" for name, size in sent.items())
+    result.notes.append(f"bytes between the hosts in a run with an operand of 16 MiB: {moved}")
+    ratio = sent[AWAY_SKIPPED] / sent[AWAY_TAKEN]
+    result.at_most(UNTAKEN, ratio, "bytes of a branch that is not taken / of the same one, taken")
+
+
+def _sent_bytes() -> int:
+    """Return the bytes that all hosts have sent."""
+    return sum(own.get("bulk_sent_bytes", 0) for own in pw.stats().values())
 
 
 def _compare_loops(result: report.Result, rounds: int, quick: bool) -> None:

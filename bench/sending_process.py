@@ -1,8 +1,9 @@
-"""The sender of `bench.transfer`: it sends bytes over the bulk plane or a bare socket.
+"""The sender of `bench.transfer` and `bench.secure_bulk`: over the bulk plane or a bare socket.
 
-    python -m bench.sending_process FD BYTES
+    python -m bench.sending_process FD BYTES [CREDENTIALS]
 
-FD is a unix socket. Each request on it is a length and a msgpack array that begins with a verb:
+FD is a unix socket. With credentials there is a channel `tls`. Each request on the socket is a
+length and a msgpack array that begins with a verb:
 
     ["push", channel, size_bytes, landing]    push into a landing; the bytes are the answer
     ["tcp", host, port]                       connect a bare tcp socket
@@ -26,6 +27,7 @@ import uvloop
 
 from pw.core.landing import Landing
 from pw.transport.bulk import BulkPlane
+from pw.transport.credentials import Credentials
 
 CHANNELS = ("shared", "tcp")
 LENGTH = struct.Struct("<I")
@@ -37,11 +39,13 @@ def request(*parts: object) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-async def serve(control: socket.socket, largest_bytes: int) -> None:
+async def serve(control: socket.socket, largest_bytes: int, path: str) -> None:
     """Serve requests from `control` until it is closed."""
     loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=control)
-    planes = {channel: BulkPlane(loop, channel=channel) for channel in CHANNELS}
+    planes = {channel: BulkPlane(loop, channel=channel, insecure=True) for channel in CHANNELS}
+    if path:
+        planes["tls"] = BulkPlane(loop, channel="tcp", credentials=Credentials.read(path))
     source = np.random.default_rng(0).integers(0, 256, largest_bytes, dtype=np.uint8)
     bare = socket.socket()
     try:
@@ -75,4 +79,5 @@ def _must_succeed(error: Exception | None) -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])))
+        control, size_bytes, *path = sys.argv[1:]
+        runner.run(serve(socket.socket(fileno=int(control)), int(size_bytes), "".join(path)))

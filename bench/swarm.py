@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from collections import deque
@@ -66,11 +67,12 @@ class ModelledHost:
         """Nothing to do: the benchmark ends the swarm too."""
 
     def refused(self, connection: Connection, reason: str) -> None:
-        """Never called: neither end has a secret."""
+        """Never called: neither end has credentials."""
 
-    def is_behind(self) -> bool:
-        """False: this host handles frames at once."""
-        return False
+    def turn_away(self, connection: Connection) -> None:
+        """Never called: this host listens nowhere."""
+
+    take_chunks = staticmethod(socket.socket.close)
 
     def received(self, connection: Connection, parts: list[bytes]) -> None:
         """Answer the messages of a frame."""

@@ -84,9 +84,12 @@ class Ends:
 
     def __init__(self, largest_bytes: int) -> None:
         self._loop = uvloop.new_event_loop()
-        self._warm = {channel: BulkPlane(self._loop, channel=channel) for channel in CHANNELS}
+        self._warm = {
+            channel: BulkPlane(self._loop, channel=channel, insecure=True) for channel in CHANNELS
+        }
         self._cold = {
-            channel: BulkPlane(self._loop, channel=channel, pool_bytes=0) for channel in CHANNELS
+            channel: BulkPlane(self._loop, channel=channel, pool_bytes=0, insecure=True)
+            for channel in CHANNELS
         }
         self._source = np.random.default_rng(0).integers(0, 256, largest_bytes, dtype=np.uint8)
         self._target = np.zeros(largest_bytes, np.uint8)

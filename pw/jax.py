@@ -9,11 +9,11 @@ JAX finds this module by its entry point in the group `jax_plugins`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from pw.core.errors import Error
+from pw.transport.joined import default_address
 
 __all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
 
@@ -62,7 +62,7 @@ def connect(
         )
     names = str(islands) if isinstance(islands, int) else ",".join(islands or ())
     _arguments[:] = [
-        *("--address", address or os.environ.get("PW_ADDRESS", "")),
+        *("--address", address or default_address()),
         *("--devices", str(devices or 0)),
         *("--islands", names),
         *("--share", str(share)),
@@ -100,7 +100,7 @@ def _backend() -> Any:
     installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.gateway import beside
 
-    return beside.client(_arguments or ["--address", os.environ.get("PW_ADDRESS", "")])
+    return beside.client(_arguments or ["--address", default_address()])
 
 
 def from_jax(tree: Any) -> Any:

@@ -20,12 +20,15 @@ from pw.core.ids import CONTROL, CONTROLLER, RESOURCES, SERVICES, Address
 from pw.core.messages import (
     CoordinationStarted,
     FormIsland,
+    IslandInfo,
     IslandJoined,
     PeerLost,
     RegisterHost,
     StartCoordination,
 )
 from pw.core.recorder import Recorder as Recordings
+from pw.core.tenants import OPERATOR
+from pw.core.tickets import Tickets
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
 from pw.devices.host.replica_memory import Replica
@@ -37,7 +40,7 @@ from pw.sched.island.policy import POLICIES
 from pw.sched.island.scheduler import IslandScheduler
 from tests.fake_devices import FakeBackend, FakeBulk
 
-SECRET = b"secret"
+TICKETS = Tickets(b"secret")
 
 
 class Alarm:
@@ -72,11 +75,17 @@ class FakeEnv:
     def introduce(self, node: str, endpoint: str) -> None:
         self.world.counters[f"introduced {node}"] += 1
 
+    def tenant_of(self, node: str) -> str:
+        return self.world.tenants.get(node, OPERATOR)
+
     def forget(self, node: str) -> None:
         self.world.counters[f"forgotten {node}"] += 1
 
     def log(self, level: str, event: str, **fields: object) -> None:
         self.world.logged.append((level, event))
+
+    def audit(self, event: str, **fields: object) -> None:
+        self.world.audited.append((event, fields))
 
     def count(self, counter: str, amount: int = 1) -> None:
         self.world.counters[counter] += amount
@@ -130,6 +139,9 @@ class World:
         self.counters: Counter[str] = Counter()
         self.recorders: defaultdict[str, Recordings] = defaultdict(Recordings)
         self.logged: list[tuple[str, str]] = []
+        self.audited: list[tuple[str, dict[str, object]]] = []
+        self.tenants: dict[str, str] = {}
+        """The tenants of nodes that are not the operator's."""
         self.bulk: dict[int, FakeBulk] = {}
 
     # --- nodes and messages --------------------------------------------------------------------------
@@ -255,11 +267,15 @@ class World:
     # --- the cluster ---------------------------------------------------------------------------------
 
     def controller(
-        self, policy: str = "fifo", first_client: int = 1, credits_at_once: int = 1
+        self,
+        policy: str = "fifo",
+        first_client: int = 1,
+        credits_at_once: int = 1,
+        island_status: Callable[[], tuple[IslandInfo, ...]] = tuple,
     ) -> Controller:
         """The actors of a controller process; it keeps no credits, or no world would come to rest."""
-        secret = SECRET if first_client == 1 else SECRET + first_client.to_bytes(4, "big")
-        self.resources = self.add(RESOURCES, lambda env: ResourceManager(env, secret))
+        tickets = TICKETS if first_client == 1 else Tickets(first_client.to_bytes(4, "big"))
+        self.resources = self.add(RESOURCES, lambda env: ResourceManager(env, tickets.public))
         self.services = self.add(SERVICES, Services)
         self.schedulers: dict[str, IslandScheduler] = {}
 
@@ -273,11 +289,11 @@ class World:
             CONTROL,
             lambda env: Controller(
                 env,
-                secret,
+                tickets,
                 versions,
                 policy,
                 spawn,
-                tuple,
+                island_status,
                 lambda: dict(self.counters),
                 first_client=first_client,
                 credits_at_once=credits_at_once,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,28 @@ from pw.core.messages import (
     PeerLost,
     Ready,
 )
+from pw.core.roles import role_of
+from pw.transport.authority import Authority
+from pw.transport.credentials import Credentials
 from pw.transport.local import LocalHub
 from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork
 
 BOUND_S = 30.0
+
+
+@functools.cache
+def authority() -> Authority:
+    """That of all clusters of this process."""
+    return Authority.create()
+
+
+def credentials_of(node: str, folder: Path, **how: Any) -> Credentials:
+    """Credentials for a node of this name, in a new file."""
+    file = folder / f"{node}-{len(list(folder.iterdir()))}.pem"
+    file.touch(0o600)
+    file.write_bytes(authority().issue(role_of(node), node, **how))
+    return Credentials.read(file)
 
 
 class Recorder(Actor):
@@ -47,7 +65,7 @@ class Recorder(Actor):
 
 
 class Cluster:
-    """Nodes with one recorder each, called "main", on one loop."""
+    """Nodes with one recorder each, called "session", on one loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, where: str, folder: Path) -> None:
         self.loop = loop
@@ -63,14 +81,18 @@ class Cluster:
         else:
             path = f"ipc://{self.folder}/{name}-{len(self.nodes)}"
             bind = path if self.where == "ipc" else "tcp://127.0.0.1:0"
+            if self.where == "tls":
+                how.setdefault("credentials", credentials_of(name, self.folder))
             how.setdefault("bind", bind if listens else None)
+            if "credentials" not in how:
+                how.setdefault("insecure", self.where == "tcp")
             network = StreamNetwork(self.loop, name, incarnation, **how)
         node = Node(name, self.loop, network)
         self.nodes.append(node)
-        return node.add("main", Recorder)
+        return node.add("session", Recorder)
 
     def of(self, recorder: Recorder) -> Node:
-        (node,) = [node for node in self.nodes if node._actors.get("main") is recorder]
+        (node,) = [node for node in self.nodes if node._actors.get("session") is recorder]
         return node
 
     def endpoint(self, recorder: Recorder) -> str:

@@ -54,6 +54,8 @@ sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # What workers compile is kept for this run of the tests, and no longer.
     _caches = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pw-tests-")
+    # The user of the tests has joined no cluster.
+    os.environ["XDG_CONFIG_HOME"] = os.path.join(_caches, "config")
     atexit.register(shutil.rmtree, _caches, ignore_errors=True)
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=60)

@@ -43,7 +43,7 @@ class FakeBulk:
         self.landings: dict[int, tuple[int, Callable[[Any], None]]] = {}
         self.full = False
 
-    def land(self, size_bytes: int, deliver: Callable[[Any], None]) -> Landing:
+    def land(self, size_bytes: int, deliver: Callable[[Any], None], sender: str = "") -> Landing:
         if self.full:
             raise OutOfHostMemory("no room")
         transfer = len(self.world.bulk) + 1

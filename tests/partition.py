@@ -1,5 +1,7 @@
 """The program of a test: training on hosts in network namespaces of their own, between which packets get lost.
 
+All links are TLS: each process has credentials.
+
 It runs in a user, mount and network namespace of its own (`unshare -Urnm`), in which it is root. Controller
 and client are at the bridge, each worker is behind a link of its own. A packet is lost when its neighbour's
 address is a wrong one, which needs no traffic control in the kernel, and works one way.
@@ -11,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 BRIDGE = "10.9.0.1"
 HOSTS = {"one": "10.9.0.2", "two": "10.9.0.3"}
@@ -73,11 +76,22 @@ def fetch_from(island: str) -> None:
 def main() -> None:
     build()
     import pw
+    from pw.core.roles import Role
+    from pw.transport.authority import Authority
     from tests.test_survival import Training, members
+
+    authority = Authority.create()
+
+    def issue(role: Role, name: str) -> str:
+        file = Path(f"{name}.pem")
+        file.touch(0o600)
+        file.write_bytes(authority.issue(role, name))
+        return str(file)
 
     python = (sys.executable, "-m")
     read, write = os.pipe()
-    controller = [*python, "pw.cli.controller", "--bind", f"tcp://{BRIDGE}:0", "--allow-remote"]
+    controller = [*python, "pw.cli.controller", "--bind", f"tcp://{BRIDGE}:0"]
+    controller += ["--credentials", issue(Role.CONTROLLER, "main")]
     controller += ["--log-level", "error", "--announce-fd", str(write)]
     processes = [subprocess.Popen(controller, pass_fds=[write])]
     os.close(write)
@@ -88,9 +102,10 @@ def main() -> None:
             worker = ["ip", "netns", "exec", name, *python, "pw.cli.worker"]
             worker += ["--controller", endpoint, "--island", name]
             listens_at = address if name == "one" else "*"
-            worker += ["--bind", f"tcp://{listens_at}:0", "--allow-remote", "--name", name]
+            worker += ["--bind", f"tcp://{listens_at}:0", "--name", name]
+            worker += ["--credentials", issue(Role.WORKER, name)]
             processes.append(subprocess.Popen([*worker, "--log-level", "error"]))
-        pw.connect(endpoint)
+        pw.connect(endpoint, credentials=issue(Role.CLIENT, "laptop"))
         deadline_s = time.monotonic() + 60
         while not all(members(name) for name in HOSTS):
             assert time.monotonic() < deadline_s, "no islands"

@@ -168,13 +168,13 @@ def test_what_does_not_compile_poisons_all_that_depends_on_it(
 ) -> None:
     f = pw.jit(lambda x: x * 3, mesh=east)
     g = pw.jit(lambda x: x + 1, mesh=west)
-    compiler: Any = cluster.hosts[0].backend.compiler
-    install = compiler.compile
+    backend: Any = cluster.hosts[0].backend
+    install = backend.install
 
-    def fails(key: bytes, computation: Any, artifact: bytes, devices: Any) -> None:
-        install(key, computation, artifact[:100], devices)
+    def fails(key: bytes, computation: Any, artifact: bytes, devices: Any, done: Any) -> None:
+        install(key, computation, artifact[:100], devices, done)
 
-    monkeypatch.setattr(compiler, "compile", fails)
+    monkeypatch.setattr(backend, "install", fails)
     broken = f(1.0)
     later = [g(broken), broken + 1, pw.program(lambda x: g(f(x)))(2.0)]
     for x in (broken, *later):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import hashlib
 import multiprocessing
@@ -12,8 +13,10 @@ import os
 import resource
 import socket
 import struct
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,13 +28,17 @@ import uvloop
 
 from pw.core.errors import OutOfHostMemory, TransferFailed
 from pw.core.landing import Landing
+from pw.core.roles import Role
 from pw.transport import blocks, chunks, shared, shared_receiver, shared_sender
 from pw.transport.blocks import BlockPool, size_class
 from pw.transport.bulk import BulkPlane
+from pw.transport.credentials import Credentials
 from pw.transport.pieces import cut, packed
+from tests.cluster import authority
 
 WAIT_S = 20.0
-CHANNELS = ["shared", "tcp"]
+CHANNELS = ["shared", "tcp", "tls"]
+"""`tls` is the channel `tcp` with credentials."""
 SIZES = [0, 1, 63, 64, shared.INLINE_BYTES, shared.INLINE_BYTES + 1]
 SIZES += [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, 5 << 20]
 
@@ -48,12 +55,28 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+@functools.cache
+def own_file(role: Role = Role.WORKER) -> Path:
+    file = Path(tempfile.mkdtemp()) / "own.pem"
+    file.touch(0o600)
+    tenant = "research" if role is Role.CLIENT else ""
+    file.write_bytes(authority().issue(role, "bulk", tenant))
+    return file
+
+
+def made(channel: str, role: Role = Role.WORKER, **options: Any) -> BulkPlane:
+    if channel == "tls":
+        options.setdefault("credentials", Credentials.read(own_file(role)))
+    elif channel == "tcp":
+        options.setdefault("insecure", True)
+    channel = "tcp" if channel == "tls" else channel
+    return BulkPlane(asyncio.get_running_loop(), channel=channel, **options)
+
+
 @contextlib.asynccontextmanager
 async def planes(channel: str, **options: Any) -> AsyncIterator[tuple[BulkPlane, BulkPlane]]:
     """A sender and a receiver."""
-    loop = asyncio.get_running_loop()
-    sender = BulkPlane(loop, channel=channel, **options)
-    receiver = BulkPlane(loop, channel=channel, **options)
+    sender, receiver = made(channel, **options), made(channel, **options)
     try:
         yield sender, receiver
     finally:
@@ -178,12 +201,13 @@ def test_a_landing_travels_in_a_message() -> None:
 # Between two processes
 
 
-def _receive_in_child(pipe: Connection, channel: str) -> None:
+def _receive_in_child(pipe: Connection, channel: str, own: Path) -> None:
     """Land what the parent asks for; answer with landings, then with digests."""
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        plane = BulkPlane(loop, channel=channel)
+        known = {"credentials": Credentials.read(own)} if channel == "tls" else {}
+        plane = made(channel, **known)
         sizes = await loop.run_in_executor(None, pipe.recv)
         landed = [land(plane, size) for size in sizes]
         pipe.send([landing for landing, _ in landed])
@@ -199,7 +223,9 @@ def _receive_in_child(pipe: Connection, channel: str) -> None:
 def child(channel: str) -> Iterator[tuple[Any, Connection]]:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_receive_in_child, args=(theirs, channel), daemon=True)
+    process = spawn.Process(
+        target=_receive_in_child, args=(theirs, channel, own_file()), daemon=True
+    )
     process.start()
     theirs.close()
     yield process, ours
@@ -220,7 +246,7 @@ def test_round_trips_between_processes(channel: str, child: tuple[Any, Connectio
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        plane = BulkPlane(loop, channel=channel)
+        plane = made(channel)
         sources = [noise(size, size) for size in SIZES]
         landings = await _say(pipe, SIZES)
         pairs = zip(landings, sources, strict=True)
@@ -369,8 +395,7 @@ def test_no_receiver_at_all(channel: str, size_bytes: int) -> None:
 
 def test_planes_without_a_common_channel() -> None:
     async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        sender, receiver = BulkPlane(loop, channel="tcp"), BulkPlane(loop, channel="shared")
+        sender, receiver = made("tcp"), made("shared")
         landing, _ = land(receiver, 10)
         outcome = await push(sender, landing, (0, noise(10)))
         assert isinstance(outcome, TransferFailed)
@@ -460,7 +485,7 @@ def test_a_receiver_that_talks_garbage_fails_the_push() -> None:
 
 
 def _tcp_garbage(transfer: int) -> dict[str, bytes]:
-    def head(kind: int, which: int, offset: int, length: int, magic: bytes = b"pwc2") -> bytes:
+    def head(kind: int, which: int, offset: int, length: int, magic: bytes = chunks.MAGIC) -> bytes:
         return struct.pack("<4sIQQQ", magic, kind, which, offset, length)
 
     return {
@@ -485,6 +510,7 @@ async def stranger(landing: Landing) -> AsyncIterator[socket.socket]:
     with socket.socket() as connection:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        await asyncio.get_running_loop().sock_sendall(connection, chunks.PREAMBLE)
         yield connection
 
 
@@ -596,6 +622,11 @@ class _Silent:
     def landing(self, transfer: int, size_bytes: int) -> Landing:
         return Landing(transfer, size_bytes, 0, "elsewhere", "", self.endpoint)
 
+    async def accepted(self) -> socket.socket:
+        connection, _ = await asyncio.get_running_loop().sock_accept(self.listener)
+        assert await _read(connection, len(chunks.PREAMBLE)) == chunks.PREAMBLE
+        return connection
+
 
 async def _read(connection: socket.socket, size_bytes: int) -> bytearray:
     received = bytearray()
@@ -621,7 +652,6 @@ async def _transfers_until(connection: socket.socket, last: int) -> list[int]:
 
 def test_a_small_transfer_is_not_stuck_behind_large_ones() -> None:
     async def scenario() -> None:
-        loop = asyncio.get_running_loop()
         large = noise(16 * chunks.CHUNK_BYTES)
         async with planes("tcp") as (sender, _):
             receiver = _Silent()
@@ -629,8 +659,7 @@ def test_a_small_transfer_is_not_stuck_behind_large_ones() -> None:
                 outcomes = [
                     push(sender, receiver.landing(n, large.size), (0, large)) for n in (1, 2)
                 ]
-                connection, _ = await loop.sock_accept(receiver.listener)
-                with connection:
+                with await receiver.accepted() as connection:
                     await _read(connection, 32 + chunks.CHUNK_BYTES)
                     outcomes.append(push(sender, receiver.landing(3, 100), (0, noise(100))))
                     # What is under way in the sockets is before it, but not what is in no socket yet.
@@ -650,8 +679,7 @@ def test_a_tcp_receiver_that_talks_garbage_fails_the_push(answer: bytes) -> None
             receiver = _Silent()
             with receiver.listener:
                 outcome = push(sender, receiver.landing(1, 100_000), (0, noise(100_000)))
-                connection, _ = await loop.sock_accept(receiver.listener)
-                with connection:
+                with await receiver.accepted() as connection:
                     await loop.sock_sendall(connection, answer)
                 assert isinstance(await outcome, TransferFailed)
 
@@ -666,8 +694,7 @@ def test_a_refused_transfer_is_sent_no_further() -> None:
             receiver = _Silent()
             with receiver.listener:
                 refused = push(sender, receiver.landing(1, large.size), (0, large))
-                connection, _ = await loop.sock_accept(receiver.listener)
-                with connection:
+                with await receiver.accepted() as connection:
                     await loop.sock_sendall(connection, chunks.header(chunks.REFUSE, 1))
                     wanted = push(sender, receiver.landing(2, large.size), (0, large))
                     order = await _transfers_until(connection, 2)

@@ -29,7 +29,8 @@ from pw.core.sharding import Placement
 from pw.sched.control.run_ends import GRACE_S, LookAtDeadlines
 from pw.sched.island import window
 from pw.sched.island.in_flight import HEAD_S
-from pw.sched.island.quarantine import STRIKES
+from pw.sched.island.members import Members
+from pw.sched.island.quarantine import STRIKES, Quarantine
 from tests.fake_devices import FakeBackend
 from tests.scripted import LARGE, SMALL, chain, split
 from tests.test_rebuild import Cluster, Survivor, X
@@ -626,6 +627,9 @@ def test_a_computation_that_crashes_its_hosts_is_refused_before_none_is_left() -
 def test_a_program_that_crashes_the_compiler_is_refused_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where hosts compile themselves, as with accelerators."""
+    in_hosts = property(lambda members: False, lambda members, value: None)
+    monkeypatch.setattr(Members, "compiles_apart", in_hosts)
     cluster = Cluster()
     client, world = cluster.client, cluster.world
     crashes = []
@@ -656,6 +660,21 @@ def test_a_program_that_crashes_the_compiler_is_refused_and_others_are_not(
     assert kind(client.value(refused)) == "CompileError"
     np.testing.assert_array_equal(client.value(fine), X + 9)
     np.testing.assert_array_equal(client.value(kept), X + 1)
+
+
+def test_what_a_host_runs_is_likelier_to_crash_it_than_what_others_compile_for_it() -> None:
+    quarantine = Quarantine()
+    cluster = Cluster()
+    bodies = [chain([cluster.a], artifact) for artifact in (b"1", b"2")]
+    for program, body in enumerate(bodies):
+        assert quarantine.install(program, body) is None
+    for _ in range(STRIKES):
+        quarantine.host_lost([0], [1], compiles_apart=True)
+    assert quarantine.install(0, bodies[0]) is None
+    assert quarantine.refusal(1) is not None
+    for _ in range(STRIKES):
+        quarantine.host_lost([0], [1])
+    assert quarantine.install(0, bodies[0]) is not None
 
 
 def test_hosts_that_are_lost_now_and_then_make_nobody_suspect() -> None:

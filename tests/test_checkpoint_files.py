@@ -263,11 +263,11 @@ def test_the_last_of_several_to_the_same_path_stays(
     write, gate = checkpoint_format.write, threading.Event()
     first: list[str] = []
 
-    def slow(job: Any, shards: Any) -> None:
+    def slow(job: Any, *rest: Any) -> None:
         first.append(job.checkpoint)
         if job.checkpoint == first[0]:
             assert gate.wait(BOUND_S)
-        write(job, shards)
+        write(job, *rest)
 
     monkeypatch.setattr(checkpoint_format, "write", slow)
     x = pw.put(numbers(8), sharding=on(west, "z"))
@@ -289,10 +289,10 @@ def test_a_session_ends_when_its_checkpoints_are_on_disk(
 ) -> None:
     write, reached, gate = checkpoint_format.write, threading.Event(), threading.Event()
 
-    def slow(job: Any, shards: Any) -> None:
+    def slow(job: Any, *rest: Any) -> None:
         reached.set()
         assert gate.wait(BOUND_S)
-        write(job, shards)
+        write(job, *rest)
 
     monkeypatch.setattr(checkpoint_format, "write", slow)
     mine = current.use(cluster.client())
@@ -314,10 +314,10 @@ def test_nothing_is_left_of_the_checkpoint_of_a_client_that_is_lost(
     write, reached, gate = checkpoint_format.write, threading.Event(), threading.Event()
     written = threading.Event()
 
-    def slow(job: Any, shards: Any) -> None:
+    def slow(job: Any, *rest: Any) -> None:
         reached.set()
         assert gate.wait(BOUND_S)
-        write(job, shards)
+        write(job, *rest)
         written.set()
 
     monkeypatch.setattr(checkpoint_format, "write", slow)
@@ -606,10 +606,8 @@ def test_many_arrays_are_read_with_few_openings(
     tree = [pw.put(numbers(8, start), sharding=on(west, "z")) for start in range(40)]
     save(tree, path)
     opened = []
-    real = checkpoint_reader.header_of
-    monkeypatch.setattr(
-        checkpoint_reader, "header_of", lambda path: opened.append(path) or real(path)
-    )
+    real = checkpoint_reader.opened
+    monkeypatch.setattr(checkpoint_reader, "opened", lambda path: opened.append(path) or real(path))
     back = pw.restore(path, [on(west, "z")] * 40)
     for start, array in enumerate(back):
         np.testing.assert_array_equal(array, numbers(8, start))

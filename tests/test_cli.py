@@ -159,10 +159,10 @@ def fails(one: Program, who: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("module", "arguments", "options"),
     [
-        ("controller", (), "bind policy lease allow-remote log-level"),
+        ("controller", (), "bind policy lease credentials revoked insecure log-level"),
         ("worker", (), "controller island island-hosts devices platform name bind lease reconnect"),
-        ("worker", (), "spare heartbeat standby"),
-        ("main", ("status",), "address json timeout"),
+        ("worker", (), "spare heartbeat standby credentials revoked insecure"),
+        ("main", ("status",), "address json timeout credentials insecure"),
         ("main", ("why",), "address json timeout"),
         ("main", ("run",), "address islands hosts-per-island devices-per-host"),
     ],
@@ -184,15 +184,27 @@ MISTAKES = {
     "bind": ("controller", "--bind nonsense", "cannot listen on 'nonsense'; it looks like tcp://"),
     "address": (
         "controller",
-        "--bind tcp://192.0.2.1:1 --allow-remote",
+        "--bind tcp://192.0.2.1:1 --insecure --log-level error",
         "cannot listen on tcp://192",
     ),
-    "a wildcard": ("controller", "--bind tcp://0.0.0.0:0", "add --allow-remote if"),
-    "prefix": ("controller", "--bind tcp://127.example.com:0", "add --allow-remote if"),
+    "a wildcard": ("controller", "--bind tcp://0.0.0.0:0", "give --credentials .* or --insecure"),
+    "prefix": ("controller", "--bind tcp://127.example.com:0", "--insecure if"),
+    "both": ("controller", "--credentials x --insecure", "exclude each other"),
+    "credentials": ("controller", "--credentials x", "x cannot be read: No such file"),
     "lease": ("controller", "--lease 0.1", "--lease"),
     "loudness": ("controller", "--log-level loud", "no log level 'loud'"),
     "platform": ("worker", "--controller tcp://h:1 --island i --platform abacus", "'abacus'"),
     "controller": ("worker", "--controller nonsense --island i", "looks like tcp://host:port"),
+    "checkpoint root": (
+        "worker",
+        "--controller tcp://h:1 --island i --checkpoint-root /nowhere",
+        "no folder /nowhere",
+    ),
+    "long name": (
+        "worker",
+        f"--controller tcp://h:1 --island i --name {'x' * 257}",
+        "256 characters at most",
+    ),
     "no island": ("worker", "--controller tcp://h:1", "--island"),
     "worker bind": ("worker", "--controller tcp://h:1 --island i --bind nonsense", "cannot listen"),
     "worker port": (
@@ -203,7 +215,7 @@ MISTAKES = {
     "worker open": (
         "worker",
         "--controller tcp://h:1 --island i --bind tcp://0.0.0.0:0",
-        "add --allow-remote if",
+        "give --credentials PATH",
     ),
     "heartbeat": ("worker", "--controller tcp://h:1 --island i --heartbeat 0", "--heartbeat"),
     "no command": ("main", "", "Missing command"),
@@ -214,6 +226,11 @@ MISTAKES = {
         "is pw-controller",
     ),
     "no address": ("main", "status --address nonsense", "looks like tcp://host:port"),
+    "no credentials": (
+        "main",
+        "status --address tcp://192.0.2.1:9",
+        "another machine, and without credentials .* --credentials .* --insecure",
+    ),
     "no script": ("main", "run missing.py", "there is no script 'missing.py'"),
 }
 

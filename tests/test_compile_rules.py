@@ -161,6 +161,23 @@ def test_a_request_that_is_withdrawn_leaves_nothing(asked: Asked) -> None:
     assert not asked.kept
 
 
+@pytest.mark.parametrize("how", [PeerLost("c", "killed"), CancelRequest(1)])
+def test_what_is_not_wanted_any_more_is_not_compiled_to_its_end(
+    asked: Asked, how: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may never end."""
+    begun: list[bytes] = []
+    forgotten: list[bytes] = []
+    monkeypatch.setattr(asked.backend, "compile", lambda key, *how: begun.append(key))
+    monkeypatch.setattr(asked.backend, "forget", forgotten.append)
+    asked.ask(1)
+    asked.world.settle()
+    assert len(begun) == 1
+    asked.say(how, "h" if isinstance(how, PeerLost) else "c")
+    asked.world.settle()
+    assert forgotten == begun
+
+
 def test_what_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "WAITING", 1)
     asked.ask(1, epoch=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import pw
 from pw.client.trace.branch import Branch
-from pw.client.trace.recorder import recording
+from pw.client.trace.recording import recording
 from pw.core.guards import merge
 from pw.core.lower import lower
 from pw.core.program import Node, Output, Program, Value
@@ -295,7 +296,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Place, Any], Any]]] = {
     ),
     "no scalar": (
         pw.ArgumentError,
-        r"given bool\[4\]",
+        r"given bool\[4\]; make one of all, as in x.any\(\)",
         lambda p, x: pw.cond(x > 0, p.double, p.add, x),
     ),
     "no function": (
@@ -305,14 +306,29 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Place, Any], Any]]] = {
     ),
     "unequal leaves": (
         pw.ArgumentError,
-        r"result\['b'\]\[1\] of 'one' is float32\[4\], and of 'other' float32\[2\]",
+        r"result\['b'\]\[1\] is float32\[4\] from the true branch 'one', and float32\[2\] from the false "
+        "branch 'other'; convert",
         _unequal,
     ),
-    "unequal trees": (pw.ArgumentError, "must return the same tree: .*'pair' returns", _trees),
+    "unequal trees": (
+        pw.ArgumentError,
+        r"must return the same tree: .* false branch 'pair' returns \(float32\[4\], float32\[4\]\)",
+        _trees,
+    ),
     "no array": (
         pw.ArgumentError,
-        "a branch of a pw.cond, returns 'x' of type str",
+        "the true branch of a pw.cond, returns 'x' of type str",
         lambda p, x: pw.cond(p.is_large(x), lambda: "x", lambda: "x"),
+    ),
+    "a list": (
+        pw.ArgumentError,
+        r"takes a scalar boolean as its predicate, and was given \[bool\[\]\]; compute one",
+        lambda p, x: pw.cond([p.is_large(x)], p.double, p.add, x),
+    ),
+    "a word": (
+        pw.ArgumentError,
+        "takes a scalar boolean as its predicate, and was given 'yes'; compute one",
+        lambda p, x: pw.cond("yes", p.double, p.add, x),
     ),
     "kept": (pw.TracerError, "a branch of a pw.cond, has made; .*Return it from both", _kept),
     "if": (pw.TracerError, "with pw.cond", lambda p, x: x if p.is_large(x) else p.add(x)),
@@ -329,6 +345,13 @@ def test_what_is_wrong_is_said_while_tracing(place: Place, name: str) -> None:
     kind, words, wrong = WRONG[name]
     with pytest.raises(kind, match=words):
         pw.program(lambda x: wrong(place, x))(ONES)
+
+
+@pytest.mark.parametrize("given", [[True], None, "yes", {"a": np.True_}])
+def test_a_predicate_that_is_no_array_is_refused_alone(place: Place, given: Any) -> None:
+    words = "pw.cond takes a scalar boolean as its predicate, and was given "
+    with pytest.raises(pw.ArgumentError, match=re.escape(f"{words}{given!r}")):
+        pw.cond(given, place.double, place.add, ONES)
 
 
 def test_a_jit_function_has_no_place_for_results(place: Place) -> None:

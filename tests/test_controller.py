@@ -184,7 +184,7 @@ def test_a_program_that_names_no_placement_is_not_registered() -> None:
     client.tell(RegisterProgram(program, body, ()))
     (nothing,) = client.run(program, X)
     stage.world.settle()
-    assert client.failed[nothing].kind == "NotOwner"
+    assert client.failed[nothing].kind == "ProtocolError"
     (y,) = client.run(client.program(chain([stage.spec])), X)
     np.testing.assert_array_equal(client.value(y), X + 1)
     stage.check_idle()

@@ -490,7 +490,7 @@ def test_a_session_that_has_ended_says_why_until_there_is_another(
     cluster = Cluster(0)
     begun: list[str] = []
 
-    def remote(address: str) -> Any:
+    def remote(address: str, **how: Any) -> Any:
         begun.append(address)
         return Answering
 
@@ -674,7 +674,10 @@ def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
         raise codec.MessageTooLarge("no frame holds it")
 
     nothing = dict.fromkeys(
-        ("address", "now_s", "call_later", "introduce", "forget", "log", "count", "recorder")
+        (
+            *("address", "now_s", "call_later", "introduce", "forget", "log", "count"),
+            *("recorder", "tenant_of", "audit"),
+        )
     )
     link = JournalingEnv(cast(Any, SimpleNamespace(send=send, **nothing)))
     link.keeps = True

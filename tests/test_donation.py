@@ -163,7 +163,13 @@ def test_a_donated_array_is_gone(east: pw.Mesh, west: pw.Mesh) -> None:
     ):
         with pytest.raises(pw.ArrayDeleted, match="donated to the computation"):
             use()
+    words = r"argument 0\['w'\]\[1\]: the array float32.* donated to .*; use what that returned"
+    for again in (pw.jit(lambda tree: tree["w"][1], mesh=east), pw.program(lambda tree: tree)):
+        with pytest.raises(pw.ArrayDeleted, match=words):
+            again({"w": [1.0, x]})
     y = pw.put(numbers(SMALL), sharding=split(east))
+    with pytest.raises(pw.ArrayDeleted, match=r"uses argument 0\['w'\], float32.*; use what"):
+        pw.program(lambda tree: (eat(tree["w"]), tree["w"] + 1))({"w": y})
     with pytest.raises(pw.ArgumentError, match="more than once"):
         pw.jit(lambda a, b: a + b, mesh=east, donate_argnums=0)(y, y)
     np.testing.assert_array_equal(y, numbers(SMALL))

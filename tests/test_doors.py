@@ -1,4 +1,4 @@
-"""No other user of the machine gets into a cluster, nor does a process of the same user without its secret.
+"""No other user of the machine gets into a cluster.
 
 One script has a cluster that it embeds, and a local one. Here another user tries every socket on which any of
 its processes listens, first as they are, and then with the doors held open.
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-import pw
 from pw.client.connection import threads
 from pw.client.connection.runtime import Runtime
-from pw.transport import shared
 from tests.daemons import ROOT, Program
 
 pytestmark = [
@@ -52,7 +48,7 @@ from pw.client.connection.runtime import Runtime
 from pw.core import messages
 from pw.transport import bulk, stream_network
 
-addresses, paths, secret = eval(sys.argv[1]), eval(sys.argv[2]), eval(sys.argv[3])
+addresses, paths = eval(sys.argv[1]), eval(sys.argv[2])
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 
 def knock(path):
@@ -72,7 +68,6 @@ def attach(address):
         return "client " + type(error).__name__
     return "client attached"
 
-threads.of_cluster = lambda address: secret
 with ThreadPoolExecutor(len(paths) + len(addresses)) as pool:  # all at once: most of it is waiting
     told = [pool.map(knock, paths), pool.map(attach, addresses)]
     print(*told[0], *told[1], sep="\\n")
@@ -137,21 +132,21 @@ def controllers(doors: list[str]) -> list[str]:
 def test_every_door_is_in_a_private_directory_and_no_port_is_open(script: Program) -> None:
     found = listening(script.family())
     assert found.tcp == []
-    # Two controllers, two hosts, and the bulk planes, each with two ways, of these and of the embedding client.
+    # Two controllers, two hosts, and their bulk planes' shared memory: chunks come to the door of a host. The
+    # plane of the embedding client, which has no door of links, has one for each.
     assert len(controllers(found.unix)) == 2
-    assert len(found.unix) == 2 + 2 + 2 * 3
+    assert len(found.unix) == 2 + 2 + 2 + 2
     assert script.out.split()[1] in controllers(found.unix)
     for path in found.unix:
         folder = Path(path).parent
         assert folder.stat().st_mode & 0o777 == 0o700, path
         assert folder.stat().st_uid == os.geteuid()
-        assert (folder / "secret").stat().st_mode & 0o777 == 0o600
 
 
-def try_as_another_user(doors: list[str], secret: bytes | None) -> list[str]:
+def try_as_another_user(doors: list[str]) -> list[str]:
     """What a process of another user gets, at every socket and as a client of every controller."""
     addresses = controllers(doors)
-    arguments = [repr(each) for each in (addresses, doors, secret)]
+    arguments = [repr(each) for each in (addresses, doors)]
     tries = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(OTHER_USER), *arguments],
         capture_output=True,
@@ -166,25 +161,22 @@ def try_as_another_user(doors: list[str], secret: bytes | None) -> list[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_gets_in_nowhere(doors: list[str]) -> None:
-    assert try_as_another_user(doors, None) == [
+    assert try_as_another_user(doors) == [
         *(["socket PermissionError"] * len(doors)),
         *(["client ConnectionFailed"] * 2),
     ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_gets_in_nowhere_even_if_all_doors_are_open_and_the_secret_is_out(
-    doors: list[str],
-) -> None:
+def test_another_user_gets_in_nowhere_even_if_all_doors_are_open(doors: list[str]) -> None:
     """Both planes ask the kernel who dials."""
     folders = {Path(path).parent for path in doors}
-    secret = next(iter(folders)).joinpath("secret").read_bytes().strip()
     try:
         for folder in folders:
             folder.chmod(0o755)
         for path in doors:
             os.chmod(path, 0o777)
-        told = try_as_another_user(doors, secret)
+        told = try_as_another_user(doors)
     finally:
         for folder in folders:
             folder.chmod(0o700)
@@ -199,32 +191,3 @@ def test_the_address_is_all_that_a_process_of_the_same_user_needs(doors: list[st
         session = Runtime(threads.remote(address), 1.0, 0, connect_s=20.0)
         assert session.ask.status(20.0).islands
         session.close()
-
-
-def test_a_process_of_the_same_user_without_the_secret_is_told_so(
-    doors: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for secret, words in ((None, "wants a proof"), (b"another secret altogether", "does not know")):
-        monkeypatch.setattr(threads, "of_cluster", lambda address, secret=secret: secret)
-        for address in controllers(doors):
-            with pytest.raises(pw.AccessRefused, match=words):
-                Runtime(threads.remote(address), 1.0, 0, connect_s=20.0)
-
-
-def test_and_hears_nothing_of_the_bulk_planes(doors: list[str]) -> None:
-    with ExitStack() as ends:
-        tried = []
-        for path in doors:
-            if "/bulk-" in path or "/chunks-" in path:
-                door = ends.enter_context(socket.socket(socket.AF_UNIX))
-                door.settimeout(20)
-                door.connect(path)
-                door.sendall(shared.record(shared.WANT, 1) + bytes(1000))
-                tried.append(door)
-        assert len(tried) == 6
-        for door in tried:
-            told = b""
-            with suppress(ConnectionResetError):
-                while said := door.recv(1000):
-                    told += said
-            assert len(told) <= 64  # what it takes for the challenge of another proof

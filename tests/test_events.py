@@ -39,6 +39,7 @@ from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Observe, Observed
 from pw.devices.host.edges_in import EdgesIn
 from pw.testing import InProcessCluster
+from pw.transport.security import CLOSED, Security
 from tests.daemons import Program, until
 from tests.scripts import ROOT
 from tests.stage import BOUND_S, held, mesh_on, numbers, split
@@ -337,15 +338,15 @@ def test_the_end_publishes_what_waits(loop: asyncio.AbstractEventLoop) -> None:
 def test_what_others_could_read_needs_a_word(tmp_path: pathlib.Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(typer.BadParameter, match="could be read by other users"):
-        check_events(f"ipc://{tmp_path}/events", False)
+        check_events(f"ipc://{tmp_path}/events", CLOSED)
     tmp_path.chmod(0o700)
-    check_events(f"ipc://{tmp_path}/events", False)
-    check_events("tcp://127.0.0.1:0", False)
-    with pytest.raises(Error, match="--allow-remote"):
-        check_events("tcp://0.0.0.0:7778", False)
-    check_events("tcp://0.0.0.0:7778", True)
+    check_events(f"ipc://{tmp_path}/events", CLOSED)
+    for endpoint in ("tcp://127.0.0.1:0", "tcp://0.0.0.0:7778"):
+        with pytest.raises(Error, match=r"not encrypted; use ipc:.* or add --insecure"):
+            check_events(endpoint, CLOSED)
+        check_events(endpoint, Security(insecure=True))
     with pytest.raises(typer.BadParameter, match="looks like"):
-        check_events("somewhere", False)
+        check_events("somewhere", CLOSED)
 
 
 # --- what the documents and the command say ----------------------------------------------------------
@@ -365,6 +366,20 @@ def test_lines_name_the_event_and_its_fields() -> None:
     assert reader.line(event).endswith(
         ".250 run      ended      run=1.2 islands=a,b seconds=0.500000"
     )
+
+
+def test_lines_of_all_topics_have_the_same_columns() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .*? \|$", PAGE, re.M)
+    events = [(topic, what) for topic, words in rows for what in re.findall(r"`(\w+)`", words)]
+    assert {"transfer", "counters"} < {topic for topic, _ in events}
+    lines = [
+        reader.line({"topic": topic, "what": what, "time_s": 0.5, "name": "x"})
+        for topic, what in events
+    ]
+    assert {
+        (line.index(what), line.index("name=x"))
+        for line, (_, what) in zip(lines, events, strict=True)
+    } == {(len("00:00:00.500 transfer "), len("00:00:00.500 transfer registered "))}
 
 
 def test_the_command_knows_the_topics() -> None:

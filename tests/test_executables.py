@@ -18,6 +18,8 @@ from pw.devices.jax.executables import Executables
 
 KEY = b"1" * 32
 OTHER_USER = 65534
+load = pickle.loads
+"""Loading an executable runs code from a file."""
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
@@ -54,7 +56,7 @@ def test_what_is_this_users_alone_is_loaded(caches: Path) -> None:
     """So that the tests below test something."""
     folder, _, mark = poisoned(caches)
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
-    Executables(folder).load(KEY)
+    Executables(folder).load_with(KEY, load)
     assert mark.exists()
 
 
@@ -97,7 +99,7 @@ def refuses(change: Callable[[Path, Path], None], caches: Path) -> None:
     folder, file, mark = poisoned(caches)
     change(folder, file)
     executables = Executables(folder)
-    assert executables.load(KEY) is None
+    assert executables.load_with(KEY, load) is None
     assert executables.failed == 1
     assert not mark.exists()
 
@@ -106,7 +108,7 @@ def test_a_folder_is_looked_at_whenever_it_is_used(caches: Path) -> None:
     folder, _, mark = poisoned(caches)
     executables = Executables(folder)
     folder.chmod(0o777)
-    assert executables.load(KEY) is None
+    assert executables.load_with(KEY, load) is None
     assert not mark.exists()
 
 
@@ -115,7 +117,7 @@ def test_it_is_said_once_and_what_to_do(caches: Path, caplog: pytest.LogCaptureF
     folder.chmod(0o777)
     with caplog.at_level(logging.WARNING, "pw"):
         for _ in range(3):
-            Executables(folder).load(KEY)
+            Executables(folder).load_with(KEY, load)
     assert len(caplog.records) == 3  # once each
     folder.chmod(0o700)
     file.chmod(0o666)
@@ -123,7 +125,7 @@ def test_it_is_said_once_and_what_to_do(caches: Path, caplog: pytest.LogCaptureF
     kept = Executables(folder)
     with caplog.at_level(logging.WARNING, "pw"):
         for _ in range(3):
-            assert kept.load(KEY) is None
+            assert kept.load_with(KEY, load) is None
     (record,) = caplog.records
     assert file.name in record.getMessage()
     assert "--compile-cache" in record.getMessage()
@@ -144,5 +146,5 @@ def test_a_link_of_the_users_own_is_followed(caches: Path) -> None:
     (caches / "disk").mkdir(mode=0o700)
     (caches / "pw").symlink_to(caches / "disk")
     _, _, mark = poisoned(caches)
-    Executables(caches / "pw" / "executables").load(KEY)
+    Executables(caches / "pw" / "executables").load_with(KEY, load)
     assert mark.exists()

@@ -437,9 +437,15 @@ def test_a_callback_is_refused(meshes: list[pw.Mesh]) -> None:
 
 ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "not a scalar": (lambda f: pw.grad(lambda x: f(x))(X), r"'<lambda>' returned float32\[4,6\]"),
-    "not one value": (lambda f: pw.grad(lambda x: (f(x),) * 2)(X), "returned a tuple.*has_aux"),
+    "not one value": (
+        lambda f: pw.grad(lambda x: (f(x),) * 2)(X),
+        r"returned \(float32\[.*has_aux",
+    ),
     "an integer": (lambda f: pw.grad(lambda x: (f(x).sum() > 0).astype(int))(X), r"int32\[\]"),
-    "no pair": (lambda f: pw.grad(lambda x: f(x).sum(), has_aux=True)(X), "returned a .*pair"),
+    "no pair": (
+        lambda f: pw.grad(lambda x: f(x).sum(), has_aux=True)(X),
+        r"returned float32\[\], .*pair",
+    ),
     "no such argument": (lambda f: pw.grad(lambda x: f(x).sum(), 1)(X), "argnums=1.*1 positional"),
     "an integer argument": (
         lambda f: pw.grad(lambda p: f(p["x"]).sum())({"x": X, "at": LABELS}),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pw
-from pw.client.trace.recorder import recording
+from pw.client.trace.recording import recording
 from pw.testing import InProcessCluster
 from tests.stage import mesh_on
 

@@ -415,11 +415,11 @@ class Supervised:
         module.write_text(CHILD)
         body = f"""
             import sys
-            from pw.cli import worker
+            from pw.cli import supervisor, worker
             sys.argv = ["pw-worker", "--controller", "ipc://{self.pipe}", "--island", "i"]
             sys.argv += {list(options)!r}
-            worker.STANDBY_AFTER_S = 0.0
-            worker.RUNTIME = "fake_runtime"
+            supervisor.STANDBY_AFTER_S = 0.0
+            supervisor.RUNTIME = "fake_runtime"
             worker.main()
             """
         path = os.pathsep.join([str(module.parent), str(ROOT)])
@@ -509,7 +509,7 @@ def test_a_child_that_stands_by_is_next(tmp_path: Path) -> None:
 
 def test_a_runtime_that_never_lives_long_is_started_again_all_the_same() -> None:
     from pw.cli.process import EXIT_AGAIN, EXIT_ERROR
-    from pw.cli.worker import LONGEST_PAUSE_S, pause_before
+    from pw.cli.supervisor import LONGEST_PAUSE_S, pause_before
 
     assert pause_before(EXIT_AGAIN, 1) == 0.0 < pause_before(EXIT_ERROR, 1)
     assert pause_before(EXIT_AGAIN, 5000) == LONGEST_PAUSE_S

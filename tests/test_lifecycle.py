@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_parts_handle_their_messages_in_the_order_in_which_they_were_added() -> 
         def _bytes(self, sender: Address, message: bytes) -> None:
             heard.append(("whole", message))
 
-    env: Any = None
+    env: Any = SimpleNamespace(address=Address("n", "a"))
     whole = Whole(env)
     whole.compose(Heard("first", heard), Words("second", heard))
     for message in (1, "a", b"b"):

@@ -18,7 +18,7 @@ import zmq
 
 from pw.core.ids import Address
 from pw.core.messages import (
-    EdgeData,
+    Fetched,
     Hello,
     PeerLost,
     PeerRefused,
@@ -29,8 +29,11 @@ from pw.transport.link import Versions
 from pw.transport.zmtp import Zmtp
 from tests.cluster import Cluster, make_cluster, numbers
 
+PLAIN = ["ipc", "tcp"]
+"""Where raw ZeroMQ sockets can connect."""
 
-@pytest.fixture(params=["ipc", "tcp"])
+
+@pytest.fixture(params=[*PLAIN, "tls"])
 def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     yield from make_cluster(request.param, tmp_path, uv=True)
 
@@ -76,6 +79,7 @@ def test_other_versions_are_refused_with_words_on_both_sides(sockets: Cluster, f
     assert not numbers(a)
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_refused_stranger_cannot_harm_the_node_whose_name_it_claims(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]], name: str
@@ -95,7 +99,7 @@ def test_a_refused_stranger_cannot_harm_the_node_whose_name_it_claims(
 def test_a_peer_under_another_name_is_refused(sockets: Cluster) -> None:
     a, b = sockets.node("a"), sockets.node("b")
     b.env.introduce("other", sockets.endpoint(a))
-    b.env.send(Address("other", "main"), Ready(0))
+    b.env.send(Address("other", "session"), Ready(0))
     sockets.until(lambda: b.of(PeerRefused) and a.of(PeerRefused))
     (refusal,) = b.of(PeerRefused)
     assert "answers a, where other was expected" in refusal.error.message
@@ -134,7 +138,7 @@ def test_a_peer_that_comes_back_gets_a_new_link(sockets: Cluster) -> None:
         a_count = len(numbers(a))
         b.env.send(a.env.address, Ready(incarnation))
         sockets.until(lambda n=a_count: len(numbers(a)) == n + 1)
-        a.env.send(Address("b", "main"), Ready(10 * incarnation))
+        a.env.send(Address("b", "session"), Ready(10 * incarnation))
         sockets.until(lambda n=a_count: len(numbers(a)) == n + 2)
         sockets.of(b).close()
         sockets.until(lambda i=incarnation: len(a.lost) == i)
@@ -146,8 +150,8 @@ def test_a_peer_that_cannot_be_reached_is_lost(sockets: Cluster) -> None:
     nowhere = "tcp://127.0.0.1:1" if sockets.where == "tcp" else f"ipc://{sockets.folder}/none"
     a.env.introduce("b", nowhere)
     a.env.introduce("c", "nonsense://x")
-    a.env.send(Address("b", "main"), Ready(0))
-    a.env.send(Address("c", "main"), Ready(0))
+    a.env.send(Address("b", "session"), Ready(0))
+    a.env.send(Address("c", "session"), Ready(0))
     sockets.until(lambda: len(a.lost) == 2)
     assert ("b", f"could not be reached at {nowhere}") in a.lost
     assert any(node == "c" and "nonsense" in reason for node, reason in a.lost)
@@ -159,7 +163,7 @@ def test_a_peer_that_was_started_again_elsewhere_is_not_dialled_where_it_was(
     a = sockets.node("a")
     nowhere = "tcp://127.0.0.1:1" if sockets.where == "tcp" else f"ipc://{sockets.folder}/none"
     a.env.introduce("b", nowhere)
-    a.env.send(Address("b", "main"), Ready(0))
+    a.env.send(Address("b", "session"), Ready(0))
     b = sockets.node("b", incarnation=2)
     b.env.introduce("a", sockets.endpoint(a))
     b.env.send(a.env.address, Ready(1))
@@ -212,7 +216,7 @@ def test_a_stall_of_our_own_is_not_blamed_on_peers(tcp: Cluster) -> None:
 def test_a_frame_that_takes_longer_than_a_silence_is_waited_for(tcp: Cluster) -> None:
     a = tcp.node("a", heartbeat_s=0.05, silence_s=0.7)
     end = Zmtp(b"DEALER", codec.MAX_FRAME_BYTES)
-    message = EdgeData(1, 2, bytes(150_000))
+    message = Fetched(2, bytes(150_000))
     with socket.create_connection(("127.0.0.1", int(tcp.endpoint(a).rpartition(":")[2]))) as raw:
         raw.setblocking(False)
 
@@ -231,7 +235,7 @@ def test_a_frame_that_takes_longer_than_a_silence_is_waited_for(tcp: Cluster) ->
         say()
         raw.sendall(end.message(greeting("slow")))
         tcp.until(lambda: tcp.of(a).counters["frames_received"] == 1)
-        data = end.message(codec.encode_frame(1, [("main", "main", message)]))
+        data = end.message(codec.encode_frame(1, [("session", "session", message)]))
         pieces = deque(data[at : at + 10_000] for at in range(0, len(data), 10_000))
         due_s = tcp.loop.time()
 
@@ -243,12 +247,13 @@ def test_a_frame_that_takes_longer_than_a_silence_is_waited_for(tcp: Cluster) ->
             return bool(a.received)
 
         tcp.until(trickle)
-        assert a.received == [(Address("slow", "main"), message)]
+        assert a.received == [(Address("slow", "session"), message)]
         assert not pieces
         tcp.until(lambda: a.lost)
     assert a.lost == [("slow", "silent for 0.7 s")]
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_how_long_a_peer_may_be_silent_is_its_own_to_say(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
 ) -> None:
@@ -307,11 +312,11 @@ loop = uvloop.new_event_loop()
 bind = "tcp://127.0.0.1:0" if listens == "yes" else None
 network = StreamNetwork(loop, name, int(incarnation), bind=bind, heartbeat_s=0.05)
 node = Node(name, loop, network)
-echo = node.add("echo", Echo)
+echo = node.add("session", Echo)
 print(network.endpoint, flush=True)
 if listens == "no":
     echo.env.introduce("a", parent)
-    echo.env.send(Address("a", "main"), Ready(-1))
+    echo.env.send(Address("a", "session"), Ready(-1))
 loop.run_forever()
 node.close()
 """
@@ -354,7 +359,7 @@ def test_a_killed_process_is_lost(
     tcp: Cluster, start: Callable[..., tuple[subprocess.Popen[str], str]], dials: bool
 ) -> None:
     a = tcp.node("a", heartbeat_s=0.05)
-    other = Address("b", "echo")
+    other = Address("b", "session")
     child, endpoint = start("b", 1, tcp.endpoint(a) if dials else "")
     if dials:
         tcp.until(lambda: a.received)
@@ -388,17 +393,18 @@ def test_a_stopped_process_is_lost_and_hears_of_it_when_it_wakes(
     assert child.returncode == 0
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_a_gap_in_the_numbers_loses_the_peer(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
 ) -> None:
     a = sockets.node("a")
     raw = dealer(sockets.endpoint(a))
     raw.send(greeting("raw"))
-    raw.send(codec.encode_frame(1, [("main", "x", Ready(1))]))
+    raw.send(codec.encode_frame(1, [("session", "x", Ready(1))]))
     sockets.until(lambda: raw.poll(0))
     assert codec.decode(raw.recv()).sequence == 0
-    raw.send(codec.encode_frame(3, [("main", "x", Ready(3))]))
-    raw.send(codec.encode_frame(4, [("main", "x", Ready(4))]))
+    raw.send(codec.encode_frame(3, [("session", "x", Ready(3))]))
+    raw.send(codec.encode_frame(4, [("session", "x", Ready(4))]))
     sockets.until(lambda: a.lost)
     assert numbers(a) == [1]
     assert a.lost == [("raw", "frames lost (expected 2, got 3)")]
@@ -406,6 +412,7 @@ def test_a_gap_in_the_numbers_loses_the_peer(
         assert codec.decode(raw.recv()).sequence == -1
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_a_stranger_is_told_once_that_there_is_no_link(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
 ) -> None:
@@ -413,7 +420,7 @@ def test_a_stranger_is_told_once_that_there_is_no_link(
     a = sockets.node("a")
     raw = dealer(sockets.endpoint(a))
     for number in (7, 8):
-        raw.send(codec.encode_frame(number, [("main", "x", Ready(number))]))
+        raw.send(codec.encode_frame(number, [("session", "x", Ready(number))]))
     raw.send(greeting("raw"))
     sockets.until(lambda: raw.poll(0))
     assert codec.decode(raw.recv()).sequence == -1
@@ -423,14 +430,15 @@ def test_a_stranger_is_told_once_that_there_is_no_link(
     assert not a.received
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_a_damaged_frame_of_a_peer_shows_as_a_gap(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
 ) -> None:
     a = sockets.node("a")
     raw = dealer(sockets.endpoint(a))
     raw.send(greeting("raw"))
-    raw.send(codec.encode_frame(1, [("main", "x", Ready(1))])[:-1])
-    raw.send(codec.encode_frame(2, [("main", "x", Ready(2))]))
+    raw.send(codec.encode_frame(1, [("session", "x", Ready(1))])[:-1])
+    raw.send(codec.encode_frame(2, [("session", "x", Ready(2))]))
     sockets.until(lambda: a.lost)
     assert a.lost == [("raw", "frames lost (expected 1, got 2)")]
     assert not numbers(a)

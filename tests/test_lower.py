@@ -435,7 +435,7 @@ OTHER_SHAPE = ArraySpec((8, 8), "float64", ROWS, Placement(0, (0, 1, 2, 3)))
         (
             rejected(Computation("f", b"", TWICE, (), ())),
             PlacementError,
-            "'f' .* number 0 of host a0",
+            "'f' .* are device 0 of its slice",
         ),
         (rejected(Computation("f", b"", Placement(0, ()), (), ())), PlacementError, "no device"),
         (rejected(Computation("f", b"", Placement(0, (4,)), (), ())), PlacementError, "device 4"),

@@ -195,19 +195,23 @@ def test_bad_input_is_refused_before_anything_is_launched(place: Place) -> None:
     for options, words in (
         ({"capacity_factor": 0}, "capacity_factor"),
         ({"capacity_factor": float("nan")}, "capacity_factor"),
+        ({"capacity_factor": "1"}, "capacity_factor is a positive number, not '1'"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
         ({"devices": []}, "at least one"),
     ):
         with pytest.raises(pw.ArgumentError, match=words):
             pw.moe(expert, **{"devices": devices} | options)  # type: ignore[arg-type]
     layer = pw.moe(expert, devices=devices)
     params = layer.put(PARAMS)
+    pw.moe(expert, devices=devices, top_k=np.int64(2))(params, X, LOGITS)  # type: ignore[arg-type]
     with pytest.raises(pw.ShardingError, match="3 experts do not divide over 2 devices"):
         layer.put(jax.tree.map(lambda leaf: leaf[:3], PARAMS))
     for arguments, words in (
         ((params, X, LOGITS[:, :3]), r"logits \(32, 3\)"),
         ((params, X[0], LOGITS), r"x \(6,\)"),
-        ((params[0], X, LOGITS), "a tree for each"),
+        ((params[0], X, LOGITS), "a tree for each, and not a dict; its method put makes them"),
+        ((params, X[:0], LOGITS[:0]), "with a row or more"),
         (([{"w": X[:2]}, {"w": X[:4]}], X, LOGITS), "equally many"),
         (([{"w": np.float32(0)}] * 2, X, LOGITS), "leading axis"),
     ):
@@ -224,3 +228,38 @@ def test_bad_input_is_refused_before_anything_is_launched(place: Place) -> None:
     )
     with pytest.raises(pw.ShardingError, match="several islands"):
         pw.moe(expert, devices=crossing)
+
+
+@pytest.mark.parametrize("spec", [P("island"), P(("island", "data"))])
+def test_rows_may_lie_on_several_islands(place: Place, spec: P) -> None:
+    devices = pw.make_virtual_device_set().add_slice(4, islands=2).devices
+    mesh = pw.Mesh(np.reshape(devices, (2, 2)), ("island", "data"))
+    groups = 4 if "data" in spec[0] else 2
+    rows = pw.NamedSharding(mesh, spec)
+    layer = pw.moe(expert, devices=place.experts["islands"], top_k=2)
+    params = layer.put(PARAMS)
+    square = pw.jit(lambda y: (y**2).sum(), mesh=mesh, in_shardings=spec, out_shardings=P())
+    router = pw.jit(
+        lambda x: jnp.sin(x[:, :EXPERTS]), mesh=mesh, in_shardings=spec, out_shardings=spec
+    )
+
+    def loss(params: Any, x: Any) -> Any:
+        y, balance = layer(params, x, router(x))
+        assert y.sharding == rows
+        return square(y) + balance
+
+    def wanted_loss(params: Any, x: Any) -> Any:
+        y, balance = dense(params, x, jnp.sin(x[:, :EXPERTS]), 2, groups)
+        return (y**2).sum() + balance
+
+    wanted = jax.value_and_grad(wanted_loss, (0, 1))(PARAMS, X)
+    for x in (X, pw.put(X, sharding=rows)):
+        value, (by_params, by_x) = pw.value_and_grad(loss, (0, 1))(params, x)
+        got = pw.get(value), (whole(by_params), pw.get(by_x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted)
+    y, balance = layer(params, pw.put(X, sharding=rows), LOGITS)
+    wanted_y, wanted_balance = dense(PARAMS, X, LOGITS, 2, groups)
+    np.testing.assert_allclose(y, wanted_y, atol=1e-5)
+    np.testing.assert_allclose(balance, wanted_balance, rtol=1e-6)
+    with pytest.raises(pw.ShardingError, match="not split over them; split"):
+        layer(params, pw.put(X, sharding=pw.NamedSharding(mesh, P("data"))), LOGITS)

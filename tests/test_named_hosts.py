@@ -90,7 +90,12 @@ def test_a_slice_has_as_many_devices_of_each_named_host() -> None:
         (1, ["s"], "InsufficientDevices", "host 's' has no place .* is spare"),
         (2, ["a0", "b0"], "InsufficientDevices", "no island has 2 devices on a0, b0 together"),
         (3, ["b0"], "InsufficientDevices", "no island has 3 devices on b0"),
-        (1, ["a0"], "PythonRefused", "host 'a0' runs no .*--allow-python. Hosts that do are: a1"),
+        (
+            1,
+            ["a0"],
+            "PythonRefused",
+            "host 'a0' runs no .*--allow-python, or LocalCluster.allow_python=True.. Hosts that do are: a1",
+        ),
     ],
 )
 def test_hosts_that_cannot_be_had(devices: int, hosts: list[str], kind: str, words: str) -> None:
@@ -209,7 +214,12 @@ def test_a_slice_on_named_hosts(cluster: InProcessCluster) -> None:
     [
         ("host-7", pw.InsufficientDevices, "host 'host-7' .* are: host-0, host-1, host-2"),
         (["host-0", "host-1"], pw.InsufficientDevices, "on host-0, host-1 together"),
-        (2, pw.InsufficientDevices, r"no island has 2 devices .*topology=\(2, 1\)"),
+        (
+            5,
+            pw.InsufficientDevices,
+            r"^no island has 5 hosts that run Python functions of clients. Islands are: [^;]*1 host\).* Hosts "
+            "that run Python functions are: host-0, host-1, host-2; ask for as many of one island with hosts=$",
+        ),
         ([], ValueError, "names of hosts"),
         (["host-0", "host-0"], ValueError, "twice"),
         (0, ValueError, "at least 1"),
@@ -220,6 +230,16 @@ def test_a_function_that_cannot_be_placed(
 ) -> None:
     with pytest.raises(error, match=words):
         pw.host_function(ours, ROW, hosts=hosts)
+
+
+def test_more_islands_than_there_are(cluster: InProcessCluster) -> None:
+    devices = pw.make_virtual_device_set()
+    words = (
+        "^8 devices do not fit on 4 different islands: no island besides the 3 islands of the other"
+    )
+    with pytest.raises(pw.InsufficientDevices, match=words):
+        devices.add_slice(devices=8, islands=4)
+    assert devices.slices == ()
 
 
 def test_hosts_go_with_nothing_else(cluster: InProcessCluster) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pw.core.ids import Address
 from pw.core.messages import (
+    PeerLost,
     Ready,
 )
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
@@ -36,6 +37,21 @@ def test_handlers_never_run_inside_a_send(local: Cluster) -> None:
     local.until(lambda: len(actor.received) == 4)
     assert depth == ["in", "out"] * 4
     assert actor.turns[-1] == 4
+
+
+@pytest.mark.parametrize("before", range(12))
+def test_the_end_of_a_peer_comes_between_its_messages(local: Cluster, before: int) -> None:
+    actor = local.node("a")
+    node, peer = local.of(actor), Address("b", "session")
+    for number in range(before):
+        node.deliver("session", Ready(number), peer)
+    node.tell_all("b", PeerLost("b", "gone"))
+    for number in range(before, 20):
+        node.deliver("session", Ready(number), peer)
+    local.until(lambda: len(actor.received) == 21)
+    heard = [message for _, message in actor.received]
+    assert heard.index(PeerLost("b", "gone")) == before
+    assert numbers(actor) == list(range(20))
 
 
 def test_a_turn_ends_once_for_all_that_came_in_it(local: Cluster) -> None:
@@ -97,7 +113,7 @@ def test_messages_from_threads_arrive_with_few_wakeups(local: Cluster) -> None:
 
     def work(first: int) -> None:
         for number in range(first, first + 1000):
-            node.post_threadsafe("main", Ready(number))
+            node.post_threadsafe("session", Ready(number))
 
     threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1000, 2000)]
     for thread in threads:
@@ -123,7 +139,7 @@ def test_pending_messages_of_a_thread_wake_the_loop_once(
         lambda *args, **kwargs: (wakeups.append(args), original(*args, **kwargs))[1],
     )
     for number in range(100):
-        node.post_threadsafe("main", Ready(number))
+        node.post_threadsafe("session", Ready(number))
     local.until(lambda: len(actor.received) == 100)
     assert len(wakeups) == 1
 
@@ -142,7 +158,7 @@ def test_a_crash_is_reported_and_the_actor_goes_on(local: Cluster) -> None:
     node.on_crash = lambda name, error: crashes.append((name, str(error)))
     actor.env.send(actor.env.address, "two")
     local.until(lambda: crashes)
-    assert crashes == [("main", "cannot do two")]
+    assert crashes == [("session", "cannot do two")]
 
 
 def test_messages_to_unknown_actors_are_counted_and_logged_once(
@@ -160,10 +176,10 @@ def test_messages_to_unknown_actors_are_counted_and_logged_once(
 def test_actors_come_and_go(local: Cluster) -> None:
     actor = local.node("a")
     node = local.of(actor)
-    with pytest.raises(ValueError, match="main"):
-        node.add("main", Recorder)
+    with pytest.raises(ValueError, match="session"):
+        node.add("session", Recorder)
     actor.env.call_later(0, "a note for the removed")
-    node.remove("main")
+    node.remove("session")
     again = node.add("other", Recorder)
     again.env.call_later(0.005, "last")
     local.until(lambda: again.received)

@@ -166,7 +166,15 @@ def test_a_group_does_not_wait_while_its_device_works_for_others() -> None:
     assert found.groups == pytest.approx((0.4, 0.4))
 
 
-@pytest.mark.parametrize("how", ["not begun", "not ended", "nothing"])
+WRONG_TIMELINES = {
+    "not begun": "^the timeline shows no whole step of the schedule '1f1b'; call a step",
+    "not ended": "^the timeline shows no whole step of the schedule '1f1b'; call a step",
+    "nothing": "^the timeline is empty: .*; call a step",
+    "another": "^the timeline is not of this pipeline: it shows no task of .*, but 'other_.*, ...; call a step",
+}
+
+
+@pytest.mark.parametrize("how", WRONG_TIMELINES)
 def test_a_bubble_needs_a_whole_step(how: str) -> None:
     schedule = named("1f1b", [0, 1], 2)
     names: Names = {f"stage_{t.stage}_{t.kind}": t[::2] for t in schedule if t.kind != "U"}
@@ -174,9 +182,14 @@ def test_a_bubble_needs_a_whole_step(how: str) -> None:
     if how == "not ended":
         timeline.computations[-3] = replace(timeline.computations[-3], is_open=True)
         assert timeline.computations[-3].name in names
+    elif how == "another":
+        names = {f"my_{name}": task for name, task in names.items()}
+        timeline.computations[:] = [
+            replace(one, name=f"other_{one.name}") for one in timeline.computations
+        ]
     else:
         timeline.computations[: 2 if how == "not begun" else None] = []
-    with pytest.raises(pw.ArgumentError, match="no whole step of the schedule '1f1b'; call a step"):
+    with pytest.raises(pw.ArgumentError, match=WRONG_TIMELINES[how]):
         measured(schedule, names, timeline)
 
 
@@ -243,9 +256,13 @@ def test_names_and_shapes_that_do_not_fit_are_refused() -> None:
         pw.ArgumentError, match="choose one of gpipe, 1f1b, interleaved, zero-bubble"
     ):
         named("pipedream", [0, 1], 2)
-    with pytest.raises(pw.ArgumentError, match="multiple of 2 microbatches, not 3"):
+    with pytest.raises(
+        pw.ArgumentError, match="multiple of 2 microbatches, not 3; give microbatches=4, or"
+    ):
         named("interleaved", [0, 1, 0, 1], 3)
-    with pytest.raises(pw.ArgumentError, match="stage s on device group s % G"):
+    with pytest.raises(
+        pw.ArgumentError, match=r"stage s on group s % 2.* \[0, 0, 1, 1\]\. .* 4 or 6 stages; or"
+    ):
         named("interleaved", [0, 0, 1, 1], 2)
     with pytest.raises(pw.ArgumentError, match="has no tasks"):
         pw.Schedule([[]])

@@ -272,6 +272,16 @@ def test_low_precision_gradients_are_summed_in_float32(meshes: list[pw.Mesh]) ->
     assert float(gradient) == float(jnp.bfloat16(263 / 8))
 
 
+def test_a_state_is_used_once(meshes: list[pw.Mesh]) -> None:
+    pipe = made(meshes[:4], optimizer=optax.sgd(0.1))
+    state = pipe.init(first_params())
+    after, _ = pipe(state, *batch())
+    words = r"<pw.pipeline .*: state\[0\]\['params'\].*, float32.* donated to an earlier step.* pass the state"
+    with pytest.raises(pw.ArrayDeleted, match=words):
+        pipe(state, *batch())
+    jax.block_until_ready(pipe(after, *batch()))
+
+
 def test_the_bubble_is_measured_in_a_timeline(meshes: list[pw.Mesh]) -> None:
     pipe = made(meshes[1:3], schedule="interleaved", optimizer=optax.sgd(0.1))
     with pytest.raises(pw.ArgumentError, match="has done no step"):

@@ -211,6 +211,53 @@ def test_impossible_counts_are_an_error_of_their_maker(meshes: Any, count: int) 
     assert int(pw.jit(lambda r: r.rows.sum(), mesh=second)(again)) == rows[0].sum() + rows[1, 0]
 
 
+GIVEN = {
+    "to a function": lambda take, put: take,
+    "to a program": lambda take, put: pw.program(lambda r: take(r)),
+    "in parts": lambda take, put: (
+        lambda r: pw.program(lambda x, n: take(pw.Ragged(x, n)))(r.rows, r.counts)
+    ),
+    "closed over": lambda take, put: lambda r: pw.program(lambda: take(r))(),
+    "put": lambda take, put: lambda r: take(put(r)),
+    "put in a program": lambda take, put: pw.program(lambda r: take(put(r))),
+    "to a branch": lambda take, put: lambda r: pw.cond(True, take, lambda r: r.counts + 0, r),
+    "to a loop": lambda take, put: (
+        lambda r: pw.while_loop(lambda r: take(r) < 0, lambda r: put(r), r).counts
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [int, jnp.asarray])
+@pytest.mark.parametrize("how", GIVEN)
+def test_impossible_counts_of_this_process_are_refused(meshes: Any, how: str, kind: Any) -> None:
+    first, second = meshes
+    take = pw.jit(lambda r: r.mask().sum(), mesh=second)
+    call = GIVEN[how](take, lambda r: pw.put(r, first.devices[0]))
+    rows = np.arange(8, dtype=np.int32)
+    assert int(call(pw.Ragged(rows, kind(8)))) == 8, "the next calls are of the same kind"
+    for count in (-1, 9):
+        words = (
+            rf"counts for rows int32\[8\] that say {count}; counts are from 0 to the capacity, 8"
+        )
+        with pytest.raises(pw.ArgumentError, match=words):
+            call(pw.Ragged(rows, kind(count)))
+    traced = pw.jit(
+        lambda n: GIVEN["to a loop"](take, lambda r: r)(pw.Ragged(rows, n)), mesh=second
+    )
+    assert int(traced(8)) == 8
+    with pytest.raises(pw.ArgumentError, match=r"say 9 at \[1\]"):
+        take(pw.Ragged(np.zeros((2, 8)), np.array([8, 9])))
+
+
+def test_impossible_counts_over_several_islands_are_refused(cluster: InProcessCluster) -> None:
+    devices = pw.make_virtual_device_set().add_slice(devices=4, islands=2).devices
+    mesh = pw.Mesh(np.reshape(devices, (2, 2)), ("islands", "x"))
+    take = pw.jit(lambda r: r.rows + r.counts, mesh=mesh)
+    assert take(pw.Ragged(np.zeros(8), 8))[0] == 8
+    with pytest.raises(pw.ArgumentError, match="say 9"):
+        take(pw.Ragged(np.zeros(8), 9))
+
+
 def test_a_failure_reaches_its_consumers(meshes: Any) -> None:
     first, second = meshes
 
@@ -270,13 +317,42 @@ def test_a_host_function_returns_any_number_of_rows(meshes: Any) -> None:
     ("made", "words"),
     [
         (np.zeros(9, np.int32), "9 rows, and at most 8"),
+        (
+            pw.Ragged(np.zeros(8, np.int32), np.int32(9)),
+            "'<lambda>' has counts that say 9; counts are from 0",
+        ),
         (np.zeros((2, 2), np.int32), r"int32\[2, 2\].*int32\[8\]"),
-        (np.zeros(2, np.int16), r"int16\[2\].*int32\[8\]"),
+        (
+            np.zeros(2, np.int16),
+            r"int16\[2\].*int32\[8\] is declared; .*np.asarray\(rows, np.int32\)",
+        ),
     ],
 )
 def test_a_host_function_that_returns_too_much(meshes: Any, made: Any, words: str) -> None:
     with pytest.raises(pw.ResultMismatch, match=words):
         pw.get(pw.host_function(lambda: made, result(8), mesh=meshes[0])())
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([np.zeros(2, np.int32)], "'<lambda>' has 1 where 3 cells are declared; return a sequence"),
+        (None, r"'<lambda>' has no sequence \(NoneType\) where 3 cells are declared"),
+        (
+            [np.zeros(n, np.int32) for n in (1, 5, 1)],
+            "cell 1 of result 0 of '<lambda>' has 5 rows, and at most 4",
+        ),
+    ],
+)
+def test_a_host_function_that_returns_other_cells(meshes: Any, made: Any, words: str) -> None:
+    with pytest.raises(pw.ResultMismatch, match=words):
+        pw.get(pw.host_function(lambda: made, result(3, 4, lead=(3,)), mesh=meshes[0])())
+
+
+@pytest.mark.parametrize("how", [pw.put, pw.jit(lambda r: r.counts)])
+def test_rows_in_a_list_are_refused(meshes: Any, how: Any) -> None:
+    with pytest.raises(pw.ArgumentError, match="rows in a list of 3; make one array"):
+        how(pw.Ragged([1, 2, 3], 2))
 
 
 def test_a_host_function_that_makes_a_part_returns_no_ragged(meshes: Any) -> None:

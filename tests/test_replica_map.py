@@ -22,7 +22,7 @@ from pw.core.messages import (
 from pw.sched.control.checkpoints.replicas import EMPTIED_S, OFFER_S, PAUSE_DOUBLINGS, Replicas
 from pw.sched.control.islands import Islands
 from pw.sched.control.sessions import Sessions
-from tests.actors import FakeEnv, World
+from tests.actors import TICKETS, FakeEnv, World
 from tests.scripted import split
 
 ARRAY = client_id(1, 5)
@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, *hosts: str) -> None:
         self.world = World()
         env = FakeEnv(self.world, CONTROL)
-        sessions = Sessions(env, Islands(env), b"", 1)
+        sessions = Sessions(env, Islands(env), TICKETS, 1)
         client = sessions.attach(session_of("c"), Attach("c", 1.0, 0), ())
         assert client is not None
         self.client = client

@@ -34,8 +34,7 @@ from pw.devices.host import replica_memory, replicas
 from pw.devices.host.backend import Value
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.store import ObjectStore
-from pw.sched.control.sessions import ticket_for
-from tests.actors import SECRET, Recorder, World
+from tests.actors import TICKETS, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import LARGE, SMALL, split
 
@@ -55,7 +54,7 @@ class Node:
         self.store: ObjectStore = world.add(
             store_of(name), lambda env: ObjectStore(env, self.backend, self.bulk, dict, replicas)
         )
-        self.store.joins("i", 1, SECRET)
+        self.store.joins("i", 1, TICKETS.public, 8, 8)
         self.store.replicas.memory.announce()
 
 
@@ -74,7 +73,7 @@ class Bench:
             for name in "abc"
         }
         self.hosts_are(*self.nodes)
-        self.say(Identify(1, ticket_for(SECRET, 1)))
+        self.say(Identify(1, TICKETS.ticket(1, "x")))
         self.a = self.nodes["a"].store
 
     def half(self, half: int) -> Replica:

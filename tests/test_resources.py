@@ -33,7 +33,7 @@ from pw.core.messages import (
 from pw.sched.cluster.epochs import REJOIN_S, RESTART_S
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.cluster.slices import MOVE_S
-from tests.actors import SECRET, Services, World
+from tests.actors import TICKETS, Services, World
 
 
 class Bench:
@@ -42,7 +42,7 @@ class Bench:
     def __init__(self) -> None:
         self.world = World()
         self.manager: ResourceManager = self.world.add(
-            RESOURCES, lambda env: ResourceManager(env, SECRET)
+            RESOURCES, lambda env: ResourceManager(env, TICKETS.public)
         )
         self.world.add(SERVICES, Services)
 
@@ -95,12 +95,12 @@ def test_an_island_is_formed_when_all_its_hosts_have_come() -> None:
     assert not bench.told("y", FormIsland)
     bench.host("x", hosts=2)
     (form,) = bench.told("x", FormIsland)
-    assert (form.epoch, form.hosts, form.rank, form.secret) == (1, ("x", "y"), 0, SECRET)
+    assert (form.epoch, form.hosts, form.rank, form.tickets) == (1, ("x", "y"), 0, TICKETS.public)
     assert bench.told("y", FormIsland)[0].rank == 1
     bench.joined("y")
     assert not bench.news(IslandFormed)
     bench.joined("x")
-    assert bench.news(IslandFormed) == [IslandFormed("i", 1, ("x", "y"))]
+    assert bench.news(IslandFormed) == [IslandFormed("i", 1, ("x", "y"), None, True)]
     assert {peer.node for peer in bench.news(Directory)[-1].peers} == {"x", "y"}
     bench.joined("x")
     assert len(bench.news(IslandFormed)) == 1, "a second answer forms nothing"
@@ -134,7 +134,7 @@ def test_slices_that_lie_apart_are_on_different_islands() -> None:
     assert {first.island, second.island} == {"a", "b"}
     refused = bench.ask(3, 2, apart=(1, 2))
     assert isinstance(refused, SliceRefused)
-    assert "besides the 2 islands of the other slices" in refused.error.message
+    assert "no island besides the 2 islands of the other slices has" in refused.error.message
     assert bench.ask(4, 2, apart=(1,)).island == second.island
 
 

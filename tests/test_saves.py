@@ -12,7 +12,15 @@ import pytest
 from pw.client.session.thread_messages import Tell
 from pw.core.errors import ErrorReport
 from pw.core.ids import scheduler_of
-from pw.core.messages import CopyArrays, CreateArray, FileSource, SaveArrays, Submit
+from pw.core.messages import (
+    Checkpoint,
+    CopyArrays,
+    CreateArray,
+    FileSource,
+    ReleaseSlice,
+    SaveArrays,
+    Submit,
+)
 from pw.devices.host import checkpoint_format
 from pw.devices.host import checkpoint_reader as disk_reader
 from pw.sched.control.checkpoints import on_disk
@@ -340,7 +348,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for bad, kind in (
         ({"checkpoint": "../../../etc"}, "ProtocolError"),
         ({"checkpoint": ""}, "ProtocolError"),
-        ({"path": "relative"}, "ProtocolError"),
+        ({"path": "relative"}, "CheckpointFailed"),
         ({"arrays": (), "names": ()}, "ProtocolError"),
         ({"names": ("x", "y")}, "ProtocolError"),
         ({"arrays": (1,)}, "NotOwner"),
@@ -496,3 +504,18 @@ def test_another_controller_goes_on_with_those_that_wait_for_others(
 
 def entries(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
+
+
+def test_an_array_on_a_slice_that_was_released_is_not_saved(tmp_path: Path) -> None:
+    """The controller did not know its devices any more, and its handler raised."""
+    writer = Writer(0, tmp_path)
+    writer.world.settle()
+    client = writer.client
+    client.tell(ReleaseSlice(writer.cluster.b.placement.slice))
+    saved, copied = writer.save(), client.id()
+    client.tell(Checkpoint(copied, (writer.y,)))
+    writer.world.settle()
+    for request in (saved, copied):
+        error = writer.error(request)
+        assert error is not None
+        assert error.kind == "PlacementError"

@@ -58,8 +58,8 @@ class Stage:
     def __init__(self, profile: Profile = QUIET, seed: int = 0) -> None:
         self.world = World(seed, profile, Trace())
         self.a, self.b = self.node("a"), self.node("b")
-        self.left: Recorder = self.a.add("main", Recorder)
-        self.right: Recorder = self.b.add("main", Recorder)
+        self.left: Recorder = self.a.add("session", Recorder)
+        self.right: Recorder = self.b.add("session", Recorder)
 
     def node(self, name: str, incarnation: int = 1) -> SimNode:
         node = SimNode(self.world, name, incarnation, name, 1.0, lambda peer: 3.0)
@@ -69,7 +69,7 @@ class Stage:
 
     def send(self, *numbers: int) -> None:
         for number in numbers:
-            self.left.env.send(Address("b", "main"), Ready(number))
+            self.left.env.send(Address("b", "session"), Ready(number))
 
     def run(self, seconds: float) -> None:
         self.world.run(self.world.now_s + seconds, 10_000, lambda: False)
@@ -147,8 +147,8 @@ def test_a_newer_incarnation_ends_the_link() -> None:
     stage.run(0.01)
     stage.a.die()
     stage.a.network.vanish(seen=False)
-    newer = stage.node("a", 2).add("main", Recorder)
-    newer.env.send(Address("b", "main"), Ready(2))
+    newer = stage.node("a", 2).add("session", Recorder)
+    newer.env.send(Address("b", "session"), Ready(2))
     stage.run(0.1)
     assert stage.right.lost == [("a", "replaced by a newer incarnation")]
     assert stage.right.numbers == [1, 2]

@@ -108,6 +108,19 @@ def test_the_status_has_plain_attributes() -> None:
     assert (run.run, run.client, run.function, run.islands) == ("1.8", 1, "step", ("east",))
 
 
+def test_tenants_are_shown_where_there_are_several() -> None:
+    one, other = TOLD.clients
+    names = lambda told: ClusterStatus.of(told, None).tables()[2].columns  # noqa: E731
+    assert "tenant" not in names(TOLD)
+    both = (msgspec.structs.replace(one, tenant="a"), msgspec.structs.replace(other, tenant="b"))
+    assert names(msgspec.structs.replace(TOLD, clients=both))[2] == "tenant"
+    hiding = msgspec.structs.replace(TOLD, hidden_clients=3, hidden_runs=2)
+    assert "tenant" in names(hiding)
+    assert (
+        "not shown: 3 clients with 2 runs of other tenants" in ClusterStatus.of(hiding, None).head
+    )
+
+
 def test_the_names_in_json_documents_stay() -> None:
     told = status_document("tcp://c:7777", TOLD)
     (island,), (spare,), (run,) = told["islands"], told["waiting_hosts"], told["runs"]

@@ -28,11 +28,11 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import DeviceAddress
+from pw.core.tickets import Tickets
 from pw.devices.host import arrays, requests
 from pw.devices.host.backend import Value
 from pw.devices.host.store import ObjectStore
-from pw.sched.control.sessions import ticket_for
-from tests.actors import SECRET, Recorder, World
+from tests.actors import TICKETS, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripted import SMALL, split
 
@@ -53,13 +53,13 @@ class Bench:
         self.store: ObjectStore = self.world.add(
             store_of("h"), lambda env: ObjectStore(env, self.backend, self.bulk, dict)
         )
-        self.store.joins("i", 1, SECRET)
+        self.store.joins("i", 1, TICKETS.public, 8, 8)
         self.client: Recorder = self.world.add(session_of("c"), Recorder)
         self.world.add(CONTROL, Recorder)
         self.identify("c", 1)
 
     def identify(self, node: str, client: int, ticket: bytes | None = None) -> None:
-        self.say(Identify(client, ticket or ticket_for(SECRET, client)), node)
+        self.say(Identify(client, TICKETS.ticket(client, node) if ticket is None else ticket), node)
 
     def say(self, message: object, node: str = "c") -> None:
         self.world.mailboxes["h"].append((session_of(node), store_of("h"), message))
@@ -113,18 +113,19 @@ class Bench:
 @pytest.mark.parametrize(
     ("client", "ticket"),
     [
-        (2, ticket_for(SECRET, 1)),
-        (1, ticket_for(b"other", 1)),
+        (2, TICKETS.ticket(1, "evil")),
+        (1, TICKETS.ticket(1, "c")),
+        (1, Tickets(b"other").ticket(1, "evil")),
         (1, b""),
-        (0, ticket_for(SECRET, 0)),
-        (-1, b"x" * 16),
-        (1 << 63, b"x" * 16),
+        (0, TICKETS.ticket(0, "evil")),
+        (-1, b"x" * 64),
+        (1 << 63, b"x" * 64),
     ],
 )
 def test_tickets_that_prove_nothing(client: int, ticket: bytes) -> None:
     bench = Bench()
     bench.launch()
-    bench.identify("evil", client, ticket or b"no")
+    bench.identify("evil", client, ticket)
     bench.fetch(1, node="evil")
     bench.upload(X.tobytes(), client_id(1, 6), node="evil")
     assert bench.failed("evil") == {1: "Disconnected"}
@@ -134,8 +135,8 @@ def test_tickets_that_prove_nothing(client: int, ticket: bytes) -> None:
 
 def test_no_ticket_counts_before_the_host_has_joined() -> None:
     bench = Bench()
-    bench.store.joins("i", 1, b"")
-    bench.identify("early", 3, ticket_for(b"", 3))
+    bench.store.joins("i", 1, b"", 8, 8)
+    bench.identify("early", 3, TICKETS.ticket(3, "early"))
     bench.say(GetStats(1), "early")
     assert bench.failed("early") == {1: "Disconnected"}
 
@@ -232,7 +233,21 @@ def test_too_many_waiting_requests_are_refused(monkeypatch: pytest.MonkeyPatch) 
     bench = Bench()
     for request in range(1, 6):
         bench.fetch(request)
-    assert bench.failed() == {4: "ProtocolError", 5: "ProtocolError"}
+    assert bench.failed() == {4: "ArgumentError", 5: "ArgumentError"}
+    assert len(bench.store.requests) == 3
+
+
+def test_the_waiting_requests_of_one_client_do_not_count_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "PARKED_REQUESTS", 3)
+    bench = Bench()
+    bench.identify("d", 2)
+    for request in range(1, 6):
+        bench.fetch(request)
+    bench.say(Wait(1, (client_id(2, 1),)), "d")
+    assert not bench.failed("d")
+    assert len(bench.store.requests) == 4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,12 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from pw.client.connection import threads
-from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import SWITCH_INTERVAL_S, LoopThread, SessionOnNode
 from pw.client.session.session import ClientSession
 from pw.client.session.thread_messages import Forget
-from pw.core.errors import ConnectionFailed, Disconnected, InternalError
+from pw.core.errors import Disconnected, InternalError
 from pw.core.ids import CONTROLLER, Address
 from pw.testing import InProcessCluster
 from pw.transport.bulk import BulkPlane
@@ -62,23 +59,6 @@ def test_an_interval_that_the_user_has_chosen_stays(
     assert sys.getswitchinterval() == pytest.approx(0.0001)
     other.stop()
     assert sys.getswitchinterval() == pytest.approx(0.0001)
-
-
-def test_hosts_dial_a_client_at_its_address_towards_the_controller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Hosts on other machines would find no client on their own loopback."""
-    listens_at = []
-
-    def plane(loop: asyncio.AbstractEventLoop, *, bind_host: str, **options: Any) -> BulkPlane:
-        listens_at.append(bind_host)
-        return BulkPlane(loop)
-
-    monkeypatch.setattr(threads, "BulkPlane", plane)
-    monkeypatch.setattr(threads, "address_towards", {"tcp://127.0.0.1:9": "192.0.2.7"}.get)
-    with pytest.raises(ConnectionFailed):
-        Runtime(threads.remote("tcp://127.0.0.1:9"), 1.0, 0, connect_s=0.1)
-    assert listens_at == ["192.0.2.7"]
 
 
 def test_a_session_that_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,26 +17,30 @@ import zmq
 from pw.core.errors import ConnectionFailed, ProtocolError
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
-    Delete,
-    EdgeData,
+    Fetched,
     Hello,
     PeerLost,
     Ready,
     SegmentLaunched,
 )
-from pw.transport import codec, connection, endpoints, listening, nearby, peers, stream_network
+from pw.transport import codec, connection, endpoints, listening, nearby, peers
+from pw.transport import link as link_module
 from pw.transport import node as node_module
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.link import Versions
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
 
-@pytest.fixture(params=["local", "codec", "ipc", "tcp"])
+@pytest.fixture(params=["local", "codec", "ipc", "tcp", "tls"])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     yield from make_cluster(request.param, tmp_path, uv=True)
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+PLAIN = ["ipc", "tcp"]
+"""Where raw ZeroMQ sockets can connect."""
+
+
+@pytest.fixture(params=[*PLAIN, "tls"])
 def sockets(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     yield from make_cluster(request.param, tmp_path, uv=True)
 
@@ -67,7 +72,7 @@ def test_messages_come_in_order_and_replies_find_their_way(anywhere: Cluster) ->
         b.env.send(a.env.address, Ready(number))
     anywhere.until(lambda: len(b.received) == 2000)
     assert numbers(a) == numbers(b) == list(range(2000))
-    assert {sender for sender, _ in a.received} == {Address("b", "main")}
+    assert {sender for sender, _ in a.received} == {Address("b", "session")}
 
 
 def test_a_node_that_closes_is_lost_at_once_and_after_its_last_words(anywhere: Cluster) -> None:
@@ -96,7 +101,7 @@ def test_local_notes_cannot_leave_the_process(sockets: Cluster) -> None:
 
 def test_messages_to_unknown_nodes_are_counted(anywhere: Cluster) -> None:
     a = anywhere.node("a")
-    a.env.send(Address("unknown", "main"), Ready(0))
+    a.env.send(Address("unknown", "session"), Ready(0))
     anywhere.until(lambda: anywhere.of(a).counters["messages_unroutable"] == 1)
     assert not a.received
 
@@ -138,10 +143,14 @@ def test_floods_both_ways_with_tiny_buffers(sockets: Cluster) -> None:
     assert all(sockets.of(peer).counters["sends_deferred"] > 0 for peer in peers)
 
 
-def test_a_node_that_is_behind_stops_reading_and_loses_nothing(
+def hold_early(monkeypatch: pytest.MonkeyPatch, messages: int) -> None:
+    monkeypatch.setattr(link_module, "HELD_MESSAGES", messages)
+
+
+def test_a_peer_of_which_many_messages_wait_is_held_and_nothing_is_lost(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_network, "BACKLOG_MESSAGES", 10)
+    hold_early(monkeypatch, 10)
     monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 5)
     a, b = sockets.node("a", send_buffer_bytes=1), sockets.node("b", send_buffer_bytes=1)
     sockets.introduce(a, b)
@@ -158,6 +167,55 @@ def test_a_node_that_is_behind_stops_reading_and_loses_nothing(
     sockets.until(lambda: len(b.received) == 5000)
     assert numbers(b) == list(range(5000))
     assert longest <= 11
+
+
+def test_a_peer_that_floods_does_not_delay_another(sockets: Cluster) -> None:
+    """While 5000 slow messages of one peer wait, another peer's goes before nearly all of them."""
+    hub, loud, quiet = (sockets.node(name) for name in ("hub", "loud", "quiet"))
+    sockets.introduce(hub, loud, quiet)
+    for peer in (loud, quiet):
+        peer.env.send(hub.env.address, Ready(-1))
+    sockets.until(lambda: len(hub.received) == 2)
+    before: list[int] = []
+
+    def react(sender: Address, message: object) -> None:
+        until_s = time.perf_counter() + 1e-4
+        while time.perf_counter() < until_s:
+            pass
+        if sender == quiet.env.address:
+            before.append(len(hub.received))
+
+    hub.react = react
+    for number in range(5000):
+        loud.env.send(hub.env.address, Ready(number))
+        sockets.of(loud).network.flush()
+    sockets.until(lambda: len(hub.received) > 50)
+    start = len(hub.received)
+    quiet.env.send(hub.env.address, Ready(0))
+    sockets.until(lambda: before)
+    assert before[0] - start < 500
+    sockets.until(lambda: len(hub.received) == 5003)
+    mine = [message for sender, message in hub.received if sender == loud.env.address]
+    assert mine == [Ready(number) for number in range(-1, 5000)]
+
+
+def test_a_peer_that_is_held_is_not_lost_for_its_silence(
+    sockets: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is held for 0.8 s, until 80 messages are handled, and 0.4 s are too long a silence."""
+    hold_early(monkeypatch, 160)
+    monkeypatch.setattr(node_module, "MESSAGES_PER_TURN", 1)
+    quick = {"heartbeat_s": 0.02, "send_buffer_bytes": 1}
+    a = sockets.node("a", silence_s=60.0, **quick)
+    b = sockets.node("b", silence_s=0.4, **quick)
+    sockets.introduce(a, b)
+    b.react = lambda sender, message: time.sleep(0.01)
+    for number in range(300):
+        a.env.send(b.env.address, Ready(number))
+        sockets.of(a).network.flush()
+    sockets.until(lambda: len(b.received) >= 300)
+    assert not b.lost
+    assert numbers(b) == list(range(300))
 
 
 NO_HEARTBEATS = {"heartbeat_s": 60.0, "silence_s": 200.0}
@@ -178,14 +236,14 @@ def test_what_is_said_in_one_turn_leaves_in_one_frame(sockets: Cluster) -> None:
 def test_large_turns_are_split_into_frames(sockets: Cluster) -> None:
     a, b = (sockets.node(name, **NO_HEARTBEATS) for name in "ab")
     sockets.introduce(a, b)
-    blobs = [EdgeData(1, number, bytes(50_000)) for number in range(40)]
-    blobs.insert(20, EdgeData(1, 40, bytes(5_000_000)))
+    blobs = [Fetched(number, bytes(50_000)) for number in range(40)]
+    blobs.insert(20, Fetched(40, bytes(5_000_000)))
     for blob in blobs:
         a.env.send(b.env.address, blob)
     with pytest.raises(codec.MessageTooLarge):
-        a.env.send(b.env.address, EdgeData(1, 1, bytes(codec.MAX_FRAME_BYTES)))
+        a.env.send(b.env.address, Fetched(1, bytes(codec.MAX_FRAME_BYTES)))
     sockets.until(lambda: len(b.received) == len(blobs))
-    assert b.of(EdgeData) == blobs
+    assert b.of(Fetched) == blobs
     assert sockets.of(a).counters["frames_sent"] == 1 + 4 + 1 + 4  # the hello is alone
 
 
@@ -200,12 +258,12 @@ def test_a_message_to_many_is_encoded_once(
     monkeypatch.setattr(
         codec, "encode_message", lambda message: (encoded.append(message), original(message))[1]
     )
-    message = Delete((1, 2, 3))
+    message = Ready(7)
     for peer in peers:
         a.env.send(peer.env.address, message)
     sockets.until(lambda: all(peer.received for peer in peers))
-    assert [m for m in encoded if type(m) is Delete] == [message]
-    assert all(peer.of(Delete) == [message] for peer in peers)
+    assert [m for m in encoded if type(m) is Ready] == [message]
+    assert all(peer.of(Ready) == [message] for peer in peers)
 
 
 def test_nodes_that_dial_each_other_at_once_have_one_link(sockets: Cluster) -> None:
@@ -223,6 +281,7 @@ def test_nodes_that_dial_each_other_at_once_have_one_link(sockets: Cluster) -> N
     assert numbers(a) == numbers(b) == list(range(501))
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_garbage_disturbs_nobody(
     sockets: Cluster,
     dealer: Callable[[str], zmq.Socket[bytes]],
@@ -232,7 +291,7 @@ def test_garbage_disturbs_nobody(
     sockets.introduce(a, b)
     b.env.send(a.env.address, Ready(0))
     sockets.until(lambda: a.received)
-    valid = codec.encode_frame(1, [("main", "x", Ready(7))])
+    valid = codec.encode_frame(1, [("session", "x", Ready(7))])
     raw = dealer(sockets.endpoint(a))
     garbage = [[b""], [b"\xff" * 100], [valid[:-1]], [valid, valid], [valid], [b"x"] * 5]
     for parts in garbage:
@@ -245,6 +304,7 @@ def test_garbage_disturbs_nobody(
     assert len(warnings) == 1
 
 
+@pytest.mark.parametrize("sockets", PLAIN, indirect=True)
 def test_a_frame_over_the_bound_costs_its_sender_the_connection(
     sockets: Cluster, dealer: Callable[[str], zmq.Socket[bytes]]
 ) -> None:
@@ -280,14 +340,14 @@ def test_a_host_may_be_dialled_by_its_name(tcp: Cluster) -> None:
     b.env.introduce("c", "tcp://no.such.host.invalid:1")
     b.env.introduce("d", "tcp://" + 80 * "x" + ":1")
     for node in ("a", "c", "d"):
-        b.env.send(Address(node, "main"), Ready(0))
+        b.env.send(Address(node, "session"), Ready(0))
     tcp.until(lambda: numbers(a) == [0])
 
 
 def families(node: Recorder, cluster: Cluster) -> set[socket.AddressFamily]:
     """Of the sockets of all connections that a node has."""
     served = cluster.of(node).network.connections  # type: ignore[attr-defined]
-    return {socket.AddressFamily(c._socket.family) for c in served}
+    return {socket.AddressFamily(c._wire.socket.family) for c in served}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="abstract names are Linux's")
@@ -496,7 +556,7 @@ def test_closing_leaves_no_descriptors(tmp_path: Path) -> None:
             nodes = [cluster.node(f"h{number}") for number in range(4)]
             cluster.introduce(*nodes)
             nodes[0].env.introduce("nowhere", "tcp://127.0.0.1:1")
-            nodes[0].env.send(Address("nowhere", "main"), Ready(0))
+            nodes[0].env.send(Address("nowhere", "session"), Ready(0))
             for one in nodes:
                 for other in nodes:
                     if one is not other:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pw
 from pw.client.loops import driver
 from pw.testing import InProcessCluster
+from tests.daemons import until
 from tests.scripts import TWO_GANGS, finish, start_client
 from tests.stage import interrupted_in_its_wait
 
@@ -24,6 +25,8 @@ ONES = np.ones(4, np.float32)
 
 class Place:
     """Slices of two islands, and functions on them."""
+
+    cluster: InProcessCluster
 
     def __init__(self) -> None:
         slices = pw.make_virtual_device_set()
@@ -42,8 +45,10 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
-    with InProcessCluster(islands=2, devices_per_island=2):
-        yield Place()
+    with InProcessCluster(islands=2, devices_per_island=2) as cluster:
+        made = Place()
+        made.cluster = cluster
+        yield made
 
 
 Ops = SimpleNamespace | Any
@@ -145,6 +150,18 @@ def test_leaves_lie_where_the_body_leaves_them(place: Place) -> None:
         pw.while_loop(lambda pair: True, swap, (x, pw.put(ONES, sharding=other)))
 
 
+def test_a_leaf_that_no_computation_uses_stays_where_it_is(place: Place) -> None:
+    fixed = pw.put(ONES * 7, sharding=pw.NamedSharding(place.there, P()))
+    made, same = pw.while_loop(
+        lambda carry: place.is_small(carry[0]),
+        lambda carry: (place.more(carry[0]), carry[1]),
+        (ONES, fixed),
+    )
+    assert same.sharding == fixed.sharding
+    assert pw.get((made, same))[0].tolist() == [250.0] * 4
+    assert pw.get(same).tolist() == [7.0] * 4
+
+
 def test_only_what_the_functions_donate_is_gone(place: Place) -> None:
     where = pw.NamedSharding(place.here, P())
     for mesh in (place.here, place.there):
@@ -224,8 +241,42 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Place], Any]]] = {
     "no function": (TypeError, "two functions", lambda p: pw.while_loop(True, p.more, ONES)),
     "no number": (
         ValueError,
-        "a number of iterations, not -1",
+        "a whole number of iterations, not -1",
         lambda p: pw.while_loop(p.is_small, p.more, ONES, max_iterations=-1),
+    ),
+    "a fraction": (
+        ValueError,
+        "a whole number of iterations, not 2.5",
+        lambda p: pw.while_loop(p.is_small, p.more, ONES, max_iterations=2.5),  # type: ignore[arg-type]
+    ),
+    "no seconds": (
+        ValueError,
+        "a positive number of seconds, not '3'",
+        lambda p: pw.while_loop(p.is_small, p.more, ONES, timeout="3"),  # type: ignore[arg-type]
+    ),
+    "seconds in a program": (
+        pw.ArgumentError,
+        r"'<lambda>' was given timeout=3 in a pw.program function.* as in pw.program\(f, timeout=3\)",
+        lambda p: pw.program(
+            lambda x: pw.while_loop(p.is_small, lambda x: p.more(x), x, timeout=3)
+        )(ONES),
+    ),
+    "seconds in a branch": (
+        pw.ArgumentError,
+        "where a loop has no timeout of its own",
+        lambda p: pw.cond(
+            True, lambda x: pw.while_loop(p.is_small, p.more, x, timeout=3), p.more, ONES
+        ),
+    ),
+    "seconds in a jit function": (
+        pw.ArgumentError,
+        r"in a pw.jit function.* as in pw.jit\(f, timeout=3\)",
+        lambda p: pw.jit(lambda x: pw.while_loop(lambda x: False, lambda x: x, x, timeout=3))(ONES),
+    ),
+    "a list": (
+        pw.ArgumentError,
+        r"must return a scalar boolean, and returns \[bool\[\]\]; compute one",
+        lambda p: pw.while_loop(lambda x: [p.is_small(x)], p.more, ONES),
     ),
     "no boolean": (
         pw.ArgumentError,
@@ -246,7 +297,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Place], Any]]] = {
     ),
     "another tree": (
         pw.ArgumentError,
-        "must return a carry of the tree that it takes",
+        r"must return a carry of the tree that it takes, float32\[4\], and returns \(float32\[4\], 1\)",
         lambda p: pw.while_loop(p.is_small, lambda x: (p.more(x), 1), ONES),
     ),
     "no array": (
@@ -279,6 +330,13 @@ def _more(place: Place) -> Any:
     return more
 
 
+def _with_word(place: Place) -> Any:
+    def more(x: Any) -> Any:
+        return place.more(x), "x"
+
+    return more
+
+
 def _halve(carry: Any) -> Any:
     def halve(carry: Any) -> Any:
         return {"a": [carry["a"][0][:2]]}
@@ -297,12 +355,16 @@ def test_what_is_wrong_is_said_before_anything_runs(place: Place, name: str) -> 
 
 
 class _Portions:
-    """A loop of so many iterations of so many seconds, without a cluster."""
+    """A loop of so many iterations of so many seconds, without a cluster.
+
+    The client hears late of each fifth portion.
+    """
 
     sizes = ()
 
-    def __init__(self, iterations: int, each_s: float) -> None:
+    def __init__(self, iterations: int, each_s: float, late_s: float) -> None:
         self.iterations = 1
+        self._late_s = late_s
         self.now_s, self.lengths = 0.0, []
         self._left, self._each_s, self._busy_s = iterations, each_s, 0.0
 
@@ -314,23 +376,49 @@ class _Portions:
         self._left = max(self._left - count, 0)
         ends_s, goes_on = self._busy_s, self._left > 0
 
+        late_s = 0.0 if len(self.lengths) % 5 else self._late_s
+
         def result(timeout: float | None) -> bool:
-            self.now_s = max(self.now_s, ends_s)
+            self.now_s = max(self.now_s, ends_s + late_s)
             return goes_on
 
         made = SimpleNamespace(result=result)
         return [SimpleNamespace(start_fetch=lambda: made, start_wait=lambda: made)]
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.008])
 @pytest.mark.parametrize("each_s", [1e-6, 50e-6, 1e-3, 0.1])
-def test_a_portion_takes_about_as_long_as_it_should(each_s: float) -> None:
-    portions: Any = _Portions(int(5 / each_s), each_s)
+def test_a_portion_takes_about_as_long_as_it_should(each_s: float, late_s: float) -> None:
+    portions: Any = _Portions(int(5 / each_s), each_s, late_s)
     driver.drive(
         portions, [], max_iterations=None, timeout_s=0.0, name="", clock=lambda: portions.now_s
     )
-    later = portions.lengths[len(portions.lengths) // 2 : -driver.AHEAD]
+    later = portions.lengths[len(portions.lengths) // 2 : -driver.MOST_AHEAD]
     for length in later:
         assert length == 1 or driver.PORTION_S / 2 < length * each_s < driver.PORTION_S * 2
+
+
+@pytest.mark.parametrize("step", ["more", "add"])
+def test_a_loss_in_a_long_loop_needs_few_runs_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    period = 25
+    monkeypatch.setattr(driver, "_adapt", lambda *_: None)  # one iteration in each portion
+    monkeypatch.setattr(driver, "REPLICATED_PORTIONS", period)
+    fixed = pw.put(ONES, sharding=pw.NamedSharding(place.here, P()))
+    made = pw.while_loop(
+        lambda carry: carry[0].sum() > 0,
+        lambda carry: (getattr(place, step)(carry[0]), carry[1]),
+        (ONES, fixed),
+        max_iterations=300,
+    )
+    controller: Any = place.cluster.controller._actors["controller"]
+
+    def kept() -> int:
+        return sum(len(client.lineage) for client in controller.sessions.clients)
+
+    until(lambda: kept() < 4 * period, "runs before the last replicas are forgotten")
+    assert pw.get(made[0]).tolist() == [301.0] * 4
 
 
 # --- pw.map --------------------------------------------------------------------------------------------
@@ -378,11 +466,49 @@ def test_rows_that_count_may_be_carried(place: Place) -> None:
     assert (made.rows.tolist(), int(made.counts)) == ([4.0] * 4 + [0.0] * 4, 6)
 
 
+def test_a_body_that_only_moves_its_carry(place: Place) -> None:
+    def body(x: Any) -> Any:
+        return pw.put(x, sharding=pw.NamedSharding(place.here, P()))
+
+    made = pw.while_loop(lambda x: place.is_low(x), body, ONES, max_iterations=3)
+    assert (made.sharding.mesh, pw.get(made).tolist()) == (place.here, [1.0] * 4)
+
+
+def test_a_loop_with_a_bound_has_a_gradient(place: Place) -> None:
+    def grow(x: Any) -> Any:
+        return x * x
+
+    def loss(x: Any, bound: int | None = 4) -> Any:
+        small = pw.while_loop(lambda x: place.is_small(x), body, x, max_iterations=bound)
+        return end(small)
+
+    def plain(x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.where(x.sum() < 1000, grow(x), x)
+        return x.sum()
+
+    body, end = pw.jit(grow, mesh=place.here), pw.jit(jnp.sum, mesh=place.there)
+    gradient = pw.grad(loss)
+    for size in (0.5, 5.0, 900.0):
+        x = ONES * np.float32(size)
+        np.testing.assert_allclose(pw.get(gradient(x)), jax.grad(plain)(x), rtol=1e-5)
+    with pytest.raises(pw.ArgumentError, match=r"gradient flows .* 'grow'.*give max_iterations"):
+        pw.grad(lambda x: loss(x, None))(ONES)
+
+
 def test_map_says_what_is_wrong(place: Place) -> None:
-    with pytest.raises(pw.ArgumentError, match=r"one size, and was given \('\[4\]', '\[2\]'\)"):
-        pw.map(lambda pair: pair, (ONES, ONES[:2]))
-    with pytest.raises(pw.ArgumentError, match="one size"):
-        pw.map(place.more, np.float32(1))
+    for xs, words in (
+        ((ONES, ONES[:2]), r"one size, but xs\[0\] is float32\[4\] and xs\[1\] is float32\[2\]"),
+        (np.float32(1), r"a leading axis, .* and xs is float32\[\]; make one array"),
+        ({"a": ONES, "b": 2.0}, r"a leading axis, .* and xs\['b'\] is float32\[\]"),
+        ([], "takes a tree of arrays, and xs has none"),
+        ([ONES, "x"], r"but xs\[1\] is 'x' of type str"),
+    ):
+        for call in (pw.map, pw.program(lambda fun, xs: pw.map(fun, xs), static_argnums=0)):
+            with pytest.raises(pw.ArgumentError, match=f"^pw.map of 'more' .*{words}"):
+                call(_more(place), xs)
+    with pytest.raises(pw.ArgumentError, match=r"'more' .* but its result\[1\] is 'x' of type str"):
+        pw.map(_with_word(place), ONES)
     with pytest.raises(pw.ArgumentError, match="at most 256 elements, and was given 300"):
         pw.program(lambda xs: pw.map(lambda x: place.add(place.more(x)), xs))(np.zeros(300))
 
@@ -419,6 +545,9 @@ print("ok")
 """
 
 DYING = """
+from pw.client.loops import driver
+
+driver.REPLICATED_PORTIONS = 10
 run(on_one, 10, 1)
 run(on_two, 10, 2)
 pids = [host.pid for island in current.runtime().ask.status(20.0).islands for host in island.hosts]

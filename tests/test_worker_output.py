@@ -37,8 +37,7 @@ from pw.devices.host.output import LINE_CHARACTERS, LINES, LINES_BYTES, Output
 from pw.devices.host.printing import EARLY_LINES, TOGETHER_S, Written
 from pw.devices.host.program import owner_of
 from pw.devices.host.store import ObjectStore
-from pw.sched.control.sessions import ticket_for
-from tests.actors import SECRET, Recorder, World
+from tests.actors import TICKETS, Recorder, World
 from tests.fake_devices import FakeBackend, FakeBulk
 from tests.scripts import PRELUDE, ROOT, finish, start_client
 from tests.test_store import Bench as StoreBench
@@ -253,10 +252,10 @@ class HostBench(StoreBench):
             store_of("h"),
             lambda env: ObjectStore(env, self.backend, self.bulk, dict, output=self.output),
         )
-        self.store.joins("i", 1, SECRET)
+        self.store.joins("i", 1, TICKETS.public, 8, 8)
 
     def meet(self, wants: bool = True, client: int = 1, node: str = "c") -> None:
-        self.say(Identify(client, ticket_for(SECRET, client), wants), node)
+        self.say(Identify(client, TICKETS.ticket(client, node), wants), node)
 
     def write(self, *texts: str, client: int = 1) -> None:
         self.output.write(client, *texts)
@@ -313,7 +312,7 @@ def test_who_does_not_want_it_gets_nothing_and_who_comes_late_the_last_lines() -
 
 def test_a_ticket_of_another_client_shows_nothing() -> None:
     bench = HostBench()
-    bench.say(Identify(2, ticket_for(SECRET, 1), True), "c")
+    bench.say(Identify(2, TICKETS.ticket(1, "c"), True), "c")
     bench.write("secret", client=2)
     bench.world.wait(TOGETHER_S)
     assert bench.printed() == []

@@ -23,6 +23,8 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
+from pw.core.tenants import NO_SECRET, Claims
+from pw.core.tickets import Tickets
 from pw.core.waits import RECONNECT_S, RECOVERY_S
 from pw.core.watchdog import STALL_S
 from pw.transport.link import Versions
@@ -89,6 +91,7 @@ def add_controller(
     loop: asyncio.AbstractEventLoop,
     *,
     secret: bytes,
+    claims: Claims = NO_SECRET,
     policy: str = "fifo",
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
@@ -101,7 +104,9 @@ def add_controller(
     Args:
         node: the node called `controller`.
         loop: its event loop.
-        secret: key that signs the tickets with which clients identify themselves to hosts.
+        secret: random bytes of this controller alone, with which it signs the tickets that its clients show
+            to hosts.
+        claims: of all controllers of this cluster, with which clients get their numbers back.
         policy: name of the scheduling policy of every island.
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
@@ -120,6 +125,7 @@ def add_controller(
 
     services = CoordinationServices(loop, bind_host)
     schedulers: dict[str, IslandScheduler] = {}
+    tickets = Tickets(secret)
 
     def spawn_scheduler(island: str) -> None:
         schedulers[island] = node.add(
@@ -127,7 +133,7 @@ def add_controller(
             lambda env: IslandScheduler(env, island, POLICIES[policy](), stall_s),
         )
 
-    resources = node.add("resources", lambda env: ResourceManager(env, secret))
+    resources = node.add("resources", lambda env: ResourceManager(env, tickets.public))
     node.add("services", lambda env: CoordinationActor(env, services))
 
     def island_status() -> tuple[IslandInfo, ...]:
@@ -138,7 +144,7 @@ def add_controller(
         "controller",
         lambda env: Controller(
             env,
-            secret,
+            tickets,
             (versions.pw, versions.jax),
             policy,
             spawn_scheduler,
@@ -149,6 +155,7 @@ def add_controller(
             first_client=first_client,
             waiting_hosts=resources.waiting_hosts,
             events=events,
+            claims=claims,
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),
     )
@@ -166,12 +173,14 @@ def add_host(
     aside: Aside | None = None,
     reconnect_s: float = RECONNECT_S,
     output: Output | None = None,
+    checkpoint_root: str = "",
 ) -> HostExecutor:
     """Give `node` the actors of a host. `HostExecutor.register` then asks for a place in an island.
 
     `replicas` are those that the last incarnation of this host left (`HostProcess.keep`,
     `hand_over`). `aside` are threads for files; without them, the host has no checkpoints on disk.
-    `output` takes the lines that clients' programs write.
+    `output` takes the lines that clients' programs write. `checkpoint_root` is the only folder for
+    checkpoints on disk.
     """
     from pw.devices.host.coordinator import ShardCoordinator
     from pw.devices.host.executor import HostExecutor
@@ -182,7 +191,9 @@ def add_host(
     keep = process.keep
     store = node.add(
         "store",
-        lambda env: ObjectStore(env, backend, bulk, counters, replicas, aside, keep, output),
+        lambda env: ObjectStore(
+            env, backend, bulk, counters, replicas, aside, keep, output, checkpoint_root
+        ),
     )
     if output is not None:
         output.written = lambda: node.post_threadsafe("store", Written())

@@ -12,20 +12,25 @@ import uvloop
 
 from pw.cli.assembly import add_controller
 from pw.cli.process import (
-    ALLOW_REMOTE_HELP,
     LEAST_LEASE_S,
     LOG_LEVELS,
-    SECRET_HELP,
     STALL_HELP,
+    Credentials,
     Daemon,
+    Insecure,
+    PrivateAddress,
+    Revoked,
     check_bind,
     check_log_level,
+    check_private,
     command,
     configure_logging,
     host_of,
 )
 from pw.cli.publisher import Publisher, check_events
 from pw.core.ids import CONTROLLER
+from pw.core.roles import Role
+from pw.core.tenants import NO_SECRET, Claims
 from pw.core.waits import RECOVERY_S
 from pw.core.watchdog import STALL_S
 from pw.sched.island.policy import POLICIES
@@ -33,7 +38,7 @@ from pw.transport.link import incarnation
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.private import PrivateFolder
-from pw.transport.secret import of_cluster
+from pw.transport.security import Security
 from pw.transport.stream_network import StreamNetwork
 
 NUMBERS_PER_S = 1024
@@ -51,10 +56,10 @@ def serve(
         float,
         typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent client is lost."),
     ] = 10.0,
-    allow_remote: Annotated[
-        bool,
-        typer.Option("--allow-remote", help=ALLOW_REMOTE_HELP),
-    ] = False,
+    credentials: Credentials = "",
+    revoked: Revoked = "",
+    insecure: Insecure = False,
+    private_address: PrivateAddress = "",
     recovery_timeout: Annotated[
         float,
         typer.Option(
@@ -73,7 +78,6 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
-    secret_file: Annotated[str, typer.Option(metavar="FILE", help=SECRET_HELP)] = "",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -86,12 +90,16 @@ def serve(
     if policy not in POLICIES:
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
     check_log_level(log_level)
-    check_bind(bind, allow_remote)
     configure_logging(log_level)
+    security = Security.of(
+        bind, credentials, insecure=insecure, revoked=revoked, role=Role.CONTROLLER
+    )
+    check_bind(bind, security)
+    check_private(private_address)
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
     if events:
-        check_events(events, allow_remote)
+        check_events(events, security)
     folder = PrivateFolder.of(bind)
     network = StreamNetwork(
         loop,
@@ -99,7 +107,8 @@ def serve(
         incarnation(),
         bind=bind,
         silence_s=lease,
-        secret=of_cluster(bind, secret_file),
+        credentials=security.credentials,
+        insecure=security.insecure,
     )
     publisher = Publisher(loop, events) if events else None
     node = Node(CONTROLLER, loop, network)
@@ -107,8 +116,11 @@ def serve(
         node,
         loop,
         secret=secrets.token_bytes(32),
+        claims=Claims(security.credentials.derived(b"claims"))
+        if security.credentials
+        else NO_SECRET,
         policy=policy,
-        bind_host=host_of(network.endpoint),
+        bind_host=private_address or host_of(network.endpoint),
         recovery_s=recovery_timeout,
         stall_s=stall_after,
         first_client=time.time_ns() * NUMBERS_PER_S // 1_000_000_000,

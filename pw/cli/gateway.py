@@ -23,12 +23,14 @@ from pw.client.connection import embedded
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.threads import LoopThread, remote
 from pw.core.errors import Error
+from pw.core.roles import Role
 from pw.gateway import choosing
 from pw.gateway.beside import ERROR
 from pw.gateway.devices import Devices
 from pw.gateway.server import Server
 from pw.transport.endpoints import parse
 from pw.transport.private import PrivateFolder
+from pw.transport.security import Security
 
 CONNECTING = 4
 """Sessions that are begun at the same time."""
@@ -49,11 +51,13 @@ class _Sessions:
         share: float,
         priority: int,
         cluster: ExitStack,
+        security: Security,
     ) -> None:
         self._thread = thread
         self._wanted = wanted
         self._share, self._priority = share, priority
         self._address = address
+        self._security = security
         # Begun now, so that what is wrong is an error of this command.
         self._first: _Session | None = self._begin() if address else self._start_cluster(cluster)
         """The session of the first connection."""
@@ -81,7 +85,9 @@ class _Sessions:
         return first if first is not None and first[0].alive else self._begin()
 
     def _begin(self) -> _Session:
-        runtime = Runtime(remote(self._address, self._thread), self._share, self._priority)
+        runtime = Runtime(
+            remote(self._address, self._thread, self._security), self._share, self._priority
+        )
         try:
             devices = Devices(choosing.allocate(runtime, self._wanted))
         except BaseException:
@@ -97,7 +103,8 @@ def serve(
     islands: Annotated[str, typer.Option()] = "",
     share: Annotated[float, typer.Option()] = 1.0,
     priority: Annotated[int, typer.Option()] = 0,
-    allow_remote: Annotated[bool, typer.Option("--allow-remote")] = False,
+    credentials: Annotated[str, typer.Option()] = "",
+    insecure: Annotated[bool, typer.Option("--insecure")] = False,
     files: Annotated[str, typer.Option(hidden=True)] = "",
     functions: Annotated[str, typer.Option(hidden=True)] = "",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
@@ -108,8 +115,9 @@ def serve(
     Raises:
         Error: it cannot listen there, or there are not so many devices.
     """
-    check_bind(bind, allow_remote)
     configure_logging("error")
+    check_bind(bind, Security(None, insecure=insecure))
+    security = Security.of(address, credentials, insecure=insecure, role=Role.CLIENT)
     where = parse(bind).address
     loop = uvloop.new_event_loop()
     daemon = Daemon(loop, parent_fd)
@@ -121,7 +129,7 @@ def serve(
         cluster.callback(thread.stop)
         try:
             wanted = choosing.Wanted.of(devices or None, islands, os.environ)
-            sessions = _Sessions(thread, address, wanted, share, priority, cluster)
+            sessions = _Sessions(thread, address, wanted, share, priority, cluster, security)
         except Error as error:
             if announce_fd < 0:
                 raise

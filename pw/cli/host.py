@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -34,26 +35,30 @@ from pw.cli.process import (
     command,
     configure_logging,
     fail,
-    host_of,
 )
 from pw.cli.streams import take_output
 from pw.cli.supervision import Begin, Parcel, SupervisorLink
 from pw.core.errors import Error, ErrorReport, InternalError, PlacementError
 from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
+from pw.core.roles import Role
 from pw.core.sharding import DeviceAddress
 from pw.core.watchdog import STALL_S
 from pw.devices.host.replica_memory import Replica
 from pw.devices.jax import group
 from pw.devices.jax.backend import JaxBackend
+from pw.devices.jax.compile_process import MEMORY_BYTES, TIMEOUT_S, Bounds
+from pw.devices.jax.compile_processes import CompileProcesses
+from pw.devices.jax.compile_server import fork_server
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
+from pw.devices.python.confining import Bounds as PythonBounds
 from pw.transport.bulk import BulkPlane
-from pw.transport.endpoints import advertised
+from pw.transport.endpoints import advertised, own_address
 from pw.transport.log import log
 from pw.transport.node import Node
 from pw.transport.private import beside, free_endpoint
-from pw.transport.secret import of_cluster
+from pw.transport.security import Security
 from pw.transport.stream_network import StreamNetwork
 
 DESCRIPTORS = 1 << 20
@@ -82,6 +87,10 @@ class HostRuntime:
         """Return the JAX device at an address in this epoch's island."""
         rank = self._hosts.index(address.host)
         return self._devices[rank * self._local_devices + address.ordinal]
+
+    def count_devices(self) -> int:
+        """Return how many devices the island has; 0 before this host has joined."""
+        return len(self._devices)
 
     def join(
         self, form: FormIsland, joined: Callable[[IslandJoined | IslandJoinFailed], None]
@@ -177,9 +186,18 @@ def serve(
     connect_timeout: Annotated[float, typer.Option()] = 8.0,
     reconnect: Annotated[float, typer.Option()] = 0.0,
     allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
+    python_tenants: Annotated[str, typer.Option()] = "",
+    python_memory: Annotated[int, typer.Option()] = 0,
     compile_cache: Annotated[str | None, typer.Option()] = None,
+    checkpoint_root: Annotated[str, typer.Option()] = "",
+    compile_timeout: Annotated[float, typer.Option()] = TIMEOUT_S,
+    compile_memory: Annotated[int, typer.Option()] = MEMORY_BYTES,
     stall_after: Annotated[float, typer.Option()] = STALL_S,
-    secret_file: Annotated[str, typer.Option()] = "",
+    credentials: Annotated[str, typer.Option()] = "",
+    revoked: Annotated[str, typer.Option()] = "",
+    insecure: Annotated[bool, typer.Option("--insecure")] = False,
+    advertise: Annotated[str, typer.Option()] = "",
+    private_address: Annotated[str, typer.Option()] = "",
     log_level: Annotated[str, typer.Option()] = "error",
     parent_fd: Annotated[int, typer.Option()] = -1,
     supervisor_fd: Annotated[int, typer.Option()] = -1,
@@ -198,28 +216,45 @@ def serve(
         if told is None:
             _exit(EXIT_OK)
         begin, parcel = told
+    compilers = fork_server()  # before this process has other threads
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     daemon = Daemon(loop, parent_fd)
     try:
         group.prepare(platform, devices)
-        folder, secret = beside(controller), of_cluster(controller, secret_file)
+        folder = beside(controller)
+        security = Security.of(
+            controller,
+            credentials,
+            insecure=insecure,
+            revoked=revoked,
+            role=Role.WORKER,
+            warns=False,  # pw-worker has
+        )
         bind = bind or free_endpoint(folder, "host")
         network = StreamNetwork(
             loop,
             name,
             begin.incarnation,
             bind=bind,
-            advertise=advertised(bind, controller),
+            advertise=advertise or advertised(bind, controller),
             heartbeat_s=heartbeat,
             silence_s=lease,
             own_silence_s=SILENT_HEARTBEATS * heartbeat,
             connect_s=connect_timeout,
-            secret=secret,
+            credentials=security.credentials,
+            insecure=security.insecure,
         )
-        address = host_of(network.endpoint)
+        address = private_address or own_address(bind, controller)
         folder = folder if bind.startswith("ipc://") else None
-        bulk = BulkPlane(loop, bind_host=address, folder=folder, secret=secret)
+        bulk = BulkPlane(
+            loop,
+            folder=folder,
+            credentials=security.credentials,
+            insecure=security.insecure,
+            endpoint=network.endpoint,
+        )
+        network.take_chunks = bulk.adopt
     except Error as error:
         fail("pw-worker", str(error))
         _exit(EXIT_ERROR)
@@ -237,6 +272,13 @@ def serve(
         name,
         runtime.device,
         allow_python=allow_python,
+        python_bounds=PythonBounds(python_memory, strangers=any(security)),
+        compile_apart=partial(
+            CompileProcesses,
+            runtime.count_devices,
+            bounds=Bounds(compile_timeout, compile_memory),
+            server=compilers,
+        ),
         compile_cache=cache,
         output=output,
         recorder=node.recorder,
@@ -250,6 +292,7 @@ def serve(
         os.getpid(),
         begin.spare,
         python=allow_python,
+        python_tenants=tuple(filter(None, map(str.strip, python_tenants.split(",")))),
     )
     replicas = _inherited(name, parcel, supervisor)
     executor = add_host(
@@ -263,6 +306,7 @@ def serve(
         aside=FileThreads(loop),
         reconnect_s=reconnect,
         output=output,
+        checkpoint_root=checkpoint_root,
     )
     del replicas  # only the store may hold them
 

@@ -13,8 +13,11 @@ from typing import Annotated
 
 import typer
 
-from pw.cli.process import configure_logging, run_app, size_of
+from pw.cli import keys
+from pw.cli.process import Credentials, Insecure, configure_logging, run_app, size_of
 from pw.core.errors import Error
+from pw.transport.joined import default_address
+from pw.transport.security import address_in, use_tcp
 
 app = typer.Typer(
     add_completion=False,
@@ -24,7 +27,11 @@ app = typer.Typer(
 )
 
 Address = Annotated[
-    str, typer.Option(envvar="PW_ADDRESS", help="The controller's address, tcp://host:port.")
+    str,
+    typer.Option(
+        envvar="PW_ADDRESS",
+        help="The controller's address, tcp://host:port; by default that of the joined cluster (`pw join`).",
+    ),
 ]
 
 Timeout = Annotated[
@@ -32,16 +39,26 @@ Timeout = Annotated[
 ]
 
 
-def _known(address: str) -> str:
-    """Return the address. Raises Error if there is none."""
+def _known(address: str, credentials: str, insecure: bool) -> str:
+    """Return the address, else that in the credentials or of the joined cluster, and use tcp so.
+
+    Raises:
+        Error: there is none, or the credentials cannot be used.
+    """
+    use_tcp(credentials, insecure=insecure)
+    address = address or address_in() or default_address()
     if not address:
-        raise Error("which cluster? Give its --address, or set PW_ADDRESS")
+        raise Error(
+            "which cluster? Give its --address, or set PW_ADDRESS, or join one with `pw join`"
+        )
     return address
 
 
 @app.command()
 def status(
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of tables.")
     ] = False,
@@ -53,7 +70,8 @@ def status(
     """
     from pw.cli import requests
 
-    told = requests.status(_known(address), timeout)
+    address = _known(address, credentials, insecure)
+    told = requests.status(address, timeout)
     if as_json:
         typer.echo(json.dumps(requests.status_document(address, told), indent=2))
     else:
@@ -63,6 +81,8 @@ def status(
 @app.command()
 def memory(
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document instead of tables; sizes in bytes.")
     ] = False,
@@ -74,7 +94,8 @@ def memory(
     """
     from pw.cli import requests
 
-    told = requests.memory(_known(address), timeout)
+    address = _known(address, credentials, insecure)
+    told = requests.memory(address, timeout)
     if as_json:
         typer.echo(json.dumps(requests.memory_document(address, told), indent=2))
     else:
@@ -87,6 +108,8 @@ def events(
         list[str] | None, typer.Argument(help="Topics, as run or host. By default all.")
     ] = None,
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="End after so many events. By default never.")
@@ -104,13 +127,15 @@ def events(
     from pw.cli import events as reader
 
     reader.check_topics(topics or ())
-    endpoint = reader.endpoint_of(_known(address), timeout)
+    endpoint = reader.endpoint_of(_known(address, credentials, insecure), timeout)
     reader.show(endpoint, topics or (), as_json=as_json, limit=limit)
 
 
 @app.command()
 def why(
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document with all reports.")
     ] = False,
@@ -125,7 +150,7 @@ def why(
     """
     from pw.cli import requests
 
-    told = requests.explanation(_known(address), timeout)
+    told = requests.explanation(_known(address, credentials, insecure), timeout)
     if as_json:
         typer.echo(json.dumps(requests.explanation_document(told), indent=2))
     else:
@@ -139,6 +164,8 @@ def plan(
         typer.Argument(help="A program's name, or a run in flight as `pw status` shows it."),
     ],
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="One JSON document; sizes in bytes, estimates in seconds."),
@@ -152,7 +179,7 @@ def plan(
     """
     from pw.cli import requests
 
-    told = requests.plan(_known(address), program, timeout)
+    told = requests.plan(_known(address, credentials, insecure), program, timeout)
     if as_json:
         typer.echo(json.dumps(requests.plan_document(told), indent=2))
     else:
@@ -166,6 +193,8 @@ def trace(
         str, typer.Option("--output", "-o", help="The file, for https://ui.perfetto.dev.")
     ] = "trace.json",
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     timeout: Timeout = 3.0,
 ) -> None:
     """Record what all devices, transfers and schedulers do, and write it for Perfetto.
@@ -177,7 +206,7 @@ def trace(
     """
     from pw.cli import requests
 
-    for line in requests.trace(_known(address), output, seconds, timeout):
+    for line in requests.trace(_known(address, credentials, insecure), output, seconds, timeout):
         typer.echo(line)
 
 
@@ -190,6 +219,8 @@ def cancel(
         ),
     ],
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     timeout: Timeout = 3.0,
 ) -> None:
     """Cancel runs of any client: their results, and all that needs them, fail with `Cancelled`.
@@ -201,13 +232,15 @@ def cancel(
     """
     from pw.cli import requests
 
-    requests.cancel(_known(address), what, timeout)
+    requests.cancel(_known(address, credentials, insecure), what, timeout)
 
 
 @app.command()
 def drain(
     host: Annotated[str, typer.Argument(help="The host's name, as in pw status.")],
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds to wait; the drain goes on afterwards.")
     ] = 120.0,
@@ -219,7 +252,7 @@ def drain(
     """
     from pw.cli import requests
 
-    requests.drain(_known(address), host, timeout)
+    requests.drain(_known(address, credentials, insecure), host, timeout)
     typer.echo(f"{host} is drained, and its worker ends")
 
 
@@ -229,6 +262,8 @@ def run(
     script: Annotated[str, typer.Argument(help="The Python script, run as the main module.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     islands: Annotated[
         int | None, typer.Option(min=1, help="Islands of the local cluster. By default 1.")
     ] = None,
@@ -249,7 +284,7 @@ def run(
         bool, typer.Option("--jax", help="The script's JAX uses the cluster (JAX_PLATFORMS=pw).")
     ] = False,
 ) -> None:
-    """Run a script on a cluster: the one at --address, else a local one that ends with the script.
+    """Run a script on a cluster: at --address, else the joined one, else a local one that ends with the script.
 
     The script finds the cluster in PW_ADDRESS. With --jax the script is plain JAX: `jax.devices()` are virtual
     devices of the cluster. Asking for islands, hosts or devices asks for a local
@@ -265,6 +300,8 @@ def run(
     command = [sys.executable, script, *(args or ())]
     shape = (islands, hosts_per_island, devices_per_host, size_of(device_memory))
     environment = {"JAX_PLATFORMS": "pw"} if jax else {}
+    use_tcp(credentials, insecure=insecure)
+    address = address or ("" if any(shape) else address_in() or default_address())
     if address and not any(shape):
         raise SystemExit(run_script(command, address, environment))
     source = context.get_parameter_source("address")
@@ -293,6 +330,8 @@ DEVICES = 8
 @app.command()
 def gateway(
     address: Address = "",
+    credentials: Credentials = "",
+    insecure: Insecure = False,
     bind: Annotated[
         str,
         typer.Option(help="Where JAX connects: tcp://host:port, or ipc:///path for a unix socket."),
@@ -310,13 +349,10 @@ def gateway(
         float, typer.Option(min=0.001, help="Weight of each client under --policy share.")
     ] = 1.0,
     priority: Annotated[int, typer.Option(help="Importance under --policy priority.")] = 0,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Listen off the loopback, on a trusted network.")
-    ] = False,
 ) -> None:
     """Serve JAX's remote protocol: scripts for Pathways on Cloud run on the cluster unchanged.
 
-    Without an address it starts a small cluster, which ends with it.
+    Without an address or a joined cluster it starts a small cluster, which ends with it.
 
     A script uses it with JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET=grpc://host:port. Scripts on this machine
     need no gateway: `pw run --jax script.py`, or JAX_PLATFORMS=pw.
@@ -328,7 +364,16 @@ def gateway(
     installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.cli.gateway import serve
 
-    serve(address, bind, devices or 0, islands or "", share, priority, allow_remote)
+    serve(
+        address or default_address(),
+        bind,
+        devices or 0,
+        islands or "",
+        share,
+        priority,
+        credentials,
+        insecure=insecure,
+    )
 
 
 @app.command()
@@ -389,6 +434,10 @@ def version() -> None:
     from pw.transport.link import Versions
 
     typer.echo(f"{Versions.installed()}, Python {python_platform.python_version()}")
+
+
+app.add_typer(keys.app, name="keys")
+app.command()(keys.join)
 
 
 def main() -> None:

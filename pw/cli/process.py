@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
-from pw.transport.endpoints import parse
+from pw.transport.endpoints import parse_bind
+from pw.transport.security import CLOSED, Security
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -31,13 +32,28 @@ GC_ALLOCATIONS = 10_000
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s pw: %(message)s"
-ALLOW_REMOTE_HELP = (
-    "Listen off the loopback. Links are not encrypted, and without a --secret-file any process that can dial "
-    "this one is let in: only do so on a network that you trust."
+CREDENTIALS_HELP = (
+    "This process's certificate and key, and the cluster's authority: a file of `pw keys issue`, or a folder "
+    "with tls.crt, tls.key and ca.crt. With them all tcp links are encrypted, and their ends known. By default "
+    "PW_CREDENTIALS."
 )
-SECRET_HELP = (
-    "A file with the secret of the cluster, the same for all its processes, that only this user can read; by "
-    "default the one that PW_SECRET_FILE names, or the text in PW_SECRET."
+REVOKED_HELP = "A file with revocation lists of the authority; by default PW_REVOKED."
+INSECURE_HELP = (
+    "Use tcp without encryption, and let every process in that reaches a port: only on a network that you "
+    "trust. Also with PW_INSECURE=1."
+)
+PRIVATE_HELP = (
+    "The numeric address at which this machine's part of the hosts' own traffic listens (XLA's "
+    "coordination and collectives, which are not encrypted): one of a network of the cluster's own. By default "
+    "that of --bind."
+)
+PrivateAddress = Annotated[str, typer.Option(metavar="ADDRESS", help=PRIVATE_HELP)]
+Credentials = Annotated[str, typer.Option(metavar="PATH", help=CREDENTIALS_HELP)]
+Revoked = Annotated[str, typer.Option(metavar="FILE", help=REVOKED_HELP)]
+Insecure = Annotated[bool, typer.Option("--insecure", help=INSECURE_HELP)]
+TWO_WAYS = (
+    "give --credentials PATH (`pw keys` makes them, see docs/clusters.md), or --insecure if you trust every "
+    "process on that network"
 )
 STALL_HELP = "Seconds without any progress after which the log says why (see also pw why)."
 LEAST_HEARTBEAT_S = 0.1
@@ -79,28 +95,25 @@ def check_log_level(level: str) -> None:
         raise typer.BadParameter(f"no log level {level!r}; there are {', '.join(LOG_LEVELS)}")
 
 
-def size_of(device_memory: str) -> int | None:
-    """Return the bytes of `--device-memory`, None if it is not given. Raises BadParameter if it is no size."""
-    if not device_memory:
+def size_of(given: str, option: str = "--device-memory") -> int | None:
+    """Return the bytes of an option, None if it is not given. Raises BadParameter if it is no size."""
+    if not given:
         return None
     try:
-        return parse_size(device_memory)
+        return parse_size(given)
     except ValueError as error:
-        raise typer.BadParameter(f"--device-memory {error}") from error
+        raise typer.BadParameter(f"{option} {error}") from error
 
 
-def check_bind(bind: str, allow_remote: bool) -> None:
-    """Raise BadParameter if `bind` is no endpoint, Error if other machines could reach it unintentionally."""
+def check_bind(bind: str, security: Security = CLOSED) -> None:
+    """Raise BadParameter if `bind` is no endpoint, Error if it is off the loopback and `security` is none."""
     try:
-        place = parse(bind)
+        place, _ = parse_bind(bind)
     except ConnectionFailed as error:
         words = f"cannot listen on {bind!r}; it looks like tcp://127.0.0.1:7777"
         raise typer.BadParameter(words) from error
-    if isinstance(place.address, tuple) and not (allow_remote or _is_loopback(place.address[0])):
-        raise Error(
-            f"{bind} can be reached from other machines, and links are not encrypted; add "
-            "--allow-remote if the network is trusted"
-        )
+    if isinstance(place.address, tuple) and not (any(security) or _is_loopback(place.address[0])):
+        raise Error(f"{bind} can be reached from other machines: {TWO_WAYS}")
 
 
 def check_reachable(controller: str, bind: str) -> None:
@@ -110,8 +123,7 @@ def check_reachable(controller: str, bind: str) -> None:
         if _is_loopback(here) and not _is_loopback(there):
             raise Error(
                 f"the controller at {controller} is on another machine, but {bind} can be reached from "
-                "this one only; give --bind tcp://ADDRESS:0 with an address of this machine, and "
-                "--allow-remote"
+                "this one only; give --bind tcp://ADDRESS:0 with an address of this machine"
             )
 
 
@@ -126,7 +138,17 @@ def host_of(endpoint: str) -> str:
     """Return the numeric address of a listening endpoint."""
     if not endpoint.startswith("tcp://"):
         return "127.0.0.1"
-    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def check_private(address: str) -> None:
+    """Raise BadParameter unless `--private-address` is empty or one numeric address."""
+    try:
+        fits = not address or not ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        fits = False
+    if not fits:
+        raise typer.BadParameter(f"--private-address {address!r} is not one numeric address")
 
 
 def configure_logging(level: str) -> None:

@@ -19,9 +19,10 @@ import typer
 import zmq
 
 from pw.cli.process import check_bind
-from pw.core.errors import ConnectionFailed
+from pw.core.errors import ConnectionFailed, Error
 from pw.core.events import Batch, Event, subject
 from pw.transport.private import is_private
+from pw.transport.security import Security
 
 MESSAGES_KEPT = 256
 """Messages that wait for a slow reader."""
@@ -96,10 +97,15 @@ class Publisher:
             self._context.term()
 
 
-def check_events(endpoint: str, allow_remote: bool) -> None:
+def check_events(endpoint: str, security: Security) -> None:
     """Raise BadParameter or Error if other users or machines could read events unintentionally."""
     if not endpoint.startswith("ipc://"):
-        check_bind(endpoint, allow_remote)
+        check_bind(endpoint, Security(None, insecure=True))
+        if not security.insecure:
+            raise Error(
+                f"events at {endpoint} could be read by every process that reaches it, since they are not "
+                "encrypted; use ipc:///path in a directory that only you can enter, or add --insecure"
+            )
         return
     folder = Path(endpoint.removeprefix("ipc://")).parent
     if not folder.is_absolute() or not is_private(folder):

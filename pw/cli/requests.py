@@ -57,6 +57,8 @@ def status_document(address: str, told: Status) -> dict[str, Any]:
             _fields(client, number="client", runs="runs_in_flight") for client in told.clients
         ],
         "runs": [_fields(run, function="program") for run in told.runs],
+        "hidden_clients": told.hidden_clients,
+        "hidden_runs": told.hidden_runs,
     }
 
 

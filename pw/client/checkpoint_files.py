@@ -7,6 +7,7 @@ array, by its JAX path in the tree, or a host value: numbers and small host arra
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import Future
 from typing import Any
@@ -57,6 +58,19 @@ class _Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether it is an array on disk."""
         return bool(self.array)
 
+    def check(self) -> None:
+        """Raise one of `_UNREADABLE` unless it has a value."""
+        if self.number is None:
+            size_bytes = math.prod(self.shape) * dtype_of(self.dtype).itemsize
+            if min(self.shape, default=0) < 0:
+                raise ValueError(f"{self.key!r} has the shape {self.shape}")
+            if not self.in_files and size_bytes != len(self.data or b""):
+                raise ValueError(f"{self.key!r} does not have {size_bytes} bytes")
+        if self.in_files:
+            self.aval()
+        else:
+            self.value()
+
     def aval(self) -> Any:
         """Return its abstract value."""
         data = jax.ShapeDtypeStruct(self.shape, dtype_of(self.dtype))
@@ -69,7 +83,8 @@ class _Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.number is not None:
             kind, text = self.number
             return text == "True" if kind == "bool" else _NUMBERS[kind](text)
-        assert self.data is not None
+        if self.data is None:
+            raise ValueError(f"{self.key!r} has no value")
         value: Any = np.empty(self.shape, dtype_of(self.dtype))
         value.reshape(-1).view(np.uint8)[:] = np.frombuffer(self.data, np.uint8)
         return jax.random.wrap_key_data(value, impl=self.prng) if self.prng else value[()]
@@ -235,11 +250,22 @@ def _loaded(session: Any, source: FileSource, type_: ArrayType) -> Array:
     return joined
 
 
+_UNREADABLE = (
+    msgspec.MsgspecError, ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What numpy, JAX and msgspec raise for descriptions that are no array and no number."""
+
+
 def _leaves(described: Described, where: str) -> list[_Leaf]:
+    """Return the leaves of a tree on disk. Raises CheckpointFailed if one of them is nothing that pw writes."""
     try:
-        return _decode(described.tree)
-    except msgspec.MsgspecError as error:
+        leaves = _decode(described.tree)
+        for leaf in leaves:
+            leaf.check()
+    except _UNREADABLE as error:
         raise CheckpointFailed(f"the tree in {where} cannot be read: {error}") from None
+    return leaves
 
 
 def single_tree(shape: tuple[int, ...], dtype: str) -> bytes:

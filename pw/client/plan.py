@@ -8,10 +8,10 @@ from typing import Any
 from pw.client.connection import current
 from pw.client.show.tables import Shown, Table
 from pw.core.errors import ArgumentError
-from pw.core.messages import PlannedEdge, PlannedSegment, ProgramPlan
+from pw.core.messages import PlannedBranch, PlannedEdge, PlannedSegment, ProgramPlan
 from pw.core.sizes import size_in_words
 
-__all__ = ["Plan", "PlannedEdge", "PlannedSegment", "plan"]
+__all__ = ["Plan", "PlannedBranch", "PlannedEdge", "PlannedSegment", "plan"]
 
 PLAN_S = 10.0
 
@@ -27,11 +27,13 @@ class Plan(Shown):
     """What each island runs as a unit; `depends` are positions in this tuple."""
     edges: tuple[PlannedEdge, ...]
     """The values that are moved, each with its way and the estimates of all possible ways, in seconds."""
+    branches: tuple[PlannedBranch, ...] = ()
+    """The branches of `pw.cond` and the iterations of loops; `outer` are positions in this tuple."""
 
     @classmethod
     def of(cls, told: ProgramPlan) -> Plan:
         """Return the controller's answer."""
-        return cls(told.name, told.program, told.segments, told.edges)
+        return cls(told.name, told.program, told.segments, told.edges, told.branches)
 
     @property
     def head(self) -> str:
@@ -40,16 +42,25 @@ class Plan(Shown):
         return f"{self.name} (program {self.program}): {len(self.segments)} segments, {count} edges"
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of segments and edges."""
+        """Return the tables of segments, branches and edges."""
         segments = [
             (
                 number,
                 segment.island,
                 len(segment.hosts),
                 ", ".join(map(str, segment.depends)),
-                ", ".join(name + (f" × {n}" if n > 1 else "") for name, n in segment.computations),
+                _counted(segment.computations),
             )
             for number, segment in enumerate(self.segments)
+        ]
+        branches = [
+            (
+                number,
+                f"{branch.predicate} is {'false' if branch.unless else 'true'}",
+                "" if branch.outer < 0 else branch.outer,
+                _counted(branch.computations),
+            )
+            for number, branch in enumerate(self.branches)
         ]
         edges = [
             (
@@ -68,12 +79,26 @@ class Plan(Shown):
             Table(
                 "Segments", ("segment", "island", "hosts", "after", "computations"), tuple(segments)
             ),
+            *(
+                [
+                    Table(
+                        "Branches", ("branch", "runs if", "inside", "computations"), tuple(branches)
+                    )
+                ]
+                if branches
+                else []
+            ),
             Table(
                 "Edges",
                 ("edge", "from", "to", "type", "bytes", "count", "way", "estimates"),
                 tuple(edges),
             ),
         )
+
+
+def _counted(computations: tuple[tuple[str, int], ...]) -> str:
+    """Return names and how often each is called, as in "double × 2, add"."""
+    return ", ".join(name + (f" × {n}" if n > 1 else "") for name, n in computations)
 
 
 def plan(what: Any, timeout_s: float = PLAN_S) -> Plan:

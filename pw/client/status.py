@@ -32,6 +32,10 @@ class ClusterStatus(Shown):
     """Hosts that have no place in an island: spare and draining ones."""
     clients: tuple[ClientInfo, ...]
     runs: tuple[RunInfo, ...]
+    hidden_clients: int = 0
+    """Clients of other tenants, which this one may not see."""
+    hidden_runs: int = 0
+    """Calls in flight of those."""
 
     @classmethod
     def of(cls, told: Status, address: str | None) -> ClusterStatus:
@@ -45,6 +49,8 @@ class ClusterStatus(Shown):
             told.other_hosts,
             told.clients,
             told.runs,
+            told.hidden_clients,
+            told.hidden_runs,
         )
 
     @property
@@ -62,7 +68,11 @@ class ClusterStatus(Shown):
     def head(self) -> str:
         """One line about the controller."""
         where = f"controller {self.address}" if self.address else "controller in this process"
-        return f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
+        said = f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
+        if self.hidden_clients:
+            hidden = f"{self.hidden_clients} clients with {self.hidden_runs} runs"
+            said += f"; not shown: {hidden} of other tenants"
+        return said
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of islands, hosts, clients and runs."""
@@ -74,10 +84,13 @@ class ClusterStatus(Shown):
             (h.island or "any", *_of(h, _PLACE), "yes" if h.python else "no", h.endpoint)
             for h in self.hosts
         ]
+        by_tenant = bool(self.hidden_clients) or len({c.tenant for c in self.clients}) > 1
+        tenant = ("tenant",) * by_tenant
         clients = [
             (
                 c.number,
                 c.name + (" (this one)" if c.is_me else ""),
+                *_of(c, tenant),
                 *_of(c, _OWNED),
                 ", ".join(c.awaited_hosts),
             )
@@ -91,7 +104,7 @@ class ClusterStatus(Shown):
                 ("island", "host", "state", "pid", "devices", "python", "endpoint"),
                 tuple(hosts),
             ),
-            Table("Clients", ("client", "name", *_OWNED, "waits for"), tuple(clients)),
+            Table("Clients", ("client", "name", *tenant, *_OWNED, "waits for"), tuple(clients)),
             Table("Runs", ("run", "function", "islands", "seconds"), tuple(runs)),
         )
 

@@ -15,14 +15,15 @@ from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.joined import JoinedArray
 from pw.client.arrays.mesh import default_mesh, mesh_of
-from pw.client.arrays.ragged import Ragged, check_pairs, pairs_of
+from pw.client.arrays.ragged import Ragged, check_counts, check_pairs, pairs_of
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, aval_of, host_value, signature_of
 from pw.client.show.live import Together
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.launch import Launch
 from pw.client.trace.prefixes import spread
-from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import recording
 from pw.client.trace.tracer import ProgramTracer
 from pw.core.errors import ShardingError, TracerError
 from pw.core.messages import INLINE_BYTES
@@ -47,6 +48,7 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
 
     Raises:
         ShardingError: a value cannot be split that way.
+        ArgumentError: a `pw.Ragged` of this process has counts that are negative, or more than its rows.
         ArrayDeleted: an array was deleted or donated.
     """
     leaves, structure = tree_flatten(tree)
@@ -73,6 +75,8 @@ def put(tree: Any, devices: Any = None, *, sharding: Any = None, keep: bool = Fa
         else:
             wanted.append(entry or (None if mesh is None else NamedSharding.replicated(mesh)))
     leaves = jax_arrays.taken(leaves)
+    for rows, counts in pairs_of(structure):
+        check_counts(leaves[counts], leaves[rows], "pw.put")
     together: dict[int, Array] = {}
     for rows, counts in pairs_of(structure) if recording() is None else ():
         target = wanted[rows]

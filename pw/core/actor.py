@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from pw.core.errors import ErrorReport
 from pw.core.ids import Address
+from pw.core.message_checks import objection, refusal
 from pw.core.messages import PeerLost, PeerRefused
 from pw.core.recorder import Recorder
 
@@ -68,8 +70,14 @@ class Env(Protocol):
     def forget(self, node: str) -> None:
         """Drop the link to `node` and all that waits to be sent to it."""
 
+    def tenant_of(self, node: str) -> str:
+        """The tenant of a peer: "operator" on links without TLS; empty if it never had a link."""
+
     def log(self, level: str, event: str, **fields: object) -> None:
         """Write one structured line: `level` is debug, info, warning or error."""
+
+    def audit(self, event: str, **fields: object) -> None:
+        """Write one line about access: `event` is login, refused, drain or cancel."""
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a named counter of this node (see `pw.stats`)."""
@@ -136,7 +144,10 @@ class Actor(Part):
                 self._handlers[kind] = handler if earlier is None else _both(earlier, handler)
 
     def receive(self, sender: Address, message: object) -> None:
-        """Handle one message; a type this actor does not know is counted and dropped."""
+        """Handle one message; a type this actor does not know is counted and dropped.
+
+        A message of another node is refused if it makes no sense (`pw.core.message_checks`).
+        """
         handler = self._handlers.get(type(message))
         if handler is None:
             if isinstance(message, _NEWS):
@@ -149,7 +160,15 @@ class Actor(Part):
                 "warning", "unexpected message", sender=sender, message=type(message).__name__
             )
             return
+        if sender.node != self.env.address.node and (error := objection(message)) is not None:
+            self._refuse(sender, message, error)
+            return
         handler(sender, message)
+
+    def _refuse(self, sender: Address, message: object, error: ErrorReport) -> None:
+        self.env.count("messages_refused")
+        if (answer := refusal(message, error)) is not None:
+            self.env.send(sender, answer)
 
     def turn_ended(self) -> None:
         """Send what was batched; called when the mailbox of this node is empty."""

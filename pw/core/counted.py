@@ -71,18 +71,20 @@ def most_bytes(route: Route, source: ArraySpec, lead: int) -> int:
 
 def wrong_counts(counts: Array, rows: ArraySpec, maker: str) -> ErrorReport | None:
     """Return the error of counts that are negative, or more than there are rows; None if there is none."""
-    capacity = rows.shape[counts.ndim]
+    words = impossible(counts, rows.shape[counts.ndim])
+    if words is None:
+        return None
+    return ErrorReport.of(ResultMismatch(f"{maker} made counts for rows {rows.short} that {words}"))
+
+
+def impossible(counts: Array, capacity: int) -> str | None:
+    """Return the first count that is negative or above the capacity, as words for users; None if none is."""
     wrong = (counts < 0) | (counts > capacity)
     if not wrong.any():
         return None
     at = tuple(int(index) for index in np.argwhere(wrong)[0])
     where = f" at {list(at)}" if at else ""
-    return ErrorReport.of(
-        ResultMismatch(
-            f"{maker} made counts for rows {rows.short} that say {int(counts[at])}{where}; counts are from "
-            f"0 to the capacity, {capacity}"
-        )
-    )
+    return f"say {int(counts[at])}{where}; counts are from 0 to the capacity, {capacity}"
 
 
 def numbers_of(route: Route, source: ArraySpec, counts: Array) -> list[Array]:
@@ -153,6 +155,12 @@ def joined(parts: Sequence[tuple[int, Array]], size_bytes: int) -> bytes:
     for offset, array in parts:
         buffer[offset : offset + array.nbytes] = array.tobytes()
     return bytes(buffer)
+
+
+def is_without_rows(buffer: bytes | Bytes, route: Route, lead: int) -> bool:
+    """Whether what came along a route says that none of its rows count."""
+    size_bytes = NUMBER.itemsize * sum([_cells(piece, lead) for piece in route.pieces])
+    return isinstance(buffer, bytes) and len(buffer) == size_bytes and not any(buffer)
 
 
 def unpacked(

@@ -21,7 +21,7 @@ class ConnectionFailed(Error):
 
 
 class AccessRefused(ConnectionFailed):
-    """Two processes do not have the same cluster secret."""
+    """A process may not be in the cluster, or may not do what it asked for: its credentials do not allow it."""
 
 
 class Disconnected(Error):

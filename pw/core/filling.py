@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pw.core.counted import impossible
 from pw.core.errors import ResultMismatch
 from pw.core.parts import Share
 from pw.core.sharding import dtype_of
@@ -28,6 +29,10 @@ def filled(share: Share, results: Sequence[Any], ragged: Sequence[bool]) -> list
             found.append(result)
         elif hasattr(result, "rows") and hasattr(result, "counts"):
             counts = np.asarray(result.counts, dtype_of(share.dtypes[at + 1]))
+            if counts.shape == tuple(share.shapes[at + 1]):
+                words = impossible(counts, share.shapes[at][counts.ndim])
+                if words is not None:
+                    raise ResultMismatch(f"result {at} of {share.name!r} has counts that {words}")
             found += [np.asarray(result.rows), counts]
         else:
             rows = np.zeros(share.shapes[at], dtype_of(share.dtypes[at]))
@@ -39,10 +44,14 @@ def filled(share: Share, results: Sequence[Any], ragged: Sequence[bool]) -> list
 
 def _fill(what: str, value: Any, rows: Any, counts: Any) -> None:
     if counts.ndim:
-        if len(value) != len(counts):
-            raise ResultMismatch(f"{what} has {len(value)} cells, and {len(counts)} are declared")
+        cells = len(value) if hasattr(value, "__len__") else f"no sequence ({type(value).__name__})"
+        if cells != len(counts):
+            raise ResultMismatch(
+                f"{what} has {cells} where {len(counts)} cells are declared; return a sequence with one array "
+                "of rows for each cell"
+            )
         for cell, (each, own) in enumerate(zip(value, rows, strict=True)):
-            _fill(what, each, own, counts[cell, ...])
+            _fill(f"cell {cell} of {what}", each, own, counts[cell, ...])
         return
     array = np.asarray(value)
     if array.size == 0 and array.shape[:1] == (0,):
@@ -50,7 +59,7 @@ def _fill(what: str, value: Any, rows: Any, counts: Any) -> None:
     if array.shape[1:] != rows.shape[1:] or array.dtype != rows.dtype or not array.ndim:
         raise ResultMismatch(
             f"{what} has rows {array.dtype}{list(array.shape)}, and any number up to {rows.dtype}"
-            f"{list(rows.shape)} is declared"
+            f"{list(rows.shape)} is declared; make an array of these, as with np.asarray(rows, np.{rows.dtype})"
         )
     if len(array) > len(rows):
         raise ResultMismatch(

@@ -43,6 +43,22 @@ def merge(name: str, specs: Sequence[ArraySpec]) -> Computation:
     return Computation(name, b"", placement, inputs, tuple(specs), donated, kind=Kind.MERGE)
 
 
+def hold(spec: ArraySpec) -> Computation:
+    """Return the computation that holds a value back: a merge whose halves are both the value.
+
+    Its node is guarded by its predicate. Where a branch is not taken, the result is skipped, so that an edge
+    from it carries no bytes; otherwise it is the value, under another name.
+    """
+    return merge("hold back", [spec])
+
+
+def is_hold(node: Node, computation: Computation) -> bool:
+    """Whether a node holds a value back (`hold`)."""
+    if not computation.is_merge or node.guard is None or len(node.args) != 3:
+        return False
+    return node.args[1] == node.args[2]
+
+
 def check_merge(computation: Computation) -> None:
     """Raise ShardingError unless both halves of a merge's arguments are like its results."""
     predicate, halves = computation.inputs[:1], computation.inputs[1:]

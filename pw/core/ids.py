@@ -15,6 +15,9 @@ from typing import NamedTuple
 CONTROLLER = "controller"
 """Node name of the controller process."""
 
+NAME_CHARACTERS = 256
+"""The longest name of a node, and of anything that a user names."""
+
 _SERIAL_BITS = 40
 ADDRESSES = 4096
 """How many addresses of each kind are cached: a launch needs one for every host."""

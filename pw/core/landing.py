@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+AWAITED_S = 10.0
+"""How long a push waits for the connection of a receiver that dials."""
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True):
@@ -30,13 +32,18 @@ class Landing(msgspec.Struct, frozen=True, array_like=True):
     """The receiver's unix socket: a path, or an abstract name without its leading NUL; empty if it has none."""
     endpoint: str
     """The receiver's endpoint for chunks, `tcp://ip:port` or `ipc://path`; empty if it has none."""
+    plane: str = ""
+    """The number of a receiver that dials its senders, 128 random bits as 32 hexadecimal digits; else empty."""
 
 
 class Bulk(Protocol):
     """The bulk plane as actors see it (see `pw.transport.bulk.BulkPlane`)."""
 
-    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
-        """Reserve a buffer; `deliver` is called once, when all bytes are in."""
+    def land(self, size_bytes: int, deliver: Callable[[Bytes], None], sender: str = "") -> Landing:
+        """Reserve a buffer; `deliver` is called once, when all bytes are in.
+
+        `sender` is the endpoint of the process that will push, for a process that cannot be dialled.
+        """
 
     def cancel(self, transfer: int, *, unused: bool = False) -> None:
         """Release a landing without its bytes; `unused`: its sender has said that it does not push."""

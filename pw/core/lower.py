@@ -9,7 +9,7 @@ The cost is one step for every computation, edge and piece.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from pw.core.peak import IslandMemory, island_memory
@@ -68,6 +68,7 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
     """Write the instructions of every host. Returns the plan, and the `Execute` of each node."""
     physical = schedule.physical
     kept = set(range(len(program.inputs))) - set(program.donated) | set(schedule.output_slots)
+    kept.update([schedule.origin(slot) for slot in schedule.output_slots])
     executes: dict[int, Execute] = {}
     written: defaultdict[str, dict[int, list[Instruction]]] = defaultdict(dict)
 
@@ -140,8 +141,9 @@ def _write(program: Program, schedule: Schedule) -> tuple[Plan, dict[int, Execut
             )
         )
     segments = []
+    results = frozenset(schedule.output_slots)
     for draft, hosts in zip(schedule.segments, members, strict=True):
-        reporters = _reporters(program, schedule, draft, hosts[0])
+        reporters = _reporters(program, schedule, draft, hosts[0], results)
         others = (host for host in hosts if host not in reporters)
         depends = tuple(sorted(draft.depends))
         segments.append(Segment(draft.island, (*reporters, *others), depends, len(reporters)))
@@ -156,11 +158,13 @@ def _hosts(physical: Physical, computation: Computation) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for place in specs for host in physical.hosts(place)))
 
 
-def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -> list[str]:
+def _reporters(
+    program: Program, schedule: Schedule, draft: Draft, first: str, results: frozenset[int]
+) -> dict[str, None]:
     """Return hosts of a segment that together see the end of all its computations and received outputs.
 
     Computations on the same devices run one after the other, so one host reports for all of them: `first`, if
-    it takes part.
+    it takes part. `results` are the slots of the program's outputs.
     """
     physical = schedule.physical
     teams: dict[tuple[str, ...], None] = {}
@@ -172,12 +176,14 @@ def _reporters(program: Program, schedule: Schedule, draft: Draft, first: str) -
             # Each host makes its part of a view or a merge, and skips a computation, without the others.
             is_alone = not computation.is_compiled or node.guard is not None
             teams |= dict.fromkeys([(host,) for host in team] if is_alone else [team])
-        elif step.slot in schedule.output_slots:
+        elif step.slot in results:
             teams[physical.hosts(step.destination.placement)] = None
-    reporters = [first] if not teams or any(first in team for team in teams) else []
+    reporters: dict[str, None] = {}
+    if not teams or any(first in team for team in teams):
+        reporters[first] = None
     for team in teams:
-        if not any(host in reporters for host in team):
-            reporters.append(team[0])
+        if reporters.keys().isdisjoint(team):
+            reporters[team[0]] = None
     return reporters
 
 
@@ -185,18 +191,21 @@ def _execute(program: Program, schedule: Schedule, kept: set[int], number: int) 
     """Return node `number` as an instruction, the same on all of its hosts.
 
     The hosts of a gang compile one executable, so no host donates a buffer that another one still
-    needs.
+    needs. A hold takes no buffer: it and its value have one, and what takes one of them has to wait for both.
     """
-    node, args = program.nodes[number], schedule.args[number]
-    donated = tuple(
-        position
-        for position in program.computations[node.computation].donated
-        if schedule.last_node[args[position]] == number
-        and args.count(args[position]) == 1
-        and args[position] != schedule.guards[number]
-        and args[position] not in kept
-    )
-    guard = schedule.guards[number]
+    node, args, guard = program.nodes[number], schedule.args[number], schedule.guards[number]
+    donated = program.computations[node.computation].donated
+    if donated and schedule.holds.keys().isdisjoint(schedule.results[number]):
+        buffers = [schedule.origin(slot) for slot in args]
+        times = Counter(buffers)
+        donated = tuple(
+            position
+            for position in donated
+            if schedule.last_node[buffers[position]] == number
+            and times[buffers[position]] == 1
+            and buffers[position] != guard
+            and buffers[position] not in kept
+        )
     return Execute(node.computation, args, schedule.results[number], donated, guard, node.unless)
 
 

@@ -158,13 +158,14 @@ class _Walk:
                     self._add(self._specs[slot], -1)
                 position += 1
         inputs = [n for n, spec in enumerate(program.inputs) if self._is_here(spec)]
+        donated = frozenset(program.donated)
         return IslandMemory(
             self._island,
             self.groups,
             tuple(self._peaks),
             tuple((*where, size_bytes) for where, size_bytes in self._at_execute.items()),
             tuple(inputs),
-            tuple(number for number in inputs if number in program.donated),
+            tuple(number for number in inputs if number in donated),
             tuple(self._outputs()),
         )
 
@@ -184,6 +185,8 @@ class _Walk:
     def _execute(self, execute: Execute) -> None:
         if self._program.computations[execute.computation].is_view:
             return  # its results are shards of its arguments
+        if not self._schedule.holds.keys().isdisjoint(execute.results):
+            return  # a hold: its result is its argument
         for slot in execute.results:
             self._add(self._specs[slot])
         if self._program.computations[execute.computation].is_merge:
@@ -216,12 +219,13 @@ class _Walk:
         steps = (step for draft in self._drafts for step in draft.steps)
         for position, step in enumerate(steps):
             if isinstance(step, Edge):
-                last[step.slot] = position
+                used = [step.slot]
                 if any(route.source_host == route.destination_host for route in step.routes):
-                    last.update(dict.fromkeys(step.reads(), position))
+                    used += step.reads()
             else:
                 execute = self._executes[step]
-                last.update(dict.fromkeys((*execute.reads, *execute.results), position))
+                used = [*execute.reads, *execute.results]
+            last.update(dict.fromkeys(map(self._schedule.origin, used), position))
         stays = set(range(len(self._program.inputs))) - set(self._program.donated)
         stays.update(self._schedule.output_slots)
         ends: dict[int, list[int]] = {}

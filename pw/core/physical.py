@@ -14,6 +14,7 @@ from pw.core.plan import Route
 from pw.core.program import Computation, Program
 from pw.core.reshard import plan_routes
 from pw.core.sharding import ArraySpec, Binding, Box, DeviceAddress, Placement
+from pw.core.spec_checks import check_placement, check_spec
 from pw.core.views import check_program, check_view
 
 
@@ -92,31 +93,18 @@ class Physical:
 
     def _located(self, placement: Placement) -> tuple[DeviceAddress, ...]:
         binding = self.bindings[placement.slice]
-        if not placement.devices:
-            raise PlacementError("it names no devices to run on")
-        for index in placement.devices:
-            if not 0 <= index < len(binding.devices):
-                raise PlacementError(
-                    f"it names device {index} of a slice that has {len(binding.devices)} devices"
-                )
+        check_placement(placement, len(binding.devices))
         devices = binding.located(placement)
         if len(set(devices)) < len(devices):
-            twice = next(device for device in devices if devices.count(device) > 1)
             raise PlacementError(
-                f"two positions of its mesh are the same physical device, number {twice.ordinal} of host "
-                f"{twice.host}; make the mesh of different devices"
+                "two positions of its mesh are the same physical device; make the mesh of different devices"
             )
         return devices
 
     def _check_spec(self, spec: ArraySpec) -> None:
         if spec in self._checked:
             return
-        if spec.sharding.device_count != len(spec.placement.devices):
-            raise PlacementError(
-                f"the mesh {spec.sharding.axis_sizes} has {spec.sharding.device_count} positions, "
-                f"but {len(spec.placement.devices)} devices were named for it"
-            )
-        spec.sharding.check(spec.shape)
+        check_spec(spec, len(self.bindings[spec.placement.slice].devices))
         self.devices(spec.placement)
         self._checked.add(spec)
 

@@ -13,12 +13,12 @@ not wait.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pw.core.counted import check_counts
 from pw.core.errors import ArgumentError
-from pw.core.guards import guard_of
+from pw.core.guards import guard_of, is_hold
 from pw.core.physical import Physical
 from pw.core.plan import Counts, Route
 from pw.core.program import Program, Value
@@ -79,7 +79,9 @@ class Schedule:
         self.results: list[tuple[int, ...]] = []
         self.sends_after: defaultdict[int, list[Edge]] = defaultdict(list)
         self.last_node: dict[int, int | None] = {}
-        """The last node that uses a slot, or None if a receive on the same host does."""
+        """The last node that uses a slot, or a hold of it, or None if a receive on the same host does."""
+        self.holds: dict[int, int] = {}
+        """The slot of the value of each hold, by the hold's own slot (`pw.core.guards.hold`)."""
         self._program = program
         self._first: dict[str, Draft] = {}
         self._open: dict[str, Draft] = {}
@@ -130,12 +132,24 @@ class Schedule:
                     f"call {number} of {self._program.name!r} reads a result of call {value.node}, a later one"
                 )
             slots.append(self._slot(value, spec, arriving, counted.get(at)))
-        self.last_node.update(dict.fromkeys(slots, number))
+        self._note_use(slots, number)
         self.guards.append(slots.pop(0) if guard else -1)
         segment = self._receive(self.physical.island(computation.placement), arriving)
         segment.steps.append(number)
         self._segment_of_node.append(segment.index)
         self.args.append(tuple(slots))
+        if is_hold(node, computation):
+            self.holds[self.results[number][0]] = slots[1]
+
+    def origin(self, slot: int) -> int:
+        """Return the slot of a value whose hold may be in `slot`; they have one buffer."""
+        while slot in self.holds:
+            slot = self.holds[slot]
+        return slot
+
+    def _note_use(self, slots: Iterable[int], node: int | None) -> None:
+        for slot in slots:
+            self.last_node[slot] = self.last_node[self.origin(slot)] = node
 
     def _place_outputs(self) -> tuple[int, ...]:
         slots = []
@@ -209,7 +223,7 @@ class Schedule:
             if any(edge.sends()):
                 self._send(edge)
             if any(route.source_host == route.destination_host for route in edge.routes):
-                self.last_node.update(dict.fromkeys(edge.reads(), None))
+                self._note_use(edge.reads(), None)
         segment.steps.extend(arriving)
         return segment
 

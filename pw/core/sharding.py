@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import ml_dtypes
 import msgspec
@@ -28,7 +28,7 @@ BOXES_KEPT = 16_384
 """How many boxes are cached: one slice of 512 hosts has 2,048, and a step uses few shapes."""
 
 
-@cache
+@lru_cache(maxsize=256)  # names that clients give may be any
 def dtype_of(name: str) -> np.dtype[np.generic]:
     """The numpy dtype called `name`, the small floats and integers of ml_dtypes included."""
     extension = getattr(ml_dtypes, name, None)
@@ -85,6 +85,8 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
             raise ShardingError(
                 f"the mesh has axes {self.axis_names} of sizes {self.axis_sizes}: each needs one, of 1 or more"
             )
+        if len(set(self.axis_names)) < len(self.axis_names):
+            raise ShardingError(f"two axes of the mesh {self.axis_names} have the same name")
         if len(self.spec) > len(shape):
             raise ShardingError(
                 f"a partition spec of {len(self.spec)} dimensions was given for an array of "
@@ -108,6 +110,7 @@ class Sharding(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
                     "sharding"
                 )
 
+    @lru_cache(maxsize=BOXES_KEPT)  # noqa: B019
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of every shard of an array of `shape`."""
         return tuple(

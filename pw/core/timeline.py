@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import msgspec
 
 from pw.core.actor import Env, Part, handles
+from pw.core.errors import AccessRefused, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import WIDTH
+from pw.core.tenants import OPERATOR
 from pw.core.ticker import Ticker
 
 PART = 4096
@@ -67,6 +69,16 @@ class Recordings(Part):
         now_s, recorder = self._env.now_s(), self._recorder
         if not self._is_known(sender):
             refusal = Records(message.timeline, message.question, now_s, refused=True)
+            self._env.send(sender, refusal)
+            return
+        if (tenant := self._env.tenant_of(sender.node)) != OPERATOR:
+            error = AccessRefused(
+                f"tenant {tenant!r} may not read timelines, which show the programs of all tenants; the "
+                f"tenant {OPERATOR!r} may"
+            )
+            report = ErrorReport.of(error, self._env.address.node)
+            self._env.count("requests_refused")
+            refusal = Records(message.timeline, message.question, now_s, error=report)
             self._env.send(sender, refusal)
             return
         key = (sender.node, message.timeline)

@@ -106,15 +106,18 @@ class Connection(asyncio.Protocol):
     Args:
         opened: called with each new stream and its headers; sets the stream's handler.
         closed: called when the connection is lost.
+        refuses: called with the transport; whether to serve nothing there.
     """
 
     def __init__(
         self,
         opened: Callable[[Stream, list[tuple[bytes, bytes]]], None],
         closed: Callable[[Connection], None],
+        refuses: Callable[[Any], bool] = lambda transport: False,
     ) -> None:
         self._opened = opened
         self._closed = closed
+        self._refuses = refuses
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
         self._received = bytearray()
@@ -143,6 +146,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """Announce the server's settings."""
         self._transport = transport
+        if self._refuses(transport):
+            transport.abort()
+            return
         settings = struct.pack(
             ">HIHIHI", INITIAL_WINDOW, WINDOW, MAX_FRAME, FRAME_BYTES, 3, STREAMS
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pw.gateway import protos, rpc
 from pw.gateway.devices import Devices
 from pw.gateway.http2 import Connection, Stream
 from pw.gateway.requests import Client
+from pw.transport.peers import is_foreign
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,15 @@ Connect = Callable[[], Awaitable[tuple[Runtime, Devices, Callable[[], object]]]]
 _SERVICE = "/xla.ifrt.proxy.GrpcIfrtService/"
 _PROXY = "xla.ifrt.proxy."
 _STORE = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
+
+
+def _refuses(transport: Any) -> bool:
+    """Whether another user of this machine has connected: JAX shows no credentials, the kernel knows."""
+    with closing(transport.get_extra_info("socket").dup()) as end:
+        refused = is_foreign(end)
+    if refused:
+        logger.warning("another user of this machine has connected, and is refused")
+    return refused
 
 
 class Server:
@@ -93,7 +104,7 @@ class Server:
             client.close()
 
     def _connection(self) -> Connection:
-        made = Connection(self._open, self._connections.discard)
+        made = Connection(self._open, self._connections.discard, _refuses)
         self._connections.add(made)
         return made
 

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from pw.gateway import protos
 from pw.gateway.dtypes import name_of
 from pw.gateway.statuses import Status, unsupported
 
 _IFRT = "xla::ifrt::"
+_KINDS = frozenset(
+    f"{kind}Sharding"
+    for kind in ("SingleDevice", "ConcreteEven", "Concrete", "Hlo", "Opaque", "ShardingParam")
+)
 
 
 class Layout(NamedTuple):
@@ -36,10 +41,15 @@ class Layout(NamedTuple):
 
 
 def read(proto: Any, shape: tuple[int, ...]) -> Layout:
-    """Return what a `ShardingProto` says of an array of this shape."""
+    """Return what a `ShardingProto` says of an array of this shape. Raises Status."""
     serialized = proto.serialized_sharding
     kind = serialized.type_name.removeprefix(_IFRT)
-    said = protos.message(f"xla.ifrt.{kind}Proto").FromString(serialized.data)
+    if kind not in _KINDS:
+        raise unsupported(f"shardings of the kind {kind[:100]!r} are not supported")
+    try:
+        said = protos.message(f"xla.ifrt.{kind}Proto").FromString(serialized.data)
+    except DecodeError as error:
+        raise _damaged() from error
     memory = said.memory_kind if said.HasField("memory_kind") else ""
     if kind == "SingleDeviceSharding":
         return Layout((said.device_id,), memory, True, shape)
@@ -56,10 +66,8 @@ def read(proto: Any, shape: tuple[int, ...]) -> Layout:
         return of_op_sharding(said.xla_op_sharding, devices, memory, shape)
     if kind == "OpaqueSharding":
         return Layout(devices, memory, len(devices) == 1, shape if len(devices) == 1 else None)
-    if kind == "ShardingParamSharding":
-        parts = tuple(said.sharding_param.dim_shards)
-        return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
-    raise unsupported(f"shardings of the kind {kind} are not supported")
+    parts = tuple(said.sharding_param.dim_shards)
+    return Layout(devices, memory, math.prod(parts) == 1, divided(shape, parts))
 
 
 def of_op_sharding(
@@ -98,7 +106,7 @@ def write(
 
 
 def partitions(sharding: Any, ndim: int) -> tuple[int, ...]:
-    """Return into how many parts an `xla.OpSharding` divides each of `ndim` dimensions."""
+    """Return into how many parts an `xla.OpSharding` divides each of `ndim` dimensions. Raises Status."""
     if sharding.HasField("named_sharding"):
         named = sharding.named_sharding
         sizes = [axis.size for axis in named.mesh.axes]
@@ -107,6 +115,8 @@ def partitions(sharding: Any, ndim: int) -> tuple[int, ...]:
             count = 1
             for axis in dimension.axes:
                 has_part = axis.HasField("sub_axis_info")
+                if not has_part and not 0 <= axis.mesh_axis_index < len(sizes):
+                    raise _damaged()
                 count *= axis.sub_axis_info.size if has_part else sizes[axis.mesh_axis_index]
             parts.append(count)
         return (*parts, *[1] * (ndim - len(parts)))
@@ -115,8 +125,14 @@ def partitions(sharding: Any, ndim: int) -> tuple[int, ...]:
 
 
 def divided(shape: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a shard."""
+    """Return the shape of a shard. Raises Status."""
+    if min(parts, default=1) < 1:
+        raise _damaged()
     return tuple(-(-size // count) for size, count in zip(shape, parts, strict=False))
+
+
+def _damaged() -> Status:
+    return Status("INVALID_ARGUMENT", "the sharding of an array cannot be read")
 
 
 def dtype_and_shape(described: Any) -> tuple[str, tuple[int, ...]]:

@@ -5,8 +5,11 @@ Control messages and buffers never share a socket. A receiver reserves a buffer 
 processes of one machine the bytes are copied once, into pages that the receiver then aliases
 (`pw.transport.shared`); otherwise they go in chunks over tcp (`pw.transport.chunks`).
 
+The chunks of a node come to the port of its links (`adopt`). A process that listens nowhere, a
+client, dials the hosts that send to it.
+
     loop thread      land, cancel, push, deliver, done; the pool of blocks; `SharedReceiver`
-    bulk thread      copying; tcp connections; `SharedSender` (`pw.transport.bulk_thread`)
+    bulk thread      copying; connections for chunks; `SharedSender` (`pw.transport.bulk_thread`)
 
 The two share the queue of pushes, the dictionary of expected transfers, of which the bulk thread
 reads single entries, and `call_soon_threadsafe`.
@@ -20,6 +23,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +48,10 @@ from pw.transport.blocks import (
 from pw.transport.bulk_thread import BulkThread
 from pw.transport.chunk_receiver import Inflow
 from pw.transport.chunk_sender import ChunkSender
+from pw.transport.credentials import Credentials
 from pw.transport.pieces import Push, checked
 from pw.transport.private import free_endpoint
+from pw.transport.security import Security
 from pw.transport.shared import INLINE_BYTES, SHARE_BYTES, Malformed
 from pw.transport.shared_receiver import SharedReceiver
 from pw.transport.shared_sender import SharedSender
@@ -71,10 +78,14 @@ class BulkPlane:
 
     Args:
         loop: the process's event loop.
-        bind_host: the address at which other machines reach this one.
+        bind_host: the address at which a plane that listens itself is reached over tcp.
         pool_bytes: how much idle shared memory is kept warm.
-        folder: the private directory of the cluster, in which this plane listens instead of on a
-        port. secret: of the cluster; both ends of every connection prove that they know it.
+        folder: the private directory of the cluster, for unix sockets.
+        credentials: for TLS on tcp. Without any, only processes of this user on this machine reach
+            this plane and are reached, and with `insecure` every process, without TLS.
+        insecure: whether tcp may be plain.
+        endpoint: where the process's node listens, which hands connections over (`adopt`); empty if
+            it listens nowhere. None: the plane listens itself.
         channel: `shared` (one machine only), `tcp`, or `auto` for the better of the two; the
             environment variable PW_BULK overrides `auto`.
 
@@ -93,7 +104,9 @@ class BulkPlane:
         pool_bytes: int = 1 << 30,
         channel: str = "auto",
         folder: Path | None = None,
-        secret: bytes | None = None,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
+        endpoint: str | None = None,
     ) -> None:
         if channel == "auto":
             channel = os.environ.get("PW_BULK", "auto")
@@ -116,20 +129,45 @@ class BulkPlane:
         self._machine = machine_identity() if _SHARED_MEMORY else ""
         self._pool = BlockPool(pool_bytes, self._dropped)
 
-        self._thread = BulkThread(loop, self._finish, self._unshare, secret)
+        security = Security(credentials, insecure)
+        self._plane = secrets.token_hex(16) if endpoint == "" else ""
+        self._thread = BulkThread(loop, self, self._plane, self._finish, self._unshare, security)
         self._endpoint = ""
         if channel != "shared":
+            self._endpoint = (
+                self._listen(folder, bind_host, security) if endpoint is None else endpoint
+            )
+        self._receiver: SharedReceiver | None = None
+        if channel != "tcp":
             try:
-                endpoint = free_endpoint(folder, "chunks", bind_host)
-                self._endpoint = self._thread.receive_chunks(endpoint, self)
-            except ConnectionFailed as error:
-                raise ValueError(f"cannot listen at bind_host {bind_host!r}: {error}") from error
-        self._receiver = SharedReceiver(loop, self, folder, secret) if channel != "tcp" else None
+                self._receiver = SharedReceiver(loop, self, folder)
+            except OSError:
+                if channel == "shared" or endpoint is None:
+                    raise
         self._thread.start()
+
+    def _listen(self, folder: Path | None, host: str, security: Security) -> str:
+        """Listen for chunks; where senders reach this plane, empty if it can listen nowhere."""
+        wanted = free_endpoint(folder, "chunks", host)
+        if folder is None and not security.takes_tcp:
+            if sys.platform != "linux":
+                return ""
+            wanted = f"ipc://@pw-chunks-{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            return self._thread.listen(wanted)
+        except ConnectionFailed as error:
+            raise ValueError(f"cannot listen at bind_host {host!r}: {error}") from error
 
     # Receiving
 
-    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
+    def adopt(self, connection: socket.socket) -> None:
+        """Take a connection for chunks that the process's node has accepted."""
+        if self._closed:
+            connection.close()
+        else:
+            self._thread.adopt(connection)
+
+    def land(self, size_bytes: int, deliver: Callable[[Bytes], None], sender: str = "") -> Landing:
         """Reserve a buffer for one transfer, and describe it for the sender.
 
         Args:
@@ -137,6 +175,7 @@ class BulkPlane:
             deliver: called once, with a uint8 array of that size on a 64-byte boundary, when all
                 bytes are in. Its memory is used again only after the array and everything that
                 aliases it are garbage.
+            sender: the endpoint of the process that will push; a plane that listens nowhere dials it.
 
         Raises:
             TransferFailed: there is no memory, no descriptor left, or the plane is closed.
@@ -158,6 +197,9 @@ class BulkPlane:
             raise OutOfHostMemory(words) from error
         self._expected[transfer] = _Expected(block, Inflow(transfer, target), deliver)
         receiver = self._receiver if block or size_bytes <= INLINE_BYTES else None
+        plane = self._plane if sender and self._channel != "shared" else ""
+        if plane:
+            self._thread.dial(sender)
         return Landing(
             transfer=transfer,
             size_bytes=size_bytes,
@@ -165,14 +207,19 @@ class BulkPlane:
             machine=self._machine,
             socket=receiver.name if receiver else "",
             endpoint=self._endpoint,
+            plane=plane,
         )
+
+    @property
+    def _takes_chunks(self) -> bool:
+        return self._channel != "shared" and bool(self._endpoint or self._plane)
 
     def _lease(self, size_bytes: int, transfer: int) -> Block | None:
         """A block; None if descriptors are short and the bytes can come over tcp."""
         try:
-            return self._pool.lease(size_bytes, transfer, sparing=bool(self._endpoint))
+            return self._pool.lease(size_bytes, transfer, sparing=self._takes_chunks)
         except OSError as error:
-            if error.errno not in NO_DESCRIPTORS or not self._endpoint:
+            if error.errno not in NO_DESCRIPTORS or not self._takes_chunks:
                 raise
             return None
 
@@ -219,7 +266,7 @@ class BulkPlane:
             if self._channel != "tcp" and landing.socket and landing.machine == self._machine:
                 sender = self._thread.by_memory
                 push.shared = self._shareable(push)
-            elif self._channel != "shared" and landing.endpoint:
+            elif self._channel != "shared" and (landing.endpoint or landing.plane):
                 sender = self._thread.by_chunks
             else:
                 raise TransferFailed(

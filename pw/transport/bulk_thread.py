@@ -14,53 +14,88 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from pw.core.errors import TransferFailed
 from pw.transport.blocks import Block
+from pw.transport.chunk_dial import ChunkDialler
+from pw.transport.chunk_entrance import ChunkEntrance
 from pw.transport.chunk_receiver import ChunkReceiver, Inflows
 from pw.transport.chunk_sender import ChunkSender
 from pw.transport.pieces import Push, Ready
+from pw.transport.security import Security
 from pw.transport.shared_sender import SharedSender
 
 _EXPIRE_MS = 1000
 
 
 class BulkThread:
-    """Runs the connections of a plane, other than those of `SharedReceiver`."""
+    """Runs the connections of a plane, other than those of `SharedReceiver`.
+
+    Args:
+        loop: gets the ends of pushes.
+        inflows: the plane.
+        plane: its number.
+        finish: called with the end of each push.
+        unshare: called when a receiver has given a block back.
+        security: how the process uses tcp.
+    """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        inflows: Inflows,
+        plane: str,
         finish: Callable[[Push, Exception | None], None],
         unshare: Callable[[Block, bool], None],
-        secret: bytes | None,
+        security: Security,
     ) -> None:
         self._loop = loop
         self._finish = finish
-        self._secret = secret
         self._poller = select.poll()
         self._watchers: dict[int, Ready] = {}
         self._pushes: deque[tuple[SharedSender | ChunkSender, Push]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
         self._wakened.setblocking(False)
-        self.by_memory = SharedSender(self.watch, self.unwatch, finish, unshare, secret)
-        self.by_chunks = ChunkSender(self.watch, self.unwatch, finish, secret)
-        self._ends: list[SharedSender | ChunkSender | ChunkReceiver]
-        self._ends = [self.by_memory, self.by_chunks]
+        self._credentials = security.credentials
+        dialler = ChunkDialler(security)
+        self.by_memory = SharedSender(self.watch, self.unwatch, finish, unshare)
+        self.by_chunks = ChunkSender(dialler, self.watch, self.unwatch, finish)
+        self._receiver = ChunkReceiver(inflows, plane, dialler, self.watch, self.unwatch)
+        self._entrance = ChunkEntrance(
+            self.watch,
+            self.unwatch,
+            dialler,
+            self.by_chunks.attach,
+            self._receiver.admit,
+            inflows.reject,
+        )
+        self._ends: list[SharedSender | ChunkSender | ChunkReceiver | ChunkEntrance]
+        self._ends = [self.by_memory, self.by_chunks, self._receiver, self._entrance]
         self._ended: TransferFailed | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pw-bulk", daemon=True)
 
-    def receive_chunks(self, endpoint: str, inflows: Inflows) -> str:
+    def listen(self, endpoint: str) -> str:
         """Listen for chunks, before `start`; where senders reach this process.
 
         Raises:
             ConnectionFailed: the endpoint cannot be listened on.
         """
-        receiver = ChunkReceiver(endpoint, inflows, self.watch, self.unwatch, self._secret)
-        self._ends.append(receiver)
-        return receiver.endpoint
+        return self._entrance.listen(endpoint)
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Take a connection that a node's listener has accepted; on the loop."""
+        if self._ended or self._closed:
+            connection.close()
+        else:
+            self._call(partial(self._entrance.adopt, connection))
+
+    def dial(self, endpoint: str) -> None:
+        """Have the process there push over a connection that this one makes; on the loop."""
+        self._call(partial(self._receiver.dial, endpoint))
 
     def start(self) -> None:
         """Start the thread."""
@@ -73,6 +108,10 @@ class BulkThread:
             self._refuse_pushes(self._ended)
         else:
             self._wake()
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._wake()
 
     def watch(self, descriptor: int, ready: Ready, writable: bool) -> None:
         """Call `ready` when a descriptor is readable or, if asked, writable."""
@@ -121,6 +160,8 @@ class BulkThread:
         self.watch(self._wakened.fileno(), self._wakened_now, False)
         expiry_s = 0.0
         while not self._closed:
+            while self._calls:
+                self._calls.popleft()()
             while self._pushes:
                 sender, push = self._pushes.popleft()
                 sender.push(push)
@@ -136,6 +177,8 @@ class BulkThread:
             now_s = time.monotonic()
             if now_s >= expiry_s:
                 expiry_s = now_s + _EXPIRE_MS / 1000
+                if self._credentials is not None:
+                    self._credentials.refresh()
                 for end in self._ends:
                     end.expire()
 

@@ -1,17 +1,17 @@
-"""The sending end of transfers over tcp (see `pw.transport.chunks`), on the bulk thread."""
+"""The sending end of transfers in chunks (see `pw.transport.chunks`), on the bulk thread."""
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pw.core.errors import ConnectionFailed, TransferFailed
+from pw.core.errors import Error, TransferFailed
+from pw.core.landing import AWAITED_S
 from pw.transport.blocks import Array
+from pw.transport.chunk_dial import ChunkDialler
+from pw.transport.chunk_stream import Stream
 from pw.transport.chunks import (
     ACK,
     CHUNK,
@@ -19,22 +19,18 @@ from pw.transport.chunks import (
     FINISH,
     HEADER,
     MAGIC,
-    PLANE,
     REFUSE,
     SILENCE_S,
     header,
-    prepare,
 )
-from pw.transport.endpoints import look_up, parse
-from pw.transport.peers import is_trusted
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed
-from pw.transport.proof import Proof, ProofError
 
 TRANSFERS_AT_ONCE = 4
 """Long transfers per receiver; more at a time would make none of them faster."""
 _LINES_AT_ONCE = 256
 """Less than the kernel's limit for one call."""
 _REPLIES_AT_ONCE = 128
+_PLANES = 4096
 
 
 class _Outflow:
@@ -70,8 +66,10 @@ class _Outflow:
 class _Receiver:
     """One receiver, at the sender."""
 
-    endpoint: str
-    socket: socket.socket
+    place: str
+    """Its endpoint or, if it dials, its plane."""
+    stream: Stream | None
+    """None until a receiver that dials has done so."""
     heard_s: float
     """When it last took or said something, or was first owed an answer."""
     active: dict[int, _Outflow] = field(default_factory=dict)  # all that are not settled
@@ -82,21 +80,21 @@ class _Receiver:
     lines: list[memoryview] = field(default_factory=list)
     sending_next: bool = True  # to be told when it can take more
     inbox: bytearray = field(default_factory=bytearray)
-    proof: Proof | None = (
-        None  # until it has proven that it knows the secret; nothing is sent before
-    )
 
 
 @dataclass(eq=False)
 class ChunkSender:
-    """The sending ends of a plane's tcp connections."""
+    """The sending ends of a plane's connections."""
 
+    _dialler: ChunkDialler
     _watch: Watch
     _unwatch: Unwatch
     _finish: Callable[[Push, Exception | None], None]
-    _secret: bytes | None
     _receivers: dict[str, _Receiver] = field(default_factory=dict)
     _by_descriptor: dict[int, _Receiver] = field(default_factory=dict)
+    _answers: memoryview = field(
+        default_factory=lambda: memoryview(bytearray(_REPLIES_AT_ONCE * HEADER.size))
+    )
 
     @property
     def owed(self) -> bool:
@@ -104,37 +102,69 @@ class ChunkSender:
         return any(peer.active for peer in self._receivers.values())
 
     def push(self, push: Push) -> None:
-        endpoint = push.landing.endpoint
+        landing = push.landing
         try:
-            peer = self._receivers.get(endpoint) or self._connect(endpoint)
-        except (OSError, ConnectionFailed) as error:
-            self._finish(push, TransferFailed(f"cannot reach {endpoint!r}: {error}"))
+            peer = self._receivers.get(landing.plane or landing.endpoint)
+            if peer is None:
+                peer = (
+                    self._await(landing.plane) if landing.plane else self._connect(landing.endpoint)
+                )
+        except (OSError, Error) as error:
+            self._finish(push, TransferFailed(f"cannot reach {landing.endpoint!r}: {error}"))
             return
-        if push.landing.transfer in peer.active:
+        if landing.transfer in peer.active:
             self._finish(push, TransferFailed("the same bytes are being sent already"))
             return
         if not peer.active:
             peer.heard_s = time.monotonic()
         line = peer.short if push.size_bytes <= CHUNK_BYTES else peer.queued
-        peer.active[push.landing.transfer] = outflow = _Outflow(push, line)
+        peer.active[landing.transfer] = outflow = _Outflow(push, line)
         line.append(outflow)
         self._start_queued(peer)
-        if not peer.sending_next:
-            peer.sending_next = True
-            self._watch(peer.socket.fileno(), self.ready, True)
+        if peer.stream is not None and not peer.sending_next:
+            self._watch_next(peer, peer.stream, True)
+
+    def attach(self, plane: str, stream: Stream) -> bool:
+        """Take the connection of a receiver that has dialled; it replaces an earlier one of that receiver.
+
+        Returns False if that receiver is a process with another identity.
+        """
+        peer = self._receivers.get(plane)
+        if peer is not None and peer.stream is not None:
+            here, there = peer.stream.identity, stream.identity
+            if (here and here.uri) != (there and there.uri):
+                return False
+            self._hang_up(peer, "it has connected again")
+            peer = None
+        if peer is None:
+            peer = self._await(plane)
+        peer.stream, peer.heard_s = stream, time.monotonic()
+        self._by_descriptor[stream.socket.fileno()] = peer
+        self._watch_next(peer, stream, True)
+        return True
 
     def ready(self, descriptor: int, readable: bool, writable: bool) -> None:
         peer = self._by_descriptor[descriptor]
+        stream = peer.stream
+        assert stream is not None
+        if not stream.is_open and not self._shake(peer, stream):
+            return
         if writable:
-            self._send_next(peer)
+            self._send_next(peer, stream)
         if readable and self._by_descriptor.get(descriptor) is peer:
-            self._receive(peer)
+            self._receive(peer, stream)
 
     def expire(self) -> None:
-        """Drop receivers that have been silent for too long."""
+        """Drop receivers that are revoked, silent for too long, or have not dialled."""
         now_s = time.monotonic()
         for peer in list(self._receivers.values()):
-            if peer.active and now_s - peer.heard_s > SILENCE_S:
+            if peer.stream is not None and self._dialler.is_revoked(peer.stream):
+                self._hang_up(peer, "its certificate is revoked")
+            elif peer.stream is None and now_s - peer.heard_s > AWAITED_S:
+                self._hang_up(
+                    peer, f"the receiver has not dialled this host within {AWAITED_S:g} s"
+                )
+            elif peer.active and now_s - peer.heard_s > SILENCE_S:
                 self._hang_up(peer, f"it was silent for {SILENCE_S} s")
 
     def close(self) -> None:
@@ -142,37 +172,49 @@ class ChunkSender:
             self._hang_up(peer, "this process has closed its connections")
 
     def _connect(self, endpoint: str) -> _Receiver:
-        place = look_up(parse(endpoint))
-        connection = socket.socket(place.family, socket.SOCK_STREAM)
-        try:
-            prepare(connection)
-            code = connection.connect_ex(place.address)
-            if code not in (0, errno.EINPROGRESS):
-                raise OSError(code, os.strerror(code))
-            if code == 0 and not is_trusted(connection):
-                raise PermissionError("another user listens there")
-        except OSError:
-            connection.close()
-            raise
-        peer = _Receiver(endpoint, connection, time.monotonic())
-        if self._secret is not None:
-            peer.proof = Proof(self._secret, PLANE, listens=False)
-            peer.lines.append(memoryview(peer.proof.hello))
-        self._receivers[endpoint] = self._by_descriptor[connection.fileno()] = peer
-        self._watch(connection.fileno(), self.ready, True)
+        stream = self._dialler.dial(endpoint)
+        peer = _Receiver(endpoint, stream, time.monotonic())
+        self._receivers[endpoint] = self._by_descriptor[stream.socket.fileno()] = peer
+        self._watch(stream.socket.fileno(), self.ready, True)
         return peer
 
+    def _await(self, plane: str) -> _Receiver:
+        """Expect the connection of a receiver that dials."""
+        if len(self._receivers) >= _PLANES:
+            idle = (one for one in self._receivers.values() if not one.active)
+            if (oldest := next(idle, None)) is None:
+                raise TransferFailed(f"{_PLANES} receivers are connected already")
+            self._hang_up(oldest, "too many receivers")
+        peer = self._receivers[plane] = _Receiver(plane, None, time.monotonic())
+        return peer
+
+    def _shake(self, peer: _Receiver, stream: Stream) -> bool:
+        """Receive a part of a handshake; whether it is over."""
+        try:
+            is_open = stream.shake()
+        except (OSError, Error) as error:
+            self._hang_up(peer, str(error))
+            return False
+        self._watch_next(peer, stream, is_open or stream.has_unsent)
+        return is_open
+
+    def _watch_next(self, peer: _Receiver, stream: Stream, sending: bool) -> None:
+        """Be told when the receiver says something and, if `sending`, can take more."""
+        peer.sending_next = sending
+        self._watch(stream.socket.fileno(), self.ready, sending)
+
     def _hang_up(self, peer: _Receiver, why: str) -> None:
-        if self._receivers.get(peer.endpoint) is not peer:
+        if self._receivers.get(peer.place) is not peer:
             return
-        del self._receivers[peer.endpoint]
-        del self._by_descriptor[peer.socket.fileno()]
-        self._unwatch(peer.socket.fileno())
-        peer.socket.close()
+        del self._receivers[peer.place]
+        if peer.stream is not None:
+            descriptor = peer.stream.socket.fileno()
+            del self._by_descriptor[descriptor]
+            self._unwatch(descriptor)
+            peer.stream.close()
         for outflow in peer.active.values():
-            words = (
-                f"the connection to {peer.endpoint} was lost while an array was sent there: {why}"
-            )
+            there = peer.place if "://" in peer.place else "the receiver, which dials this host,"
+            words = f"the connection to {there} was lost while an array was sent there: {why}"
             self._finish(outflow.push, TransferFailed(words))
 
     def _start_queued(self, peer: _Receiver) -> None:
@@ -181,15 +223,17 @@ class ChunkSender:
             outflow.line = peer.turn
             peer.turn.append(outflow)
 
-    def _send_next(self, peer: _Receiver) -> None:
+    def _send_next(self, peer: _Receiver, stream: Stream) -> None:
         """Send the rest of a chunk, or the next one, until the socket is full."""
-        if not peer.lines and not self._cut_next(peer):
-            return
         try:
-            sent = peer.socket.sendmsg(peer.lines)
+            stream.flush()
+            if not peer.lines and not self._cut_next(peer, stream):
+                return
+            sent = stream.send(peer.lines)
         except BlockingIOError:
             return
         except OSError as error:
+            self._receive(peer, stream)  # it may have said why
             self._hang_up(peer, str(error))
             return
         peer.heard_s = time.monotonic()
@@ -200,11 +244,10 @@ class ChunkSender:
         elif peer.sending is not None:
             self._sent(peer, peer.sending)
 
-    def _cut_next(self, peer: _Receiver) -> bool:
+    def _cut_next(self, peer: _Receiver, stream: Stream) -> bool:
         """Prepare the lines of the next transfer; False if there is none."""
-        if peer.proof is not None or not (peer.short or peer.turn):
-            peer.sending_next = False
-            self._watch(peer.socket.fileno(), self.ready, False)
+        if not (peer.short or peer.turn):
+            self._watch_next(peer, stream, False)
             return False
         outflow = (peer.short or peer.turn).popleft()
         try:
@@ -231,21 +274,24 @@ class ChunkSender:
         self._start_queued(peer)
         self._finish(outflow.push, error)
 
-    def _receive(self, peer: _Receiver) -> None:
+    def _receive(self, peer: _Receiver, stream: Stream) -> None:
+        self._receive_once(peer, stream)
+        while stream.holds and self._receivers.get(peer.place) is peer:
+            self._receive_once(peer, stream)
+
+    def _receive_once(self, peer: _Receiver, stream: Stream) -> None:
         try:
-            received = peer.socket.recv(_REPLIES_AT_ONCE * HEADER.size)
+            count = stream.receive_into(self._answers)
         except BlockingIOError:
             return
         except OSError as error:
             self._hang_up(peer, str(error))
             return
-        if not received:
+        if not count:
             self._hang_up(peer, "it closed the connection")
             return
         peer.heard_s = time.monotonic()
-        peer.inbox += received
-        if peer.proof is not None and not self._is_proven(peer, peer.proof):
-            return
+        peer.inbox += self._answers[:count]
         while len(peer.inbox) >= HEADER.size:
             magic, kind, transfer, _, _ = HEADER.unpack_from(peer.inbox)
             del peer.inbox[: HEADER.size]
@@ -259,20 +305,6 @@ class ChunkSender:
                 self._refused(peer, outflow)
             elif outflow.finished:
                 self._settle(peer, outflow, None)
-
-    def _is_proven(self, peer: _Receiver, proof: Proof) -> bool:
-        """Whether the receiver has proven that it knows the secret; then send our proof."""
-        try:
-            answer = proof.take(peer.inbox)
-        except ProofError as error:
-            self._hang_up(peer, str(error))
-            return False
-        if answer:
-            peer.proof = None
-            peer.lines.append(memoryview(answer))
-            peer.sending_next = True
-            self._watch(peer.socket.fileno(), self.ready, True)
-        return proof.is_done
 
     def _refused(self, peer: _Receiver, outflow: _Outflow) -> None:
         if outflow is peer.sending:  # an announced chunk must be sent to its end

@@ -107,6 +107,13 @@ def encode_frame(sequence: int, envelopes: list[tuple[str, str, messages.Message
     return join_frame(sequence, pieces)
 
 
+def decode_parts(parts: list[bytes]) -> Frame:
+    """Decode the frame in a ZMTP message. Raises MalformedFrame if it does not have one part."""
+    if len(parts) != 1:
+        raise MalformedFrame(f"a message of {len(parts)} parts")
+    return decode(parts[0])
+
+
 def decode(data: bytes) -> Frame:
     """Decode and check a frame.
 

@@ -7,9 +7,16 @@ A connection that was dialled tries again until a peer has answered its greeting
 then. After it has been open, its end is final, because nothing tells which frames have arrived.
 
     dialling -connected, greetings exchanged-> open
-    dialling -refused, cut off, no greeting in time-> dialling, after a pause
+    dialling -cut off, no greeting in time-> dialling, after a pause
     accepted -greetings exchanged-> open
     accepted, open -end of stream, error, bytes that are not ZMTP-> closed
+    dialling, accepted -one end refuses the other-> closed
+
+With credentials each tcp connection is TLS, and greetings are exchanged only between ends whose
+certificates are right. The dialler of TLS 1.3 believes the handshake to be over before the listener
+has seen its certificate: a refusal comes in the place of the listener's greeting. Without
+credentials, and without `insecure`, a tcp endpoint is dialled only over a unix socket of this
+machine (`pw.transport.nearby`).
 """
 
 from __future__ import annotations
@@ -18,14 +25,21 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections import deque
-from itertools import islice
+import ssl
+from collections.abc import Callable
 from typing import Protocol
 
+from pw.core.errors import AccessRefused, Error
+from pw.core.roles import Role
 from pw.transport import nearby
+from pw.transport.chunks import PREAMBLE
 from pw.transport.codec import MAX_FRAME_BYTES
-from pw.transport.endpoints import SocketAddress, is_numeric, look_up
+from pw.transport.credentials import Credentials, Identity, explain
+from pw.transport.endpoints import SocketAddress, is_here, is_numeric, look_up
 from pw.transport.peers import is_trusted
+from pw.transport.security import CLOSED, Security
+from pw.transport.tls import NotTls, TlsEnd, TlsError, plain_alert
+from pw.transport.wire import TlsWire, Wire
 from pw.transport.zmtp import Refusal, Zmtp, ZmtpError
 
 LOST = "connection lost"
@@ -34,7 +48,11 @@ HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
 _READS_AT_ONCE = 200
-_WRITES_AT_ONCE = 64
+NEEDS_CREDENTIALS = (
+    "without credentials this process reaches only processes of its own user on this machine; give it "
+    "--credentials (PW_CREDENTIALS), or --insecure (PW_INSECURE=1) on a network that you trust"
+)
+NO_TLS = "it does not use TLS, and this process has credentials; all processes of a cluster need them, or none"
 
 
 class Owner(Protocol):
@@ -47,10 +65,14 @@ class Owner(Protocol):
         """The connection has been closed by the peer, or the kernel."""
 
     def refused(self, connection: Connection, reason: str) -> None:
-        """The connection has closed, because one end does not trust the other."""
+        """The connection has closed, because one end refuses the other."""
 
-    def is_behind(self) -> bool:
-        """Whether nothing is received now; senders wait when buffers are full."""
+    def turn_away(self, connection: Connection) -> None:
+        """Forget an accepted connection that is for chunks; it has closed."""
+
+    @property
+    def take_chunks(self) -> Callable[[socket.socket], None]:
+        """Takes the socket of a connection that is for chunks: `BulkPlane.adopt`."""
 
 
 class Connection:
@@ -61,7 +83,8 @@ class Connection:
         owner: gets messages, and the end.
         end: the address to dial, or the socket of an accepted connection.
         send_buffer_bytes: the size of the kernel's buffer; 0 for its choice.
-        secret: of the cluster; None without one.
+        security: how tcp is used; by default not at all.
+        role: the role that the peer's certificate must have; None for any.
     """
 
     def __init__(
@@ -70,51 +93,82 @@ class Connection:
         owner: Owner,
         end: SocketAddress | socket.socket,
         send_buffer_bytes: int = 0,
-        secret: bytes | None = None,
+        *,
+        security: Security = CLOSED,
+        role: Role | None = None,
     ) -> None:
         self.closed = False
+        self.identity: Identity | None = None
+        """What the peer's certificate says; None without TLS."""
+        self.peer = "local"
+        """The address of a tcp peer, as host:port."""
         self.heard_s = loop.time()
         """When bytes came that were not one whole message; of those, the owner knows."""
+        self.trouble = ""
+        """What the user can do about a failure to dial; empty if that is unknown."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
-        self._secret = secret
-        self._socket: socket.socket | None = None
+        self._security = security
+        self._role = role
+        self._wire: Wire | None = None
+        self._dialled: socket.socket | None = None
         self._zmtp = Zmtp(b"DEALER", 0)
         self._open = False
         self._early: list[bytes] = []
-        self._waiting: deque[bytes | memoryview] = deque()
-        self._undelivered = False
+        self.held = False
+        """Nothing is received until `resume`."""
         self._retry_s = RETRY_S
         self._timer: asyncio.TimerHandle | None = None
         self._where: SocketAddress | None = None
-        self._tries_nearby = True
+        self._tries_nearby = security.credentials is None
         if isinstance(end, SocketAddress):
             self._where = end
             self._dial()
         else:
             self._set_timer()
-            self._begin(end, b"ROUTER")
+            end.setblocking(False)
+            with contextlib.suppress(OSError):  # it is gone, which the first read says
+                self._name_peer(end)
+            self._dialled = end
+            loop.add_reader(end, self._peek, end)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer has shown its certificate, if it needs one, and has greeted."""
+        return self._open
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the peer is a process on this machine, of this user or of root."""
+        return self._wire is not None and self._wire.socket.family == socket.AF_UNIX
 
     @property
     def is_waiting(self) -> bool:
         """Whether frames wait until the socket is writable."""
-        return bool(self._waiting)
+        return self._wire is not None and self._wire.is_blocked
 
     def send(self, frame: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""
         if not self._open:
             self._early.append(frame)
             return True
-        data = self._zmtp.message(frame)
-        if self._waiting:
-            self._waiting.append(data)
-            return False
-        return self._write(data)
+        wire = self._wire
+        return wire is None or wire.send(self._zmtp.message(frame))
 
     def receive(self) -> bool:
         """Receive all that has come; True if there may be more."""
         return all(self._read() for _ in range(_READS_AT_ONCE))
+
+    def hold(self) -> None:
+        """Receive nothing until `resume`; the sender has to wait when the buffers are full."""
+        if self._wire is not None and not self.held:
+            self.held = True
+            self._loop.remove_reader(self._wire.socket)
+
+    def resume(self) -> None:
+        """Receive again after `hold`."""
+        self._loop.call_soon(self._resumed)
 
     def withdraw(self) -> list[bytes]:
         """Close a connection that is not open yet, and return its unsent frames.
@@ -132,12 +186,7 @@ class Connection:
         if self.closed:
             return
         self.closed = True
-        if self._socket is not None and self._open and linger_s > 0:
-            with contextlib.suppress(OSError):
-                self._socket.settimeout(linger_s)
-                self._socket.sendall(b"".join(self._waiting))
-        self._waiting.clear()
-        self._hang_up()
+        self._hang_up(linger_s if self._open else 0.0)
 
     # --- connecting ----------------------------------------------------------------------------
 
@@ -163,44 +212,119 @@ class Connection:
         near = nearby.dial(where) if self._tries_nearby else None
         if near is not None:
             # If this fails, the next attempt uses tcp.
-            self._tries_nearby = False
+            self._tries_nearby = not self._security.insecure
             self._begin(near, b"DEALER")
             return
+        if where.family != socket.AF_UNIX and not self._security.takes_tcp:
+            if is_here(where):
+                without = "no process of this user listens there without credentials"
+                self.trouble = f"{without}, and {NEEDS_CREDENTIALS}"
+                self._end(self.trouble)
+            else:
+                reason = f"it is on another machine, and {NEEDS_CREDENTIALS}"
+                self._loop.call_soon(self._refused, reason)
+            return
         try:
-            self._socket = socket.socket(where.family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            code = self._socket.connect_ex(where.address)
+            self._dialled = socket.socket(where.family, socket.SOCK_STREAM)
+            self._dialled.setblocking(False)
+            code = self._dialled.connect_ex(where.address)
         except OSError as error:
             self._end(str(error))
             return
         if code == errno.EINPROGRESS:
-            self._loop.add_writer(self._socket, self._connected)
+            self._loop.add_writer(self._dialled, self._connected)
         else:
             self._connected(code)
 
     def _connected(self, code: int | None = None) -> None:
-        assert self._socket is not None
+        dialled = self._dialled
+        assert dialled is not None
         if code is None:
-            self._loop.remove_writer(self._socket)
-            code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._loop.remove_writer(dialled)
+            code = dialled.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._end(errno.errorcode[code])
-        elif not is_trusted(self._socket):
+        elif not is_trusted(dialled):
             self._end("another user's process listens there")
         else:
-            self._begin(self._socket, b"DEALER")
+            self._dialled = None
+            self._begin(dialled, b"DEALER")
+
+    def _peek(self, accepted: socket.socket) -> None:
+        """Find out by the first byte whether a link begins, or a connection for chunks."""
+        try:
+            first = accepted.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            first = b""
+        self._loop.remove_reader(accepted)
+        self._dialled = None
+        if first != PREAMBLE[:1]:
+            self._begin(accepted, b"ROUTER")
+            return
+        self.closed = True
+        self._hang_up()
+        self._owner.turn_away(self)
+        self._owner.take_chunks(accepted)
+
+    def _name_peer(self, connected: socket.socket) -> None:
+        if connected.family != socket.AF_UNIX:
+            self.peer = "{}:{}".format(*connected.getpeername())
 
     def _begin(self, connected: socket.socket, kind: bytes) -> None:
-        self._socket = connected
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # it is gone, which the first read says
+                self._name_peer(connected)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._send_buffer_bytes:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
-        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES, self._secret)
-        self._loop.add_reader(connected, self._read)
-        self._say()
+        self._zmtp = Zmtp(kind, MAX_FRAME_BYTES)
+        credentials = None if connected.family == socket.AF_UNIX else self._security.credentials
+        if credentials is None:
+            self._wire = Wire(self._loop, connected)
+            self._loop.add_reader(connected, self._read)
+            self._say()
+            return
+        listens = self._where is None
+        tls = TlsEnd(credentials.accept() if listens else credentials.connect(), listens)
+        self._wire = wire = TlsWire(self._loop, connected, tls)
+        self._loop.add_reader(connected, self._shake, wire, credentials)
+
+    def _shake(self, wire: TlsWire, credentials: Credentials) -> None:
+        """Receive a part of the handshake of TLS; at its end, begin that of ZMTP."""
+        listens = self._where is None
+        try:
+            if not wire.shake():
+                return
+            self.identity = identity = credentials.identify(wire.tls.certificate)
+            if self._role is not None and identity.role is not self._role:
+                words = f"its certificate is that of {identity}, not of a {self._role}"
+                raise AccessRefused(words)
+            early = wire.tls.feed(b"")
+        except (BlockingIOError, InterruptedError):
+            return
+        except NotTls:
+            if listens:
+                with contextlib.suppress(OSError):
+                    wire.socket.send(plain_alert())
+            self._refused(NO_TLS)
+        except ssl.SSLError as error:
+            self._refused(explain(error))
+        except (TlsError, OSError) as error:
+            self._end(str(error))
+        except Error as error:
+            if listens:
+                self._zmtp.refuse(str(error))
+                self._say()
+            self._refused(str(error))
+        else:
+            self._loop.add_reader(wire.socket, self._read)
+            self._say()
+            if early:
+                self._take(early)
 
     def _set_timer(self) -> None:
         self._timer = self._loop.call_later(HANDSHAKE_S, self._end, "no answer to the greeting")
@@ -213,122 +337,108 @@ class Connection:
         for frame in early:
             self.send(frame)
 
-    # --- writing -------------------------------------------------------------------------------
-
-    def _write(self, data: bytes) -> bool:
-        if self._socket is None:
-            return True
-        try:
-            sent = self._socket.send(data)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
-        except OSError:  # the peer is gone; its last messages are read before the end
-            return True
-        if sent == len(data):
-            return True
-        self._waiting.appendleft(memoryview(data)[sent:])
-        self._loop.add_writer(self._socket, self._write_waiting)
-        return False
-
-    def _write_waiting(self) -> None:
-        assert self._socket is not None
-        waiting = self._waiting
-        try:
-            while waiting:
-                sent = self._socket.sendmsg(list(islice(waiting, _WRITES_AT_ONCE)))
-                while sent:
-                    if sent < len(waiting[0]):
-                        waiting[0] = memoryview(waiting[0])[sent:]
-                        break
-                    sent -= len(waiting.popleft())
-        except (BlockingIOError, InterruptedError):
-            self._loop.add_writer(self._socket, self._write_waiting)
-            return
-        except OSError:
-            waiting.clear()
-        self._loop.remove_writer(self._socket)
-
     def _say(self) -> None:
-        """Send the bytes of the protocol itself."""
+        """Send the bytes of ZMTP itself."""
         data = b"".join(self._zmtp.output)
         self._zmtp.output.clear()
-        if self._open and self._waiting:
-            self._waiting.append(data)
-        else:
-            self._write(data)
+        if self._wire is not None:
+            self._wire.send(data)
 
     # --- reading -------------------------------------------------------------------------------
 
     def _read(self) -> bool:
-        """Read once and deliver; False if nothing came, or the owner is behind."""
-        if self._socket is None or self._undelivered or self._owner.is_behind():
+        """Read once and deliver; False if nothing came, or nothing is received now."""
+        if self._wire is None or self.held:
             return False
         size = min(max(READ_BYTES, self._zmtp.missing_bytes), READ_MAX_BYTES)
         try:
-            data = self._socket.recv(size)
+            data = self._wire.receive(size)
         except (BlockingIOError, InterruptedError):
             return False
         except (ConnectionResetError, BrokenPipeError):
             data = b""
+        except ssl.SSLError as error:
+            if self._open:
+                self._end(f"{LOST}: {error.reason}")
+            else:  # the listener refuses the certificate of this end
+                self._refused(explain(error))
+            return False
         except OSError as error:
             self._end(f"{LOST}: {error.strerror}")
             return False
+        if data is None:  # a part of a record of TLS
+            self.heard_s = self._loop.time()
+            return True
         if not data:
             self._end(LOST)
             return False
         body = self._zmtp.whole(data)
-        if body is not None:
+        if body is None:
+            self._take(data)
+        else:
             self._owner.received(self, [body])
-            return True
+        return True
+
+    def _take(self, data: bytes) -> None:
         self.heard_s = self._loop.time()
         self._zmtp.feed(data)
         self._deliver()
-        return True
 
     def _deliver(self) -> None:
-        self._undelivered = False
         zmtp, owner = self._zmtp, self._owner
         try:
-            while not self.closed:
-                if owner.is_behind():
-                    self._undelivered = True
-                    self._loop.call_soon(self._deliver)
-                    break
+            while not self.closed and not self.held:
                 parts = zmtp.next_message()
                 if parts is None:
                     break
                 owner.received(self, parts)
         except Refusal as error:
-            self._hang_up()
-            self.closed = True
-            self._waiting.clear()
-            owner.refused(self, str(error))
+            self._refused(str(error))
         except ZmtpError as error:
             self._end(f"not ZMTP: {error}")
-        if self.closed or self._socket is None:
+        if self.closed or self._wire is None:
             return
         if zmtp.output:
             self._say()
         if zmtp.open and not self._open:
             self._opened()
 
+    def _resumed(self) -> None:
+        if self._wire is None or not self.held:
+            return
+        self.held = False
+        self._deliver()  # what has come is taken before more is read
+        if self._wire is not None and not self.held:
+            self._loop.add_reader(self._wire.socket, self._read)
+
     # --- the end -------------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
+        """Dial again, or close for good if the connection has been open or was accepted."""
         self._hang_up()
         if self._where is not None and not self._open:
             self._timer = self._loop.call_later(self._retry_s, self._dial)
             self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         else:
             self.closed = True
-            self._waiting.clear()
             self._owner.ended(self, reason)
 
-    def _hang_up(self) -> None:
+    def _refused(self, reason: str) -> None:
+        """Close for good: one end refuses the other."""
+        if self.closed:
+            return
+        self._hang_up()
+        self.closed = True
+        self._owner.refused(self, reason)
+
+    def _hang_up(self, linger_s: float = 0.0) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._socket is not None:
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
-            self._socket.close()
-            self._socket = None
+        if self._dialled is not None:
+            self._loop.remove_reader(self._dialled)
+            self._loop.remove_writer(self._dialled)
+            self._dialled.close()
+            self._dialled = None
+        if self._wire is not None:
+            self._wire.close(linger_s)
+            self._wire = None

@@ -9,9 +9,16 @@ from typing import NamedTuple
 from pw.core.errors import ErrorReport, ProtocolError, VersionMismatch
 from pw.core.ids import Address
 from pw.core.installed import DISTRIBUTION, version
+from pw.core.mailbox import HELD_MESSAGES
 from pw.core.messages import PROTOCOL_VERSION, Hello
 from pw.transport.connection import Connection
+from pw.transport.credentials import Identity
+from pw.transport.network import Mailroom
 
+LONGEST_SILENCE_S = 600.0
+"""A longer silence in a peer's hello is ignored."""
+HELD_BYTES = 4 << 20
+"""A peer is held, until all are handled, when the frames of those that wait have so many bytes."""
 _SENDERS_REMEMBERED = 1024
 
 
@@ -78,26 +85,58 @@ class Link:
     """None before the hello."""
     incarnation: int | None = None
     """None until the peer's hello has come."""
+    identity: Identity | None = None
+    """What the peer's certificate says; None on links without TLS."""
     silence_s: float = 0.0
     """How long the peer may be silent; known once its hello has come."""
     sent: int = 0
     received: int = 0
     pieces: list[bytes] = field(default_factory=list)
     pieces_bytes: int = 0
+    unhandled_bytes: int = 0
+    """Of frames from the peer since none of its messages waited."""
     _addresses: dict[str, Address] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.heard_s = self.spoke_s = self.made_s
 
-    def open(self, source: Connection, incarnation: int, silence_s: float, now_s: float) -> None:
-        """Begin to receive from the peer, whose hello has come."""
-        self.source, self.incarnation, self.silence_s = source, incarnation, silence_s
+    def open(self, source: Connection, hello: Hello, silence_s: float, now_s: float) -> None:
+        """Begin to receive from the peer, whose hello has come; it may name a silence of its own."""
+        named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
+        self.source, self.incarnation = source, hello.incarnation
+        self.silence_s = hello.silence_s if named else silence_s
         self.received, self.heard_s = 1, now_s
+
+    def took(self, frame_bytes: int, node: Mailroom) -> None:
+        """A frame of the peer is with the node; read no more from the peer if much of it waits there."""
+        self.unhandled_bytes += frame_bytes
+        if node.backlog <= HELD_MESSAGES and self.unhandled_bytes <= HELD_BYTES:
+            return
+        is_large = self.unhandled_bytes > HELD_BYTES
+        if node.holds(self.node, 0 if is_large else HELD_MESSAGES):
+            assert self.source is not None
+            self.source.hold()
+        if is_large:
+            self.unhandled_bytes = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is read from the peer now."""
+        return self.source is not None and self.source.held
 
     @property
     def last_heard_s(self) -> float:
         """When a frame came last, or a part of one: a large frame may take longer than any silence."""
         return self.heard_s if self.source is None else max(self.heard_s, self.source.heard_s)
+
+    def complaint(self, now_s: float, connect_s: float) -> str:
+        """Why the peer is lost: not reached within `connect_s`, or silent for too long; else empty."""
+        if self.incarnation is not None:
+            return f"silent for {self.silence_s:g} s" if self.is_silent(now_s) else ""
+        if now_s - self.made_s <= connect_s:
+            return ""
+        trouble = f": {self.out.trouble}" if self.out.trouble else ""
+        return f"could not be reached at {self.endpoint}{trouble}"
 
     def is_silent(self, now_s: float) -> bool:
         """Whether the peer has been silent for too long, also after reading what has come."""
@@ -105,6 +144,11 @@ class Link:
             return False
         unread = self.source is not None and self.source.receive()
         return not unread and now_s - self.last_heard_s > self.silence_s
+
+    def is_idle(self, now_s: float, heartbeat_s: float) -> bool:
+        """Whether the peer is owed a heartbeat."""
+        idle = self.incarnation is not None and now_s - self.spoke_s >= 0.9 * heartbeat_s
+        return idle and not self.out.is_waiting
 
     def excuse(self, away_s: float) -> None:
         """Do not count a time in which this process did not read."""

@@ -1,5 +1,5 @@
-"""Accepts connections to a node: over its endpoint and, from the same machine, over a unix socket
-beside it."""
+"""Accepts connections to a node: over its endpoint and, without credentials, from the same machine
+over a unix socket beside it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pw.core.errors import ConnectionFailed
 from pw.transport import nearby
 from pw.transport.endpoints import listen, reachable_endpoint, unlisten
 from pw.transport.peers import is_trusted
+from pw.transport.security import Security
 
 _NO_DESCRIPTORS_S = 1.0
 """How long no connection is accepted after the process had no descriptor for one."""
@@ -36,14 +37,20 @@ class Listening:
         loop: the event loop to live on.
         owner: the network.
         bind: where to listen, such as "tcp://127.0.0.1:0".
-        advertise: host name or address to tell others when `bind` is a wildcard.
+        advertise: host, and perhaps port, to tell others (`endpoints.reachable_endpoint`).
+        security: how the node uses tcp.
 
     Raises:
-        ConnectionFailed: `bind` cannot be listened on.
+        ConnectionFailed: `bind` cannot be listened on, or no process could connect there.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, owner: Owner, bind: str, advertise: str | None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        owner: Owner,
+        bind: str,
+        advertise: str | None,
+        security: Security,
     ) -> None:
         self._loop = loop
         self._owner = owner
@@ -54,7 +61,13 @@ class Listening:
         except ConnectionFailed:
             unlisten(listener)
             raise
-        near = nearby.listen(self.endpoint)
+        near = None if security.credentials else nearby.listen(self.endpoint)
+        if near is None and listener.family != socket.AF_UNIX and not security.takes_tcp:
+            unlisten(listener)
+            raise ConnectionFailed(
+                f"no process could connect to {self.endpoint}: without credentials it is served over a unix "
+                "socket of this machine, which cannot be made; choose another port, or give --credentials"
+            )
         self._listeners = [listener] if near is None else [listener, near]
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from pw.core.ids import Address
 from pw.core.messages import PeerLost
 from pw.transport import codec
+from pw.transport.credentials import Identity
 from pw.transport.network import Mailroom
 
 
@@ -61,7 +62,7 @@ class LocalHub:
             if isinstance(item, PeerLost):
                 for network in list(self._networks.values()):
                     if network.name != item.node:
-                        network.mailroom.post_to_all(item)
+                        network.mailroom.tell_all(item.node, item)
                 continue
             origin, to, sender, message = item
             target = self._networks.get(to.node)
@@ -69,7 +70,7 @@ class LocalHub:
                 origin.unreachable(to.node)
             else:
                 target.mailroom.counters["messages_received"] += 1
-                target.mailroom.post(to.actor, message, sender)
+                target.mailroom.deliver(to.actor, message, sender)
 
 
 class LocalNetwork:
@@ -108,9 +109,20 @@ class LocalNetwork:
         """Do not expect `node` any more."""
         self._introduced.discard(node)
 
+    def resume(self, node: str) -> None:
+        """No peer is held."""
+
     def heard_s(self, node: str) -> float | None:
         """There are no links here."""
         return None
+
+    def identity_of(self, node: str) -> Identity | None:
+        """No peer has a certificate here."""
+        return None
+
+    def tenant_of(self, node: str) -> str:
+        """All nodes are of this process."""
+        return "operator"
 
     def close(self) -> None:
         """Leave the hub; the others get a PeerLost after all messages."""
@@ -121,4 +133,4 @@ class LocalNetwork:
         self.mailroom.counters["messages_unroutable"] += 1
         if node in self._introduced and node not in self._reported:
             self._reported.add(node)
-            self.mailroom.post_to_all(PeerLost(node, "could not be reached"))
+            self.mailroom.tell_all(node, PeerLost(node, "could not be reached"))

@@ -5,9 +5,16 @@ from __future__ import annotations
 import logging
 
 logger = logging.getLogger("pw")
+_audit = logging.getLogger("pw.audit")
 logger.addHandler(logging.NullHandler())  # a library says nothing unless its user wants to hear it
 
 _REMEMBERED = 1000
+
+FIELD_CHARACTERS = 1024
+"""Longer values of fields are cut: peers choose some of them."""
+
+TRACEBACK_CHARACTERS = 1 << 15
+"""The same for tracebacks, of which the end matters most."""
 
 
 def log(level: str, event: str, node: str, actor: str = "", /, **fields: object) -> None:
@@ -16,8 +23,22 @@ def log(level: str, event: str, node: str, actor: str = "", /, **fields: object)
     if not logger.isEnabledFor(number):
         return
     pairs: dict[str, object] = {"node": node, **({"actor": actor} if actor else {}), **fields}
-    text = " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
-    logger.log(number, "%s %s", event, text)
+    logger.log(number, "%s %s", event, _pairs(pairs))
+
+
+def _pairs(fields: dict[str, object]) -> str:
+    return " ".join(f"{key}={_quoted(_cut(key, value))}" for key, value in fields.items())
+
+
+def audit(event: str, /, **fields: object) -> None:
+    """Write one line about access, through the logger "pw.audit" at level info.
+
+    Args:
+        event: login, refused, drain, cancel, revoked or insecure.
+        fields: as known: tenant, name, node, peer (an address), reason.
+    """
+    if _audit.isEnabledFor(logging.INFO):
+        _audit.info("%s %s", event, _pairs(fields))
 
 
 class Warnings:
@@ -38,7 +59,13 @@ class Warnings:
         return True
 
 
-def _quoted(value: object) -> str:
+def _cut(key: str, value: object) -> str:
     text = str(value)
+    if key == "traceback":
+        return text if len(text) <= TRACEBACK_CHARACTERS else f"...{text[-TRACEBACK_CHARACTERS:]}"
+    return text if len(text) <= FIELD_CHARACTERS else f"{text[:FIELD_CHARACTERS]}..."
+
+
+def _quoted(text: str) -> str:
     plain = text.isprintable() and not any(character in text for character in ' "=')
     return text if plain and text else repr(text)

@@ -13,7 +13,7 @@ import socket
 import sys
 
 from pw.core.errors import ConnectionFailed
-from pw.transport.endpoints import BACKLOG, SocketAddress, parse
+from pw.transport.endpoints import BACKLOG, SocketAddress, parse, tcp_endpoint
 from pw.transport.peers import is_trusted
 
 _IS_LINUX = sys.platform == "linux"
@@ -26,7 +26,7 @@ def listen(endpoint: str) -> socket.socket | None:
         where = parse(endpoint)
     except ConnectionFailed:
         return None
-    if not _IS_LINUX or where.family != socket.AF_INET:
+    if not _IS_LINUX or where.family == socket.AF_UNIX:
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -41,7 +41,7 @@ def listen(endpoint: str) -> socket.socket | None:
 
 def dial(where: SocketAddress) -> socket.socket | None:
     """A connection to the listener at this address, if it is on this machine; else None."""
-    if not _IS_LINUX or where.family != socket.AF_INET:
+    if not _IS_LINUX or where.family == socket.AF_UNIX:
         return None
     try:
         dialled = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -59,4 +59,5 @@ def dial(where: SocketAddress) -> socket.socket | None:
 
 
 def _name(where: SocketAddress) -> str:
-    return "\0pw tcp://{}:{}".format(*where.address)
+    assert isinstance(where.address, tuple)
+    return f"\0pw {tcp_endpoint(*where.address)}"

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Protocol
 
 from pw.core.ids import Address
+from pw.transport.credentials import Identity
 
 
 class Mailroom(Protocol):
@@ -25,13 +26,19 @@ class Mailroom(Protocol):
 
     @property
     def backlog(self) -> int:
-        """Messages in the mailbox."""
+        """Messages of peers in the mailbox."""
 
-    def post(self, actor: str, message: object, sender: Address | None = None) -> None:
-        """Put a message that has arrived into the mailbox."""
+    def holds(self, peer: str, most: int) -> bool:
+        """Whether more than `most` messages of a peer wait.
 
-    def post_to_all(self, message: object) -> None:
-        """Put a message into the mailbox once for every actor."""
+        Then the network reads no more of it, until the node calls `resume`.
+        """
+
+    def deliver(self, actor: str, message: object, sender: Address) -> None:
+        """Put a message of another node into the mailbox, if its sender's role may send it."""
+
+    def tell_all(self, peer: str, news: object) -> None:
+        """Put news of a peer into the mailbox for every actor, behind the messages of that peer."""
 
 
 class Network(Protocol):
@@ -55,6 +62,15 @@ class Network(Protocol):
 
     def heard_s(self, node: str) -> float | None:
         """How many seconds ago anything came from `node`; None without a link."""
+
+    def identity_of(self, node: str) -> Identity | None:
+        """The identity of a peer with a link; None for a link without TLS, or without a link."""
+
+    def tenant_of(self, node: str) -> str:
+        """The tenant of a peer: "operator" on links without TLS; empty if it never had a link."""
+
+    def resume(self, node: str) -> None:
+        """Read again from a peer that was held (see `Mailroom.holds`)."""
 
     def forget(self, node: str) -> None:
         """Drop the link to `node`, its endpoint, and its unsent messages."""

@@ -2,11 +2,13 @@
 
 A node owns the mailbox of its actors and gives one message at a time to one actor. An event outside
 (a frame, a timer, a call from a thread) only puts a message into the mailbox and requests a turn;
-handlers run in that turn. A turn ends with `turn_ended` on the actors that had a message, and with
+handlers run in that turn. The node's own messages go first, then those of its peers, fairly
+(`pw.core.mailbox`). A turn ends with `turn_ended` on the actors that had a message, and with
 one flush of the network, so that all messages to one peer leave in one frame. A turn that begins
 with few messages also flushes between them, because a peer probably waits for the answer.
 
-A turn handles a bounded number of messages, so that a flood does not delay sockets and timers.
+A turn is bounded in messages, and in the time for messages of peers, so that a flood does not delay
+sockets and timers.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from typing import TypeVar
 
 from pw.core.actor import Actor, Alarm, Env, Timer
 from pw.core.ids import Address
+from pw.core.mailbox import EVERY, FEW, TURN_S, Mailbox, group_of
 from pw.core.recorder import Recorder
-from pw.transport.log import log
+from pw.core.roles import Role, permits, role_of
+from pw.transport.log import Warnings, audit, log
 from pw.transport.network import Network
 
 A = TypeVar("A", bound=Actor)
@@ -41,6 +45,7 @@ class ActorEnv:
         self.now_s = time.monotonic  # uvloop's clock has a resolution of milliseconds
         self.introduce = node.network.introduce
         self.forget = node.network.forget
+        self.tenant_of = node.network.tenant_of
 
     def send(self, to: Address, message: object) -> None:
         """Send `message`; it is handled, or leaves, later in this loop turn."""
@@ -63,6 +68,10 @@ class ActorEnv:
         """Write one structured line."""
         log(level, event, self.address.node, self.address.actor, **fields)
 
+    def audit(self, event: str, **fields: object) -> None:
+        """Write one line about access."""
+        audit(event, **fields)
+
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a counter of the node."""
         self._node.counters[counter] += amount
@@ -84,11 +93,13 @@ class Node:
         self.recorder = Recorder()
         self.on_crash: Callable[[str, BaseException], None] = self._log_crash
         self._actors: dict[str, Actor] = {}
-        self._mailbox: deque[tuple[str, Address | None, object]] = deque()
+        self._mailbox = Mailbox(self._group_of)
+        self._own = self._mailbox.own
         self._turn_requested = False
         self._from_threads: deque[tuple[str, object]] = deque()
         self._woken_by_thread = False
         self._unknown: set[str] = set()
+        self._warnings = Warnings(name)
         self._closed = False
         network.attach(self)
 
@@ -104,25 +115,55 @@ class Node:
         self._actors[actor] = made
         return made
 
+    def _group_of(self, node: str) -> str:
+        """Clients of one tenant share its part of this node's time, however many they are."""
+        identity = self.network.identity_of(node)
+        if identity is None or identity.role is not Role.CLIENT:
+            return group_of(node)
+        return f"tenant {identity.tenant}"
+
     def remove(self, actor: str) -> None:
         """Forget an actor; later messages to it count as undeliverable."""
         self._actors.pop(actor, None)
 
     @property
     def backlog(self) -> int:
-        """Messages in the mailbox."""
-        return len(self._mailbox)
+        """Messages of peers in the mailbox."""
+        return self._mailbox.waiting
 
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox; `sender` is the actor itself if not given."""
-        self._mailbox.append((actor, sender, message))
+        self._own.append((actor, sender, message))
         if not self._turn_requested:
             self.request_turn()
 
-    def post_to_all(self, message: object) -> None:
-        """Put a message into the mailbox once for every actor."""
-        for actor in self._actors:
-            self.post(actor, message)
+    def deliver(self, actor: str, message: object, sender: Address) -> None:
+        """Put a message of another node into the mailbox, if its sender's role may send it.
+
+        Others are counted and dropped (`pw.core.roles`).
+        """
+        if permits(sender.node, actor, type(message)):
+            if len(self._own) < FEW and not self._mailbox.waiting:
+                self._own.append((actor, sender, message))
+            else:
+                self._mailbox.deliver(sender.node, (actor, sender, message))
+            if not self._turn_requested:
+                self.request_turn()
+            return
+        self.counters["messages_refused"] += 1
+        kind = type(message).__name__
+        words = "a message that its sender may not send"
+        key, role = ("role", sender.node, kind), role_of(sender.node)
+        self._warnings.once(key, words, sender.node, role=role, message=kind, to=actor)
+
+    def tell_all(self, peer: str, news: object) -> None:
+        """Put news of a peer into the mailbox for every actor, behind the messages of that peer."""
+        self._mailbox.deliver(peer, (EVERY, None, news))
+        self.request_turn()
+
+    def holds(self, peer: str, most: int) -> bool:
+        """Whether more than `most` messages of a peer wait; the network is told when to go on."""
+        return self._mailbox.holds(peer, most)
 
     def post_threadsafe(self, actor: str, message: object) -> None:
         """Like `post`, from any thread; wakes the loop once for all pending messages."""
@@ -154,41 +195,77 @@ class Node:
         self._woken_by_thread = False
         while self._from_threads:
             actor, message = self._from_threads.popleft()
-            self._mailbox.append((actor, None, message))
+            self._own.append((actor, None, message))
         if not self._turn_requested and not self._closed:
             # At once: a requested turn comes after the loop has polled all sockets.
             self._turn_requested = True
             self._turn()
 
     def _turn(self) -> None:
+        mailbox = self._mailbox
         budget = MESSAGES_PER_TURN
+        until_s = time.monotonic() + TURN_S if mailbox.waiting else 0.0
         try:
             while budget > 0 and not self._closed:
-                budget = self._handle(budget)
-                if not self._mailbox:
+                budget = self._handle(budget, until_s)
+                if not self._own and (not mailbox.waiting or time.monotonic() > until_s):
                     break
         finally:
             self._turn_requested = False
             if not self._closed:
                 self.network.flush()
-                if self._mailbox:
+                if mailbox.at_work is not None:
+                    self._pause()
+                if self._own or mailbox.waiting:
                     self.request_turn()
 
-    def _handle(self, budget: int) -> int:
-        """Empty the mailbox, or spend the budget, then call `turn_ended`; the budget left."""
+    def _pause(self) -> None:
+        """End a turn that has handled messages of peers."""
         mailbox = self._mailbox
-        eager = len(mailbox) if len(mailbox) <= FEW_MESSAGES else 0
+        mailbox.end(time.monotonic())
+        while mailbox.to_resume:
+            self.network.resume(mailbox.to_resume.pop())
+
+    def _handle(self, budget: int, until_s: float) -> int:
+        """Handle messages while there are any, and budget and time; then call `turn_ended`.
+
+        Returns the budget that is left.
+        """
+        mailbox, own, clock = self._mailbox, self._own, time.monotonic
+        first = len(own)  # of its own messages, those that go before the next of a peer
+        eager = first + mailbox.waiting
+        if eager > FEW_MESSAGES:
+            eager = 0
         touched: dict[str, Actor] = {}
-        while mailbox and budget > 0:
+        while budget > 0:
+            if first > 0 and own:
+                first -= 1
+                actor, sender, message = own.popleft()
+            else:
+                entry = None
+                if mailbox.waiting:
+                    now_s = clock()
+                    if now_s <= until_s:
+                        entry = mailbox.take(now_s)
+                first = len(own)
+                if entry is None:
+                    if first:
+                        continue
+                    break
+                actor, sender, message = entry
             budget -= 1
-            actor, sender, message = mailbox.popleft()
             target = self._actors.get(actor)
             if type(message) is Alarm:
                 if message.cancelled or target is None:
                     continue
                 message = message.note
             if target is None:
-                self._undeliverable(actor, message)
+                if actor == EVERY:
+                    # Before later messages of that peer, of which some may be there already.
+                    own.extendleft([(name, None, message) for name in reversed(self._actors)])
+                    first = len(own)
+                else:
+                    self._undeliverable(actor, message)
                 continue
             touched[actor] = target
             if eager > 0:

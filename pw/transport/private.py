@@ -19,7 +19,7 @@ import weakref
 from pathlib import Path
 
 from pw.core.errors import ConnectionFailed
-from pw.transport.endpoints import PATH_BYTES, parse
+from pw.transport.endpoints import PATH_BYTES, parse_bind
 
 PREFIX = "pw-cluster-"
 CONTROLLER = "controller"
@@ -46,7 +46,7 @@ def beside(endpoint: str) -> Path | None:
     Raises:
         ConnectionFailed: it is no endpoint.
     """
-    path = parse(endpoint).address
+    path = parse_bind(endpoint)[0].address
     if not isinstance(path, str) or not path.startswith("/"):
         return None
     folder = Path(path).parent

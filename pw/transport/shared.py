@@ -39,7 +39,6 @@ SHARE_BYTES = 2 << 20
 
 _RECORD = struct.Struct("<4sIQQ")
 _MAGIC = b"pwb1"
-PLANE = b"shared memory"
 WANT, FINISH, INLINE, BLOCK, MISSING, DROP, SHARE, RETURN, RETIRE, LOST = range(1, 11)
 _DESCRIPTORS_AT_ONCE = 16
 GONE = -1

@@ -18,7 +18,6 @@ import numpy as np
 from pw.transport.blocks import Block, Bytes, Mapping, map_received
 from pw.transport.endpoints import unlisten
 from pw.transport.peers import is_trusted
-from pw.transport.proof import PROOF_S, Proof, ProofError
 from pw.transport.shared import (
     BLOCK,
     DROP,
@@ -28,7 +27,6 @@ from pw.transport.shared import (
     INLINE_BYTES,
     LOST,
     MISSING,
-    PLANE,
     RETIRE,
     RETURN,
     SHARE,
@@ -69,7 +67,6 @@ class _Caller:
     writing: bool = False
     mapped: set[int] = field(default_factory=set)
     inline: tuple[int, int] | None = None  # transfer and size of the payload that comes next
-    proof: Proof | None = None  # until the sender has proven that it knows the secret
 
 
 class SharedReceiver:
@@ -80,7 +77,6 @@ class SharedReceiver:
         loop: asyncio.AbstractEventLoop,
         arrivals: Arrivals,
         folder: Path | None = None,
-        secret: bytes | None = None,
     ) -> None:
         random = os.urandom(8).hex()
         self.name = f"pw-bulk-{os.getpid()}-{random}"
@@ -88,7 +84,6 @@ class SharedReceiver:
             self.name = f"{folder}/bulk-{random[:8]}"
         self._loop = loop
         self._arrivals = arrivals
-        self._secret = secret
         self._callers: set[_Caller] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
@@ -131,15 +126,7 @@ class SharedReceiver:
         connection.setblocking(False)
         caller = _Caller(connection)
         self._callers.add(caller)
-        if self._secret is not None:
-            caller.proof = Proof(self._secret, PLANE, listens=True)
-            self._loop.call_later(PROOF_S, self._expire, caller)
         self._loop.add_reader(connection.fileno(), self._readable, caller)
-
-    def _expire(self, caller: _Caller) -> None:
-        if caller.proof is not None and caller in self._callers:
-            self._arrivals.reject()
-            self._hang_up(caller)
 
     def _hang_up(self, caller: _Caller) -> None:
         if caller in self._callers:
@@ -163,24 +150,10 @@ class SharedReceiver:
             return
         caller.inbox += received
         try:
-            if self._is_proven(caller):
-                self._take(caller)
-        except (Malformed, ProofError, OSError):
+            self._take(caller)
+        except (Malformed, OSError):
             self._arrivals.reject()
             self._hang_up(caller)
-
-    def _is_proven(self, caller: _Caller) -> bool:
-        """Whether the sender has proven that it knows the secret."""
-        proof = caller.proof
-        if proof is None:
-            return True
-        if answer := proof.take(caller.inbox):
-            caller.socket.send(answer)  # the first bytes: the buffer has room
-        if proof.is_done:
-            caller.proof = None
-        elif caller.descriptors:
-            raise Malformed("a descriptor came before the proof")
-        return proof.is_done
 
     def _take(self, caller: _Caller) -> None:
         while self._take_payload(caller):

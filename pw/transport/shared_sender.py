@@ -18,7 +18,6 @@ from pw.core.landing import Landing
 from pw.transport.blocks import Array, Block, Bytes, Mapping, map_received
 from pw.transport.peers import is_trusted
 from pw.transport.pieces import Push, Unwatch, Watch, cut, packed, place
-from pw.transport.proof import Proof, ProofError
 from pw.transport.shared import (
     BLOCK,
     DROP,
@@ -28,7 +27,6 @@ from pw.transport.shared import (
     INLINE_BYTES,
     LOST,
     MISSING,
-    PLANE,
     RETIRE,
     RETURN,
     SHARE,
@@ -72,9 +70,6 @@ class _Receiver:
     unasked: deque[int] = field(default_factory=deque)
     asked: int = 0
     heard_s: float = 0.0
-    proof: Proof | None = (
-        None  # until it has proven that it knows the secret; nothing is sent before
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +91,6 @@ class SharedSender:
     _unwatch: Unwatch
     _finish: Callable[[Push, Exception | None], None]
     _unshare: Callable[[Block, bool], None]
-    _secret: bytes | None
     _receivers: dict[str, _Receiver] = field(default_factory=dict)
     _by_descriptor: dict[int, str] = field(default_factory=dict)
     _copies: deque[_Copy] = field(default_factory=deque)
@@ -188,9 +182,6 @@ class SharedSender:
             if not is_trusted(connection):
                 raise PermissionError("another user listens there")
             peer = _Receiver(connection)
-            if self._secret is not None:
-                peer.proof = Proof(self._secret, PLANE, listens=False)
-                connection.send(peer.proof.hello)
         except OSError:
             connection.close()
             raise
@@ -262,7 +253,7 @@ class SharedSender:
             self._flush(name, peer)
 
     def _flush(self, name: str, peer: _Receiver) -> None:
-        while peer.outbox and peer.proof is None:
+        while peer.outbox:
             line, push = peer.outbox[0]
             try:
                 if push is not None and push.shared is not None:
@@ -306,20 +297,11 @@ class SharedSender:
         peer.inbox += received
         peer.heard_s = time.monotonic()
         try:
-            if peer.proof is not None:
-                answer = peer.proof.take(peer.inbox)
-                if not answer:
-                    return
-                peer.socket.send(answer)
-                peer.proof = None
-                self._flush(name, peer)
-                if self._receivers.get(name) is not peer:
-                    return
             for kind, number, capacity_bytes in parse(peer.inbox):
                 self._heard(peer, kind, number, capacity_bytes)
                 if self._receivers.get(name) is not peer:
                     return
-        except (Malformed, ProofError, ValueError, OSError) as error:
+        except (Malformed, ValueError, OSError) as error:
             self._hang_up(name, peer, str(error))
             return
         self._ask(name, peer)

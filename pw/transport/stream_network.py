@@ -18,33 +18,38 @@ Frames are numbered in each direction; the hello is number 0 and a frame of its 
 goodbyes are UNNUMBERED, since they may answer a peer without a link: we answer a stranger's first
 frame with a goodbye unless it is a hello, so a peer whose link we have lost learns it at once.
 
-A node judges silence only after it has read all input, and not when it was stopped itself, or is
-behind with its mailbox. Each peer's hello says how long it may be silent: hosts less than clients.
+A node judges silence only after it has read all input, and not when it was stopped itself. Each
+peer's hello says how long it may be silent: hosts less than clients. A peer of which much waits is
+held: it is not read, and its silence does not count, until some is handled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
+from functools import partial
 
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
-from pw.core.ids import CONTROLLER, Address
+from pw.core.ids import Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
+from pw.core.roles import role_of
 from pw.transport import codec
+from pw.transport.access import Access
 from pw.transport.connection import LOST, Connection
-from pw.transport.endpoints import SocketAddress, is_off_loopback, is_on_loopback, parse
+from pw.transport.credentials import Credentials, Identity
+from pw.transport.endpoints import parse
+from pw.transport.entrance import Entrance
 from pw.transport.link import Link, Versions, objection
 from pw.transport.listening import Listening
 from pw.transport.log import Warnings, log
 from pw.transport.network import Mailroom
-from pw.transport.proof import ONE_SECRET
+from pw.transport.security import Security
 
 UNNUMBERED = -1
 CLOSE_LINGER_S = 0.2
-LONGEST_SILENCE_S = 600.0
-"""A longer silence in a peer's hello is ignored."""
-BACKLOG_MESSAGES = 20_000
 
+_LastWord = Goodbye | Refused | None
 _LINK_KINDS = frozenset((Hello, Refused, Heartbeat, Goodbye))
 _HEARTBEAT = [codec.encode_names("", ""), codec.encode_message(Heartbeat())]
 
@@ -57,14 +62,15 @@ class StreamNetwork:
         name: this node's name, as peers will address it.
         incarnation: grows with every start of a node of this name.
         bind: where to listen, such as "tcp://127.0.0.1:0"; None for a node that only dials.
-        advertise: host name or address to tell others when `bind` is a wildcard.
+        advertise: host, and perhaps port, to tell others (`endpoints.reachable_endpoint`).
         versions: what to say in the hello; by default what is installed.
         heartbeat_s: an open link carries a frame at least this often.
         silence_s: after so long a silence a peer is lost, unless its hello names another bound.
         own_silence_s: the bound that our hello names; 0 for none.
         connect_s: a peer that does not answer our hello for so long is lost.
         send_buffer_bytes: the size of the kernel's buffer for each peer; 0 for its choice.
-        secret: of the cluster; both ends of every link prove that they know it. None for no secret.
+        credentials: for TLS on tcp. Without any, tcp endpoints serve only this user's processes on
+            this machine (`pw.transport.nearby`), and with `insecure` every process, without TLS.
 
     Raises:
         ConnectionFailed: `bind` cannot be listened on.
@@ -84,20 +90,28 @@ class StreamNetwork:
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
         send_buffer_bytes: int = 0,
-        secret: bytes | None = None,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
     ) -> None:
         self.name = name
-        self._listening = None if bind is None else Listening(loop, self, bind, advertise)
-        self.endpoint = "" if self._listening is None else self._listening.endpoint
+        access = self._access = Access(name, credentials)
+        security = Security(credentials, insecure)
+        self.tenant_of = access.tenant_of
+        self._warnings = Warnings(name)
+        entrance = self._entrance = Entrance(self, access, security, self._warnings)
+        self._listening = Listening(loop, entrance, bind, advertise, security) if bind else None
+        self.endpoint = self._listening.endpoint if self._listening else ""
         """Where others reach this node; empty if it does not listen."""
+        self.take_chunks: Callable[[socket.socket], None] = socket.socket.close
         self._loop = loop
         self._versions = versions or Versions.installed()
         self._hello = Hello(*self._versions, name, incarnation, own_silence_s)
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._connect_s = connect_s
-        self._send_buffer_bytes = send_buffer_bytes
-        self._secret = secret
+        self._connection = partial(
+            Connection, loop, self, send_buffer_bytes=send_buffer_bytes, security=security
+        )
         self._node: Mailroom
         self.links: dict[str, Link] = {}
         self.connections: dict[Connection, Link | None] = {}
@@ -105,8 +119,6 @@ class StreamNetwork:
         self._endpoints: dict[str, str] = {}
         self._to_ship: list[Link] = []
         self._encoded: dict[int, tuple[object, bytes]] = {}
-        self._warnings = Warnings(name)
-        self._ticked_s = loop.time()
         self._tick_handle: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -126,8 +138,7 @@ class StreamNetwork:
         Raises:
             ProtocolError: the message cannot cross to another process.
         """
-        cached = self._encoded.get(id(message))
-        if cached is None:
+        if (cached := self._encoded.get(id(message))) is None:
             cached = self._encoded[id(message)] = (message, codec.encode_message(message))
         names, body = codec.encode_names(to.actor, sender.actor), cached[1]
         link = self.links.get(to.node) or self._dial(to.node)
@@ -140,8 +151,7 @@ class StreamNetwork:
             self._ship(link)
         if not link.pieces:
             self._to_ship.append(link)
-        link.pieces.append(names)
-        link.pieces.append(body)
+        link.pieces += (names, body)
         link.pieces_bytes += size
 
     def flush(self) -> None:
@@ -156,24 +166,25 @@ class StreamNetwork:
     def introduce(self, node: str, endpoint: str) -> None:
         """Make `node` reachable at `endpoint`; a link is made when first needed."""
         self._endpoints[node] = endpoint
-        if node != CONTROLLER and is_off_loopback(self.endpoint) and is_on_loopback(endpoint):
-            words = "no other machine can dial this host, unless it gets another --bind"
-            self._warnings.once(("loopback", node), words, node, endpoint=endpoint)
-        link = self.links.get(node)
-        if link is not None and link.endpoint not in ("", endpoint):
+        self._entrance.introduced(node, endpoint)
+        if (link := self.links.get(node)) is not None and link.endpoint not in ("", endpoint):
             self._lose(link, f"moved to {endpoint}", Goodbye())
 
     def forget(self, node: str) -> None:
         """Drop the link to `node`, its endpoint, and its unsent messages."""
         self._endpoints.pop(node, None)
-        link = self.links.get(node)
-        if link is not None:
+        if (link := self.links.get(node)) is not None:
             self._drop(link, Goodbye())
 
     def heard_s(self, node: str) -> float | None:
         """How many seconds ago something came from `node`; None without a link."""
         link = self.links.get(node)
         return None if link is None else self._loop.time() - link.last_heard_s
+
+    def identity_of(self, node: str) -> Identity | None:
+        """The identity of a peer with a link; None for a link without TLS, or without a link."""
+        link = self.links.get(node)
+        return None if link is None else link.identity
 
     def close(self) -> None:
         """Say goodbye to all peers; takes at most about 0.2 s."""
@@ -201,34 +212,39 @@ class StreamNetwork:
             where = parse(endpoint)
         except ConnectionFailed as error:
             del self._endpoints[node]  # or every message would try again
-            self._node.post_to_all(PeerLost(node, str(error)))
+            self._node.tell_all(node, PeerLost(node, str(error)))
             return None
-        connection = self._connection(where)
+        connection = self._connection(where, role=role_of(node))
         link = Link(node, connection, endpoint, self._loop.time())
         self.links[node] = self.connections[connection] = link
         self._say_hello(link)
         return link
 
-    def accepted(self, connection: socket.socket) -> None:
-        """A process has dialled this node."""
-        self.connections[self._connection(connection)] = None
+    def admit(self, accepted: socket.socket) -> Connection:
+        """Begin a connection with a process that has dialled this node."""
+        self._end_revoked()
+        connection = self._connection(accepted)
+        self.connections[connection] = None
+        return connection
 
-    def refused_user(self) -> None:
-        """Another user's process has dialled, and was refused."""
-        self._node.counters["connections_refused"] += 1
-        self._warnings.once("user", "another user's process has dialled", self.name)
+    def turn_away(self, connection: Connection) -> None:
+        """Drop a connection that has not greeted, and say nothing."""
+        self.connections.pop(connection, None)
+        connection.close()
 
-    def deferred(self, error: OSError) -> None:
-        """This process has no descriptor for a connection."""
-        self._node.counters["accepts_deferred"] += 1
-        self._warnings.once("accept", "cannot accept connections", self.name, reason=error)
+    def count(self, counter: str) -> None:
+        """Add one to a counter of the node."""
+        self._node.counters[counter] += 1
 
-    def _connection(self, end: SocketAddress | socket.socket) -> Connection:
-        return Connection(self._loop, self, end, self._send_buffer_bytes, self._secret)
+    def _end_revoked(self) -> None:
+        """End the links of certificates that are revoked, if credentials have changed."""
+        for link, error in self._access.revoked(self.links.values()):
+            self._lose(link, error.message, Refused(error))
 
-    def is_behind(self) -> bool:
-        """Whether the mailbox is so full that nothing is received."""
-        return self._node.backlog > BACKLOG_MESSAGES
+    def resume(self, node: str) -> None:
+        """Read again from a peer that was held."""
+        if (link := self.links.get(node)) is not None and link.source is not None:
+            link.source.resume()
 
     def ended(self, connection: Connection, reason: str) -> None:
         """The peer, or the kernel, has closed a connection."""
@@ -236,17 +252,15 @@ class StreamNetwork:
         if link is not None:
             self._lose(link, reason)
         elif reason != LOST:
-            self._node.counters["connections_malformed"] += 1
-            self._warnings.once(reason, "a stranger's connection", self.name, reason=reason)
+            self._entrance.ended(reason)
 
     def refused(self, connection: Connection, reason: str) -> None:
-        """A connection has closed, because one end does not trust the other."""
+        """A connection has closed, because one end refuses the other."""
         link = self.connections.pop(connection, None)
         if link is None:
-            self._node.counters["connections_refused"] += 1
-            self._warnings.once(reason, "a stranger's connection", self.name, reason=reason)
+            self._entrance.refused(connection.peer, connection.identity, reason)
             return
-        words = f"no link to {link.node} at {link.endpoint}: {reason}. {ONE_SECRET}"
+        words = f"no link to {link.node} at {link.endpoint}: {reason}"
         self._refuse(link.node, ErrorReport.of(AccessRefused(words), where=self.name), link)
 
     # --- outgoing ------------------------------------------------------------------------------
@@ -276,12 +290,19 @@ class StreamNetwork:
 
     def received(self, connection: Connection, parts: list[bytes]) -> None:
         """A message has come on a connection."""
-        link = self.connections[connection]
-        frame = self._decoded(parts, link.node if link else connection)
-        if frame is None:
+        link, counters = self.connections[connection], self._node.counters
+        counters["frames_received"] += 1
+        try:
+            frame = codec.decode_parts(parts)
+        except codec.MalformedFrame as error:
+            peer = link.node if link else connection
+            counters["frames_malformed"] += 1
+            self._warnings.once(("malformed", peer), "malformed frame", peer, reason=error)
             return
+        counters["control_bytes_received"] += len(parts[0])
         if link is not None and link.source is connection:
             self._from_peer(link, frame)
+            link.took(len(parts[0]), self._node)
             return
         first = frame.envelopes[0][2] if frame.envelopes else None
         hello = first if frame.sequence == 0 and isinstance(first, Hello) else None
@@ -300,19 +321,6 @@ class StreamNetwork:
     def _untimely(self, connection: Connection, peer: str) -> bool:
         self._node.counters["frames_malformed"] += 1
         return self._warnings.once(connection, "frame without a hello", peer)
-
-    def _decoded(self, parts: list[bytes], peer: object) -> codec.Frame | None:
-        counters = self._node.counters
-        counters["frames_received"] += 1
-        try:
-            if len(parts) != 1:
-                raise codec.MalformedFrame(f"a message of {len(parts)} parts")
-            counters["control_bytes_received"] += len(parts[0])
-            return codec.decode(parts[0])
-        except codec.MalformedFrame as error:
-            counters["frames_malformed"] += 1
-            self._warnings.once(("malformed", peer), "malformed frame", peer, reason=error)
-            return None
 
     def _from_peer(self, link: Link, frame: codec.Frame) -> None:
         numbered = frame.sequence != UNNUMBERED
@@ -336,18 +344,20 @@ class StreamNetwork:
                 if isinstance(message, Hello):
                     node.counters["frames_malformed"] += 1
             elif numbered:
-                node.post(to_actor, message, link.address(from_actor))
+                node.deliver(to_actor, message, link.address(from_actor))
 
     # --- hellos --------------------------------------------------------------------------------
 
     def _greeted(self, connection: Connection, hello: Hello) -> None:
         """A peer that has dialled us has sent its hello."""
         link = self.links.get(hello.node)
-        error = objection(self.name, self._versions, hello)
+        denied = self._access.objection(hello, connection, link)
+        error = denied or objection(self.name, self._versions, hello)
         if error is not None:
             self._answer(connection, Refused(error))
-            if hello.node == self.name or (link is not None and link.incarnation is not None):
-                self._node.counters["hellos_refused"] += 1
+            is_live = link is not None and link.incarnation is not None
+            if denied or is_live or hello.node == self.name:
+                self.count("hellos_refused")
             else:
                 self._refuse(hello.node, error, link)
             return
@@ -355,7 +365,7 @@ class StreamNetwork:
             taken = f"a newer process has taken the name {hello.node}"
             refusal = Refused(ErrorReport.of(ConnectionFailed(taken), where=self.name))
             if hello.incarnation < link.incarnation:
-                self._node.counters["hellos_refused"] += 1
+                self.count("hellos_refused")
                 self._answer(connection, refusal)
                 return
             if hello.incarnation > link.incarnation:
@@ -389,17 +399,14 @@ class StreamNetwork:
             self._refuse(link.node, error, link)
 
     def _open(self, link: Link, source: Connection, hello: Hello) -> None:
-        named = 0.0 < hello.silence_s <= LONGEST_SILENCE_S
-        silence_s = hello.silence_s if named else self._silence_s
-        link.open(source, hello.incarnation, silence_s, self._loop.time())
+        link.open(source, hello, self._silence_s, self._loop.time())
         self.connections[source] = link
+        self._access.opened(link, source)
         log("debug", "link open", self.name, peer=link.node, incarnation=link.incarnation)
 
     # --- ends of links -------------------------------------------------------------------------
 
-    def _drop(
-        self, link: Link, last_word: Goodbye | Refused | None = None, until_s: float = 0.0
-    ) -> None:
+    def _drop(self, link: Link, last_word: _LastWord = None, until_s: float = 0.0) -> None:
         """Forget a link and close its connections without a report."""
         if self.links.get(link.node) is link:
             del self.links[link.node]
@@ -410,38 +417,34 @@ class StreamNetwork:
             self.connections.pop(connection, None)
             connection.close(until_s - self._loop.time())
 
-    def _lose(self, link: Link, reason: str, last_word: Goodbye | Refused | None = None) -> None:
+    def _lose(self, link: Link, reason: str, last_word: _LastWord = None) -> None:
         if self.links.get(link.node) is not link:
             return
         self._drop(link, last_word)
         self._node.counters["peers_lost"] += 1
         log("info", "peer lost", self.name, peer=link.node, reason=reason)
-        self._node.post_to_all(PeerLost(link.node, reason))
+        self._node.tell_all(link.node, PeerLost(link.node, reason))
 
     def _refuse(self, node: str, error: ErrorReport, link: Link | None) -> None:
         if link is not None:
             self._drop(link)
         self._node.counters["peers_refused"] += 1
         log("warning", "peer refused", self.name, peer=node, error=error.message)
-        self._node.post_to_all(PeerRefused(node, error))
+        self._node.tell_all(node, PeerRefused(node, error))
 
     # --- time ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now_s = self._loop.time()
-        was_away = now_s - self._ticked_s > 2 * self._heartbeat_s + 0.5 or self.is_behind()
+        was_away = now_s - self._ticked_s > 2 * self._heartbeat_s + 0.5
         away_s, self._ticked_s = now_s - self._ticked_s, now_s
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
+        self._end_revoked()
         for link in list(self.links.values()):
-            if was_away:  # we have not read, so their silence means nothing
+            if was_away or link.is_held:  # we have not read, so their silence means nothing
                 link.excuse(away_s)
-            if link.incarnation is None:
-                if now_s - link.made_s > self._connect_s:
-                    self._lose(link, f"could not be reached at {link.endpoint}")
+            if reason := link.complaint(now_s, self._connect_s):
+                self._lose(link, reason, Goodbye())
                 continue
-            if link.is_silent(now_s):
-                self._lose(link, f"silent for {link.silence_s:g} s", Goodbye())
-                continue
-            idle = now_s - link.spoke_s >= 0.9 * self._heartbeat_s
-            if idle and not link.out.is_waiting:
+            if link.is_idle(now_s, self._heartbeat_s):
                 self._ship_pieces(link, _HEARTBEAT)

@@ -1,7 +1,7 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ, as one end of one connection sees it.
 
 It has no socket: the connection feeds received bytes, takes messages, and sends `output`. Its
-mechanism is NULL, or the exchange of `pw.transport.proof`.
+mechanism is NULL: TLS, where there is any, is below it (`pw.transport.tls`).
 
     greeting -64 bytes of the peer's-> handshake, our READY goes out
     handshake -READY-> open
@@ -13,7 +13,7 @@ neither large nor many parts can fill the memory. No buffer is made before its b
 
 from __future__ import annotations
 
-from pw.transport.proof import Proof, ProofError
+from pw.transport.tls import is_tls
 
 LARGEST_COMMAND_BYTES = 4096
 _PART_BYTES = 64
@@ -23,8 +23,8 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
 _PEERS = {b"ROUTER": (b"DEALER", b"REQ", b"ROUTER"), b"DEALER": (b"ROUTER", b"REP", b"DEALER")}
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-_NULL, SECRET = (name.ljust(20, b"\0") for name in (b"NULL", b"PW-SECRET"))
-"""Names of mechanisms in greetings: none, and that of `pw.transport.proof`."""
+_NULL = b"NULL".ljust(20, b"\0")
+_REASON_BYTES = 255
 _SHORT = [bytes((0, size)) for size in range(256)]
 
 
@@ -33,7 +33,7 @@ class ZmtpError(Exception):
 
 
 class Refusal(ZmtpError):
-    """One end does not trust the other, so another try would fail as well."""
+    """One end refuses the other, so another try would fail as well."""
 
 
 def metadata(kind: bytes) -> bytes:
@@ -49,16 +49,12 @@ class Zmtp:
     Args:
         kind: the socket type to present, b"ROUTER" or b"DEALER".
         largest_bytes: the bound of an incoming message.
-        secret: of the cluster; with it, the ends prove that they know it.
     """
 
-    def __init__(self, kind: bytes, largest_bytes: int, secret: bytes | None = None) -> None:
+    def __init__(self, kind: bytes, largest_bytes: int) -> None:
         self.open = False
         """Whether messages may be sent: the handshake is over."""
-        self._proof = None if secret is None else _ProofHandshake(secret, kind)
-        self._tag = _NULL if self._proof is None else SECRET
-        as_server = self._proof is not None and self._proof.as_server
-        self.output = [_SIGNATURE + b"\x03\x01" + self._tag + bytes((as_server, *bytes(31)))]
+        self.output = [_SIGNATURE + b"\x03\x01" + _NULL + bytes(32)]
         self._kind = kind
         self._largest = largest_bytes
         self._greeted = False
@@ -76,6 +72,11 @@ class Zmtp:
         """A message of one part as it is sent, once the connection is open."""
         size = len(body)
         return (_SHORT[size] if size < 256 else b"\x02" + size.to_bytes(8, "big")) + body
+
+    def refuse(self, reason: str) -> None:
+        """Refuse the peer instead of a handshake; the connection is to be closed then."""
+        words = reason.encode()[:_REASON_BYTES].decode("utf-8", "ignore").encode()
+        self._command(b"ERROR", bytes((len(words),)) + words)
 
     def whole(self, data: bytes) -> bytes | None:
         """The body, if `data` is exactly one message of one part; otherwise `data` is to be fed.
@@ -162,6 +163,8 @@ class Zmtp:
 
     def _greet(self) -> bool:
         greeting = self._data[:_GREETING_BYTES]
+        if is_tls(greeting):
+            raise Refusal("it uses TLS, and this process does not")
         if len(greeting) >= _SIGNATURE_BYTES and (greeting[0] != 0xFF or greeting[9] != 0x7F):
             raise ZmtpError("no greeting")
         if len(greeting) > _SIGNATURE_BYTES and greeting[_SIGNATURE_BYTES] < 3:
@@ -170,33 +173,23 @@ class Zmtp:
             whole = _SIGNATURE_BYTES + 1
             self._lack(whole if len(greeting) < whole else _GREETING_BYTES)
             return False
-        if greeting[12:32] != self._tag:
-            raise _other_mechanism(self._tag, greeting[12:32])
+        if greeting[12:32] != _NULL:
+            raise ZmtpError("another security mechanism")
         self._at = _GREETING_BYTES
         self._greeted = True
-        if self._proof is None:
-            self._command(b"READY", metadata(self._kind))
-        else:
-            self._commands(self._proof.begin())
+        self._command(b"READY", metadata(self._kind))
         return True
 
     def _command(self, name: bytes, body: bytes) -> None:
         whole = bytes((len(name),)) + name + body
         self.output.append(bytes((_COMMAND | _LONG,)) + len(whole).to_bytes(8, "big") + whole)
 
-    def _commands(self, commands: list[tuple[bytes, bytes]]) -> None:
-        for name, body in commands:
-            self._command(name, body)
-
     def _obey(self, command: bytes) -> None:
         name, body = _counted(command, 0, 1)
         if name == b"ERROR":
-            raise ZmtpError(f"refused: {_counted(command, body, 1)[0]!r}")
-        if self._proof is not None and not self.open:
-            self._commands(self._proof.answer(name, command[body:]))
-            if self._proof.peer_metadata is not None:
-                self._welcome(self._proof.peer_metadata)
-        elif name == b"READY" and not self.open:
+            reason = _counted(command, body, 1)[0].decode("utf-8", "replace")
+            raise Refusal("".join(filter(str.isprintable, reason)) or "it gives no reason")
+        if name == b"READY" and not self.open:
             self._welcome(command[body:])
         elif not self.open:
             raise ZmtpError(f"command {name!r} in the handshake")
@@ -208,56 +201,6 @@ class Zmtp:
         if theirs not in _PEERS[self._kind]:
             raise ZmtpError(f"a peer of type {theirs!r}")
         self.open = True
-
-
-class _ProofHandshake:
-    """The handshake of an end that proves that it knows the cluster's secret."""
-
-    def __init__(self, secret: bytes, kind: bytes) -> None:
-        self.as_server = as_server = kind == b"ROUTER"
-        self.peer_metadata: bytes | None = None
-        self._proof = Proof(secret, b"control", as_server)
-        self._metadata = metadata(kind)
-        self._expected = b"HELLO" if as_server else b"WELCOME"
-
-    def begin(self) -> list[tuple[bytes, bytes]]:
-        """Commands, name and body, to send when the greetings have been exchanged."""
-        return [] if self.as_server else [(b"HELLO", self._proof.hello)]
-
-    def answer(self, name: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
-        """The commands that answer a command of the handshake.
-
-        Raises:
-            Refusal: the peer does not know the secret.
-            ZmtpError: it breaks the protocol.
-        """
-        proof, size = self._proof, self._proof.missing_bytes
-        expected, self._expected = self._expected, b""
-        if name != expected:
-            raise ZmtpError(f"command {name!r} in the handshake")
-        try:
-            if name == b"HELLO":
-                self._expected = b"INITIATE"
-                return [(b"WELCOME", proof.answer(body))]
-            if name == b"WELCOME":
-                self._expected = b"READY"
-                return [(b"INITIATE", proof.answer(body) + self._metadata)]
-            if name == b"INITIATE":
-                proof.answer(body[:size])
-                body = body[size:]
-        except ProofError as error:
-            raise Refusal(str(error)) from error
-        assert proof.is_done
-        self.peer_metadata = body
-        return [(b"READY", self._metadata)] if self.as_server else []
-
-
-def _other_mechanism(ours: bytes, theirs: bytes) -> ZmtpError:
-    if (ours, theirs) == (SECRET, _NULL):
-        return Refusal("it has no secret, and this process has the secret of a cluster")
-    if (ours, theirs) == (_NULL, SECRET):
-        return Refusal("it wants a proof that this process knows its cluster's secret")
-    return ZmtpError("another security mechanism")
 
 
 def _property(name: bytes, value: bytes) -> bytes:

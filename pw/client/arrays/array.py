@@ -168,7 +168,7 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
         with giving_up:
             if self._gone is not None:
                 return
-            self._gone = "it was deleted by delete()"
+            self._gone = "it was deleted by delete(); delete it after its last use"
             self._fetching = None
         if self._runtime.alive:
             self._runtime.delete([self._id])

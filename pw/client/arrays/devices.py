@@ -10,6 +10,7 @@ from typing import Any, overload
 from pw.client.arrays.operator_cache import Recent
 from pw.client.connection import current
 from pw.client.show.tables import Table, facts, html
+from pw.core.errors import InsufficientDevices
 from pw.core.messages import SliceBound
 
 
@@ -268,9 +269,14 @@ class VirtualDeviceSet:
             )
         parts: list[Slice] = []
         for name in names:
-            parts.append(
-                self._add(count // len(names), kind, name, apart=tuple(one.id for one in parts))
-            )
+            apart = tuple(one.id for one in parts)
+            try:
+                parts.append(self._add(count // len(names), kind, name, apart=apart))
+            except InsufficientDevices as error:
+                del self._slices[len(self._slices) - len(parts) :]
+                raise InsufficientDevices(
+                    f"{count} devices do not fit on {len(names)} different islands: {error}"
+                ) from None
         return parts[0] if len(parts) == 1 else Slices.of(tuple(parts))
 
     def _add(

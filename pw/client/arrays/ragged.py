@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pw.core.counted import impossible
 from pw.core.errors import ArgumentError
 
 TREES_KEPT = 4096
@@ -26,7 +27,8 @@ class Ragged:
         rows: of the shape `(*lead, capacity, *rest)`: for each cell of `lead` (often there is just one), up to
             `capacity` rows of the shape `rest`.
         counts: integers of the shape `lead`: how many rows of each cell count, from 0 to `capacity`. An array
-            that is computed from counts outside of this range, on another slice, raises `ResultMismatch`.
+            that is computed from counts outside of this range, on another slice, raises `ResultMismatch`;
+            a call that is given such counts from this process raises `ArgumentError`.
     """
 
     rows: Any
@@ -66,6 +68,13 @@ def _pairs(tree: Any) -> tuple[tuple[int, int], ...]:
     whole = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     leaves = jax.tree_util.tree_leaves(whole, is_leaf=is_ragged)
     found = [leaf for leaf in leaves if isinstance(leaf, Ragged)]
+    for one in found:
+        for part, name in ((one.rows, "rows"), (one.counts, "counts")):
+            if isinstance(part, (list, tuple)):
+                raise ArgumentError(
+                    f"a pw.Ragged has {name} in a {type(part).__name__} of {len(part)}; make one array of "
+                    "them, as with np.array"
+                )
     return tuple((one.rows, one.counts) for one in found if type(one.rows) is type(one.counts))
 
 
@@ -83,3 +92,25 @@ def check_pairs(pairs: tuple[tuple[int, int], ...], avals: Any, name: str) -> No
                 f"{name}: a pw.Ragged has counts {counts.str_short()}; counts are integers, as in "
                 "counts.astype(jnp.int32)"
             )
+
+
+def check_counts(counts: Any, rows: Any, name: str) -> None:
+    """Raise ArgumentError if counts that this process has are negative, or more than there are rows.
+
+    Args:
+        counts: of any kind; those on devices of the cluster, and tracers, are not read.
+        rows: an array, or its abstract value.
+        name: of what takes them, for the user.
+    """
+    is_here = isinstance(counts, (int, np.ndarray, np.generic, jax.Array))
+    if not is_here or isinstance(counts, jax.core.Tracer):
+        return
+    values, shape = np.asarray(counts), np.shape(rows)
+    if shape[: values.ndim] != values.shape or len(shape) <= values.ndim:
+        return
+    words = impossible(values, shape[values.ndim])
+    if words is not None:
+        aval = jax.core.ShapedArray(shape, rows.dtype)
+        raise ArgumentError(
+            f"{name}: a pw.Ragged has counts for rows {aval.str_short()} that {words}"
+        )

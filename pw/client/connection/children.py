@@ -30,7 +30,7 @@ EXIT_ERROR = 1
 """The worker has written a line that says why, and starting it again would not help."""
 _OWN_SETTINGS = (
     *("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "PJRT_NPROC", "NPROC"),
-    *("PW_ADDRESS", "PW_SECRET", "PW_SECRET_FILE"),
+    "PW_ADDRESS",
 )
 _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 """Settings of this process only; children inherit all other flags."""

@@ -26,7 +26,6 @@ from pw.client.connection.threads import remote
 from pw.client.show.tables import Table, html
 from pw.core.sizes import parse_size
 from pw.core.watchdog import STALL_S
-from pw.transport import secret
 from pw.transport.private import PrivateFolder
 
 START_S = 30.0
@@ -141,7 +140,6 @@ class LocalCluster:
         """The hosts of the islands as they were started, and after them the spare ones."""
         self._children: list[Child] = []
         self._folder = PrivateFolder.make()
-        secret.create(self._folder.path)
         self.events = f"ipc://{self._folder.path}/events" if events else ""
         """Where the controller publishes events; empty if it does not."""
         self._runtime: Runtime | None = None

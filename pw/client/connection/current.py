@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from pw.client.connection import embedded, jax_backend, threads
@@ -12,6 +13,9 @@ from pw.client.connection.runtime import RECONNECT_S, Runtime
 from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.worker_output import is_wanted
 from pw.core.errors import Error
+from pw.core.roles import Role
+from pw.transport.joined import default_address
+from pw.transport.security import CREDENTIALS, Security, address_in
 
 _current: Runtime | None = None
 _guard = threading.RLock()
@@ -35,6 +39,7 @@ def runtime() -> Runtime:
 def connect(
     address: str | None = None,
     *,
+    credentials: str | os.PathLike[str] | None = None,
     share: float = 1.0,
     priority: int = 0,
     keep_bytes: int | None = None,
@@ -42,7 +47,8 @@ def connect(
     worker_output: bool | None = None,
 ) -> Runtime:
     """Connect this process to a cluster: at `address`, else `PW_ADDRESS`, else that of JAX's devices if they
-    are virtual ones (`pw.jax`), else an embedded one.
+    are virtual ones (`pw.jax`), else the one that this user has joined (`pw join`), else an embedded one. An
+    empty `PW_ADDRESS` leaves out the joined one.
 
     During a session the threads of this process switch every 0.5 ms (`sys.setswitchinterval`) instead of every
     5 ms, unless the interval is shorter already: a thread that computes in Python would delay each step of a
@@ -54,6 +60,10 @@ def connect(
 
     Args:
         address: the controller's `tcp://host:port`.
+        credentials: this process's certificate: a file of `pw keys issue`, or a folder with tls.crt, tls.key
+            and ca.crt; by default `PW_CREDENTIALS`. If the file names the controller's address, no `address`
+            is needed. Without credentials only a controller of this user on this machine can be reached,
+            unless `PW_INSECURE` is 1.
         share: weight of this client under `pw-controller --policy share`.
         priority: importance of this client under `pw-controller --policy priority`.
         keep_bytes: memory in this process for copies of uploads, from which arrays are restored when their
@@ -74,15 +84,17 @@ def connect(
         VersionMismatch: the controller runs other versions of pw or jax.
         ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
             neither 0 nor 1.
-        Error: this process is connected to another address.
+        AccessRefused: one end refuses the other's certificate, or another machine is to be reached without any.
+        Error: this process is connected to another address, or the credentials cannot be used.
     """
     with _guard:
         if not address and _current is not None and _current.ended is not None:
             address = _current.address
         else:
-            address = address or os.environ.get("PW_ADDRESS") or None
+            address = address or os.environ.get("PW_ADDRESS") or address_in(credentials)
             if address is None and (_current is None or not _current.alive):
-                address = jax_backend.cluster()
+                address = jax_backend.cluster() or default_address() or None
+                _check_meant(address, credentials)
         if _current is not None and _current.alive:
             if address is None or address == _current.address:
                 return _current
@@ -94,7 +106,7 @@ def connect(
             raise ValueError(f"share must be positive, not {share}")
         if reconnect_s < 0:
             raise ValueError(f"reconnect_s must not be negative, but is {reconnect_s}")
-        start = embedded.start if address is None else threads.remote(address)
+        start = embedded.start if address is None else _remote(address, credentials)
         if _current is not None:
             _current.close()
         made = Runtime(
@@ -107,6 +119,23 @@ def connect(
         )
         use(made)
         return made
+
+
+def _check_meant(address: str | None, credentials: str | os.PathLike[str] | None) -> None:
+    """Raise Error if there are credentials for a cluster, and no address of it."""
+    file = credentials or os.environ.get(CREDENTIALS)
+    if file and address is None and "PW_ADDRESS" not in os.environ:
+        raise Error(
+            f"there are credentials, {os.fspath(file)}, and no address of a controller, which a file of "
+            "`pw keys issue --address` names: give it to pw.connect, or in PW_ADDRESS. An empty PW_ADDRESS "
+            "means an embedded cluster"
+        )
+
+
+def _remote(
+    address: str, credentials: str | os.PathLike[str] | None
+) -> Callable[[Runtime], threads.SessionOnNode]:
+    return threads.remote(address, security=Security.of(address, credentials, role=Role.CLIENT))
 
 
 def _keep_bytes(given: int | None) -> int:

@@ -25,7 +25,6 @@ from pw.client.session.thread_messages import Close
 from pw.core.errors import Error, HostLost
 from pw.core.ids import CONTROLLER
 from pw.core.sizes import parse_size
-from pw.transport import secret as secret_file
 from pw.transport.bulk import BulkPlane
 from pw.transport.link import incarnation
 from pw.transport.local import LocalHub
@@ -124,7 +123,6 @@ def _with_worker(
     teardown = ExitStack()
     folder = PrivateFolder.make()
     teardown.callback(folder.leave)
-    secret = secret_file.create(folder.path)
     thread = beside or LoopThread("pw-embedded")
     if beside is None:
         teardown.callback(thread.stop)
@@ -136,13 +134,11 @@ def _with_worker(
     def make() -> SessionOnNode:
         from pw.cli.assembly import add_controller
 
-        network = StreamNetwork(
-            thread.loop, CONTROLLER, incarnation(), bind=folder.controller, secret=secret
-        )
+        network = StreamNetwork(thread.loop, CONTROLLER, incarnation(), bind=folder.controller)
         node = Node(CONTROLLER, thread.loop, network)
         services = add_controller(node, thread.loop, secret=secrets.token_bytes(32))
         teardown.callback(thread.call, services.close)
-        bulk = BulkPlane(thread.loop, folder=folder.path, secret=secret)
+        bulk = BulkPlane(thread.loop, folder=folder.path)
         session = _SessionWithWorker(thread, node, bulk, runtime, None, teardown.close)
         session.endpoint = folder.controller
         session.worker, worker.given_up = worker, session.worker_ended
@@ -156,7 +152,7 @@ def _with_worker(
 
 
 def _start_worker(thread: LoopThread, controller: str, platform: str, devices: int) -> KeptWorker:
-    has_supervisor = hasattr(os, "memfd_create")  # see pw.cli.worker
+    has_supervisor = hasattr(os, "memfd_create")  # see pw.cli.supervisor
     arguments = [
         *("--controller", controller, "--island", ISLAND, "--devices", str(devices)),
         *("--platform", platform),
@@ -176,16 +172,13 @@ def _in_process(runtime: Runtime) -> SessionOnNode:
 
     bound_bytes = device_memory()
     folder = PrivateFolder.make()
-    secret = secret_file.create(folder.path)
     thread = LoopThread("pw-embedded")
 
     def make() -> SessionOnNode:
         hub = LocalHub(thread.loop)
         node = Node(CONTROLLER, thread.loop, hub.network(CONTROLLER))
         services = add_controller(node, thread.loop, secret=secrets.token_bytes(32))
-        bulk, hosts_bulk = (
-            BulkPlane(thread.loop, folder=folder.path, secret=secret) for _ in range(2)
-        )
+        bulk, hosts_bulk = (BulkPlane(thread.loop, folder=folder.path) for _ in range(2))
 
         def ended() -> None:
             error = HostLost(

@@ -22,12 +22,12 @@ from pw.client.session.thread_messages import AwaitHosts, Close
 from pw.client.show.live import About, patiently
 from pw.core.errors import ConnectionFailed, Disconnected, ErrorReport
 from pw.core.ids import CONTROLLER
+from pw.core.roles import Role
 from pw.transport.bulk import BulkPlane
-from pw.transport.endpoints import address_towards
 from pw.transport.link import incarnation
 from pw.transport.node import Node
 from pw.transport.private import beside as private_folder
-from pw.transport.secret import of_cluster
+from pw.transport.security import Security
 from pw.transport.stream_network import StreamNetwork
 
 if TYPE_CHECKING:
@@ -221,16 +221,19 @@ def _leave_it() -> None:
     """End nothing: the thread belongs to other sessions, too."""
 
 
-def remote(address: str, beside: LoopThread | None = None) -> Callable[[Runtime], SessionOnNode]:
+def remote(
+    address: str, beside: LoopThread | None = None, security: Security | None = None
+) -> Callable[[Runtime], SessionOnNode]:
     """Return a function that starts a session with the controller at `address`.
 
     Args:
         address: the controller's.
         beside: the thread that it lives in; None for one of its own.
+        security: how it uses tcp; by default what the environment says.
 
     Raises (when called with a runtime):
         ConnectionFailed: it is no address such as `tcp://127.0.0.1:7777`.
-        Error: the cluster's secret cannot be read.
+        Error: the credentials cannot be used.
     """
 
     def start(runtime: Runtime) -> SessionOnNode:
@@ -238,17 +241,25 @@ def remote(address: str, beside: LoopThread | None = None) -> Callable[[Runtime]
             raise ConnectionFailed(
                 f"{address!r} is not the address of a controller; it looks like tcp://host:port"
             )
-        own_address = address_towards(address)  # hosts dial it to send fetched values
-        folder, secret = private_folder(address), of_cluster(address)
+        folder = private_folder(address)
+        credentials, insecure = security or Security.of(address, role=Role.CLIENT)
         thread = beside or LoopThread("pw-session")
         stop = thread.stop if beside is None else _leave_it
 
         def make() -> SessionOnNode:
             name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
-            network = StreamNetwork(thread.loop, name, incarnation(), secret=secret)
+            network = StreamNetwork(
+                thread.loop, name, incarnation(), credentials=credentials, insecure=insecure
+            )
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)
-            bulk = BulkPlane(thread.loop, bind_host=own_address, folder=folder, secret=secret)
+            bulk = BulkPlane(
+                thread.loop,
+                folder=folder,
+                credentials=credentials,
+                insecure=insecure,
+                endpoint="",
+            )
             return SessionOnNode(thread, node, bulk, runtime, address, stop)
 
         try:

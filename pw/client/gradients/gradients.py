@@ -14,8 +14,10 @@ from pw.client.arrays.signature import describe_leaf
 from pw.client.gradients.derivative import is_inexact
 from pw.client.gradients.tape import Tape
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
+from pw.client.trace.in_words import in_words
 from pw.client.trace.program import program
-from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import recording
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError
 
@@ -146,8 +148,8 @@ def _loss(recorder: Recorder, name: str, value: Any, has_aux: bool) -> Any:
     """Return the loss of what a function has returned. Raises ArgumentError."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise ArgumentError(
-            f"{name!r} returned a {type(value).__name__}, and with has_aux=True it has to return a pair of "
-            "the loss and other results"
+            f"{name!r} returned {in_words(value)}, and with has_aux=True it has to return a pair of the loss "
+            "and other results; without any, leave out has_aux"
         )
     leaf = value[0] if has_aux else value
     try:
@@ -155,9 +157,8 @@ def _loss(recorder: Recorder, name: str, value: Any, has_aux: bool) -> Any:
     except ArgumentError:
         loss = None
     if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        said = f"a {type(leaf).__name__}" if loss is None else loss.aval.str_short()
         raise ArgumentError(
-            f"{name!r} returned {said}, and a gradient is of one floating-point number: return the loss, "
-            "and other results with has_aux=True"
+            f"{name!r} returned {in_words(leaf)}, and a gradient is of one floating-point number: return the "
+            "loss, and other results with has_aux=True"
         )
     return loss

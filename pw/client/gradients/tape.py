@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pw.client.arrays.mesh import default_mesh
@@ -35,8 +34,10 @@ from pw.client.trace import tape as tapes
 from pw.client.trace.branch import Branch
 from pw.client.trace.cond import merged
 from pw.client.trace.jit import jit
+from pw.client.trace.joined.apart import apart, together
 from pw.client.trace.recorder import Recorder
 from pw.client.trace.tracer import ProgramTracer
+from pw.client.trace.zeros import zeros
 from pw.core.errors import TracingError
 
 tree_flatten, tree_unflatten = jax.tree_util.tree_flatten, jax.tree_util.tree_unflatten
@@ -144,6 +145,36 @@ class Tape(tapes.Tape):
         if self.outer is not None:
             self.outer.merge(branches, sides, results)
 
+    def divide(self, whole: ProgramTracer, parts: Sequence[ProgramTracer]) -> None:
+        """Say which values are the parts that islands have of a value."""
+        source = self._variable(whole)
+        if source is not None:
+            types = whole._type, [part._type for part in parts]
+            pull = partial(self._put_together, *types)
+            given_to: list[_Variable | None] = [self._know(part) for part in parts]
+            self._entries.append(_Entry([source], given_to, pull, self._recorder.branch))
+        if self.outer is not None:
+            self.outer.divide(whole, parts)
+
+    def join(self, parts: Sequence[ProgramTracer], whole: ProgramTracer) -> None:
+        """Say which value was put together from parts that islands have."""
+        sources = [self._variable(part) for part in parts]
+        if any(sources):
+            pull = partial(self._take_apart, whole.sharding)
+            self._entries.append(_Entry(sources, [self._know(whole)], pull, self._recorder.branch))
+        if self.outer is not None:
+            self.outer.join(parts, whole)
+
+    def _put_together(self, whole: Any, types: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        own = [
+            zeros(type_) if one is None else self._moved(one, type_.sharding)
+            for one, type_ in zip(cotangents, types, strict=True)
+        ]
+        return [together(self._recorder, own, whole)]
+
+    def _take_apart(self, sharding: Any, cotangents: Sequence[Any]) -> Any:
+        return apart(self._recorder, self._moved(cotangents[0], sharding), sharding)
+
     def walk_back(self, loss: ProgramTracer) -> None:
         """Add the backward computations of all calls on which the loss depends."""
         end = self._variable(loss)
@@ -164,7 +195,7 @@ class Tape(tapes.Tape):
         found = self._total(self._variables[id(watched)][0])
         if found is None:
             sharding = watched.sharding or NamedSharding.replicated(default_mesh())
-            return _zeros(ArrayType.of(watched.aval, sharding))
+            return zeros(ArrayType.of(watched.aval, sharding))
         if watched.sharding is None:
             return self._recorder.lift(found.rows if isinstance(found, Ragged) else found)
         return self._moved(found, watched.sharding)
@@ -221,7 +252,7 @@ class Tape(tapes.Tape):
         made, counts = [], []
         for one, own in zip(branches, found, strict=True):
             with self._within(one):
-                value: Any = _zeros(type_) if own is None else own
+                value: Any = zeros(type_) if own is None else own
             is_ragged = isinstance(value, Ragged)
             made.append([value.rows if is_ragged else value])
             counts.append([value.counts if is_ragged else None])
@@ -254,17 +285,3 @@ def _receive(sharding: NamedSharding) -> Any:
         return jit(rows, mesh=mesh, in_shardings=(lies,), out_shardings=sharding)
 
     return mesh.slice.compiled.made(("rows", sharding), make)
-
-
-def _zeros(type_: ArrayType) -> ProgramTracer:
-    """Return zeros of a type, which its devices make."""
-    mesh = type_.sharding.mesh
-
-    def make_zeros() -> Any:
-        return jnp.zeros(type_.aval.shape, type_.aval.dtype)
-
-    def make() -> Any:
-        return jit(make_zeros, mesh=mesh, out_shardings=type_.sharding)
-
-    made: ProgramTracer = mesh.slice.compiled.made(("zeros", type_), make)()
-    return made

@@ -12,14 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pw.client.arrays.mesh import Mesh, default_mesh
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType, aval_of
 from pw.client.trace.function import tree_flatten, tree_unflatten
-from pw.client.trace.recorder import Recorder, Recording
-from pw.client.trace.tracer import JoinedTracer, ProgramTracer
+from pw.client.trace.in_words import in_words
+from pw.client.trace.predicate import checked_predicate
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import Recording
+from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.trial import Trial, trial
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArgumentError, ShardingError
@@ -115,13 +117,15 @@ def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) 
     leaves = [trying.leaf(at, type_) for at, type_ in enumerate(given)]
     identities = [leaf.identity for leaf in leaves]
     carry = tree_unflatten(loop.tree, leaves)
-    sharding = _checked_predicate(recorder, loop, loop.cond_fun(carry)).sharding
-    results, tree = tree_flatten(loop.body_fun(carry))
+    said = f"pw.while_loop: {name_of(loop.cond_fun)!r} must return a scalar boolean, and returns"
+    sharding = checked_predicate(recorder, loop.cond_fun(carry), said).sharding
+    returned = loop.body_fun(carry)
+    results, tree = tree_flatten(returned)
     name = name_of(loop.body_fun)
     if tree != loop.tree:
         raise ArgumentError(
-            f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {loop.tree}, and "
-            f"returns {tree}"
+            f"pw.while_loop: {name!r} must return a carry of the tree that it takes, {in_words(carry)}, and "
+            f"returns {in_words(returned)}"
         )
     types, varying = [], []
     for at, (result, before) in enumerate(zip(results, given, strict=True)):
@@ -129,7 +133,8 @@ def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) 
         if (tuple(made.aval.shape), made.aval.dtype) != (tuple(aval.shape), aval.dtype):
             raise ArgumentError(
                 f"pw.while_loop: the carry must keep its shapes and dtypes, but {name!r} takes "
-                f"{_path(loop, at)} as {aval.str_short()} and returns {made.aval.str_short()}"
+                f"{_path(loop, at)} as {aval.str_short()} and returns {made.aval.str_short()}; convert it "
+                "there, as with astype or reshape, or begin with another first carry"
             )
         where = made.sharding or (before.sharding if isinstance(before, ArrayType) else sharding)
         is_weak = bool(made.weak_type and aval.weak_type)
@@ -137,29 +142,20 @@ def _tried(recorder: Recorder, trying: Trial, loop: Loop, given: Sequence[Any]) 
         types.append(ArrayType.of(whole, where or NamedSharding.replicated(default_mesh())))
         if made.identity is None or made.identity != identities[at]:
             varying.append(at)
+    predicate = sharding or NamedSharding.replicated(
+        types[0].sharding.mesh if types else default_mesh()
+    )
+    mesh = None if trying.uses_program() else trying.one_mesh()
+    if any(one.mesh != mesh for one in (predicate, *[type_.sharding for type_ in types])):
+        mesh = None  # the body moves the carry to where no computation of it runs
     return Carry(
         tuple(types),
-        sharding or NamedSharding.replicated(types[0].sharding.mesh if types else default_mesh()),
-        None if trying.uses_program() else trying.one_mesh(),
+        predicate,
+        mesh,
         trying.uses_program(),
         trying.donated(),
         tuple(varying),
     )
-
-
-def _checked_predicate(recorder: Recorder, loop: Loop, pred: Any) -> ProgramTracer:
-    try:
-        tracer = recorder.lift(pred)
-        fits = not tuple(tracer.aval.shape) and tracer.aval.dtype == np.bool_
-        said = tracer.aval.str_short()
-    except ArgumentError:
-        fits, said = False, repr(pred)
-    if not fits:
-        raise ArgumentError(
-            f"pw.while_loop: {name_of(loop.cond_fun)!r} must return a scalar boolean, and returns {said}; "
-            "compute one, as in x.sum() > 0"
-        )
-    return tracer.parts[0] if isinstance(tracer, JoinedTracer) else tracer
 
 
 def _lifted(recorder: Recorder, loop: Loop, at: int, result: Any) -> ProgramTracer:

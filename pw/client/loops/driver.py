@@ -3,20 +3,32 @@
 Each portion takes the carry and the predicate of the one before, so it can be launched before that has ended.
 The client reads the predicate of each portion, and launches no more after a false one. The portions that are
 ahead then pass the carry on unchanged.
+
+After a loss the carry is computed again from the last of its replicas, or from the first carry. The controller
+keeps a bounded number of runs to do so, so a long loop makes replicas of its carry now and then.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pw.client.arrays.array import Array
+from pw.client.checkpoint import checkpoint
 from pw.client.loops.iterations import Portions, State
 from pw.core.errors import ComputationTimeout
 
 AHEAD = 3
 """Portions in flight: one that runs, one that waits, and one on its way."""
+
+MOST_AHEAD = 6
+"""Portions in flight of a loop that has run for a while: hosts need not wait when the client must wait for a
+processor. A short loop would pay for portions behind its end. While other clients wait, the scheduler launches
+fewer."""
+
+AHEAD_AFTER = 4
+"""After how many ended portions one more may be in flight."""
 
 PORTION_S = 0.010
 """How long a portion should take: other clients, `timeout=` and `pw.cancel` get their turn after it."""
@@ -26,6 +38,16 @@ GROWTH = 4
 
 MOST = 1 << 20
 """Iterations in a portion."""
+
+REPLICATED_PORTIONS = 4096
+"""After so many portions replicas of the carry are made; the controller keeps four times as many runs."""
+
+REPLICATED_VALUES = 1 << 18
+"""The same for arrays that portions have read and made together."""
+
+PORTIONS_TIMED = 8
+"""The time of an iteration is that of the last so many portions: one alone may seem long, and the next one
+short, because the client or a host had to wait for a processor."""
 
 
 def drive(
@@ -53,14 +75,18 @@ def drive(
     """
     until_s = clock() + timeout_s if timeout_s else None
     ahead: deque[tuple[Array, int, float]] = deque()
-    left, done, ended_s = max_iterations, 0, None
+    timed: deque[tuple[int, float]] = deque(maxlen=PORTIONS_TIMED)
+    left, done, ended, ended_s = max_iterations, 0, 0, None
+    first, launched = state, 0
+    period = max(1, min(REPLICATED_PORTIONS, REPLICATED_VALUES // (2 * len(state) + 1)))
 
     def rest_s() -> float | None:
         return None if until_s is None else max(until_s - clock(), 0.0)
 
     try:
         while True:
-            while len(ahead) < AHEAD and left != 0:
+            most = min(AHEAD + ended // AHEAD_AFTER, MOST_AHEAD)
+            while len(ahead) < most and left != 0:
                 count = portions.iterations if left is None else min(portions.iterations, left)
                 if portions.sizes and count not in portions.sizes:
                     count = max(size for size in portions.sizes if size <= count)
@@ -68,6 +94,10 @@ def drive(
                 state[0].start_fetch()
                 ahead.append((state[0], count, clock()))
                 left = None if left is None else left - count
+                launched += 1
+                if launched % period == 0:
+                    # Leaves that stay as they are have come from the caller.
+                    checkpoint([leaf for leaf in state if all(leaf is not one for one in first)])
             if not ahead:
                 break
             more, count, launched_s = ahead[0]
@@ -76,9 +106,10 @@ def drive(
             now_s = clock()
             if not goes_on:
                 break
-            done += count
+            done, ended = done + count, ended + 1
             if ended_s is not None:
-                _adapt(portions, count, now_s - max(ended_s, launched_s))
+                timed.append((count, now_s - max(ended_s, launched_s)))
+                _adapt(portions, timed)
             ended_s = now_s
         for leaf in state:
             leaf.start_wait()
@@ -95,10 +126,11 @@ def drive(
     return state
 
 
-def _adapt(portions: Portions, count: int, took_s: float) -> None:
-    """Choose the length of the next portions."""
-    wanted = count * PORTION_S / max(took_s, 1e-6)
-    portions.iterations = int(max(1, min(wanted, count * GROWTH, MOST)))
+def _adapt(portions: Portions, timed: Sequence[tuple[int, float]]) -> None:
+    """Choose the length of the next portions by the lengths and the times, in seconds, of the last ones."""
+    took_s = sum(seconds for _, seconds in timed)
+    wanted = PORTION_S * sum(count for count, _ in timed) / max(took_s, 1e-6)
+    portions.iterations = int(max(1, min(wanted, timed[-1][0] * GROWTH, MOST)))
 
 
 def _cancel(predicates: list[Array]) -> None:

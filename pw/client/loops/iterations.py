@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
 from pw.client.loops.carry import Carry, Loop, as_type
-from pw.client.trace.cond import cond
+from pw.client.trace.cond import recorded
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
-from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import recording
 from pw.client.trace.wrapped import name_of
 from pw.core.errors import ArrayDeleted
 
@@ -66,7 +67,9 @@ def guarded(loop: Loop, carry: Carry, count: int, state: Sequence[Any]) -> State
     step.__name__ = name_of(loop.body_fun)
     for _ in range(count):
         changed = [leaves[at] for at in varying]
-        more, *changed = cond(more, step, stay, *changed, out_shardings=shardings)
+        more, *changed = recorded(
+            _recorder(), more, (step, stay), changed, shardings, is_iteration=True
+        )
         leaves = whole(changed)
     return [more, *leaves]
 

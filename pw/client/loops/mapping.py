@@ -1,7 +1,8 @@
 """`pw.map`: a function of one element, for all elements along the leading axis.
 
 On one mesh it is `jax.lax.map` in one computation. On several, each element has computations of its own in a
-program, so elements follow each other through the slices as in a pipeline.
+program, so elements follow each other through the slices as in a pipeline. The rows of a `Ragged` that do not
+count are skipped: by `jax.lax.cond` in one computation, and by `pw.cond` in a program.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh, default_mesh
+from pw.client.arrays.ragged import Ragged, check_pairs, is_ragged
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.arrays.signature import ArrayType, aval_of, tracing_configuration
+from pw.client.arrays.signature import (
+    ArrayType,
+    aval_of,
+    signature_of,
+    tracing_configuration,
+)
 from pw.client.connection import current, jax_backend
+from pw.client.trace.cond import cond
 from pw.client.trace.function import (
     signature_of_call,
     tree_flatten,
@@ -28,10 +37,13 @@ from pw.client.trace.function import (
 )
 from pw.client.trace.jit import jit
 from pw.client.trace.program import program
-from pw.client.trace.recorder import Recorder, Recording, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
+from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.trial import Trial, trial
 from pw.client.trace.wrapped import name_of
+from pw.client.trace.zeros import zeros
 from pw.core.errors import ArgumentError
 
 ELEMENTS = 32
@@ -52,43 +64,97 @@ def map(fun: Callable[[Any], Any], xs: Any) -> Any:
     slices work on different elements at the same time. Called alone, it is a program that is kept for this
     function, or one for each 32 elements on several meshes. It does not wait.
 
+    The elements of a `Ragged` whose counts are a scalar are its rows. Those behind the count are not computed,
+    and each result is a `Ragged` with the same counts, and with zeros behind them.
+
     Args:
-        fun: a function of a tree like `xs` without the leading axis.
-        xs: a tree of arrays with leading axes of one size.
+        fun: a function of a tree like `xs` without the leading axis. If it returns a `Ragged`, so does the map,
+            with a cell more for each element.
+        xs: a tree of arrays with leading axes of one size. If it has several `Ragged`s with scalar counts,
+            their counts are the same object.
 
     Raises:
-        ArgumentError: `xs` has no arrays, or their leading axes differ; or a program maps more than 256
-            elements over several meshes. Nothing has been launched then.
+        ArgumentError: `xs` has no arrays, or their leading axes or their counts differ; or a program maps more
+            than 256 elements over several meshes. Nothing has been launched then.
     """
     try:
         if not callable(fun):
             raise TypeError(f"pw.map takes a function, and was given {fun!r}")
-        leaves, tree = tree_flatten(xs)
-        if under_jax_trace(leaves):
-            return jax.lax.map(fun, xs)
+        whole, counts = _taken_apart(fun, xs)
+        leaves, tree = tree_flatten(whole)
+        if under_jax_trace([*leaves, *counts]):
+            return _together(_in_jax(fun, whole, counts), counts)
+        _check_leaves(fun, tree, leaves, "xs")
         recorder = recording()
         if recorder is not None:
             leaves = [recorder.lift(leaf) for leaf in leaves]
+            counts = [recorder.lift(one) for one in counts]
             signature = [leaf.signature for leaf in leaves]
-            size = _size(fun, tree, signature)
+            size = _size(fun, tree, signature, [one.signature for one in counts])
             with trial(recorder) as trying:
-                places = _tried(trying, fun, tree, signature)
+                places = _tried(recorder, trying, fun, tree, signature)
             if places.mesh is None and size > RECORDED:
                 raise ArgumentError(
                     f"pw.map of {name_of(fun)!r} in a pw.program runs on several meshes, where it takes at "
                     f"most {RECORDED} elements, and was given {size}; call it outside of the program"
                 )
-            return _recorded(places, fun, tree, leaves, [0] * len(leaves), size)
+            made = _recorded(places, fun, tree, leaves, [0] * len(leaves), counts, 0, size)
+            return _together(made, counts)
         if jax_backend.client() is not None:
-            leaves = jax_arrays.taken(leaves)
+            leaves, counts = jax_arrays.taken(leaves), jax_arrays.taken(counts)
         try:
             alone = _kept(fun)
         except TypeError:  # it cannot be hashed
             alone = _Alone(fun)
-        return alone(leaves, tree)
+        return _together(alone(leaves, counts, tree), counts)
     except Exception as error:
         leave_out_runtime(error)
         raise
+
+
+def _taken_apart(fun: Callable[[Any], Any], xs: Any) -> tuple[Any, list[Any]]:
+    """Return a tree with rows in place of `Ragged`s of one cell, and their counts, if there are any."""
+    counts: list[Any] = []
+
+    def rows_of(leaf: Any) -> Any:
+        if not is_ragged(leaf) or np.ndim(leaf.counts):
+            return leaf
+        if counts and leaf.counts is not counts[0]:
+            raise ArgumentError(
+                f"pw.map of {name_of(fun)!r} takes several pw.Ragged only if their counts are the same object; "
+                "where they are equal, pass pw.Ragged(b.rows, a.counts) in place of b"
+            )
+        counts[:] = [leaf.counts]
+        return leaf.rows
+
+    return jax.tree_util.tree_map(rows_of, xs, is_leaf=is_ragged), counts
+
+
+def _together(made: Any, counts: Sequence[Any]) -> Any:
+    """Return results as `Ragged`s with these counts, if there are any."""
+    if not counts:
+        return made
+    return jax.tree_util.tree_map(
+        lambda leaf: leaf if is_ragged(leaf) else Ragged(leaf, counts[0]), made, is_leaf=is_ragged
+    )
+
+
+def _in_jax(fun: Callable[[Any], Any], xs: Any, counts: Sequence[Any]) -> Any:
+    """Map in a function that JAX traces."""
+    if not counts:
+        return jax.lax.map(fun, xs)
+
+    def element(numbered: tuple[Any, Any]) -> Any:
+        number, x = numbered
+        like = jax.eval_shape(fun, x)
+
+        def nothing(_: Any) -> Any:
+            return jax.tree_util.tree_map(lambda one: jax.lax.full(one.shape, 0, one.dtype), like)
+
+        return jax.lax.cond(number < counts[0], fun, nothing, x)
+
+    size = jax.tree_util.tree_leaves(xs)[0].shape[0]
+    return jax.lax.map(element, (jnp.arange(size), xs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,10 +165,20 @@ class _Places:
     """The mesh of all its computations, if they can be one."""
     first: Mesh
     """The mesh of the first one."""
+    moved: frozenset[int]
+    """Leaves of an element that computations take elsewhere than where they are cut from the whole."""
+    results: Sequence[Any]
+    """The type of each result that devices make, and the aval of the others."""
+    tree: Any
+    """The tree of the results."""
 
 
 def _tried(
-    trying: Trial, fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any]
+    recorder: Recorder,
+    trying: Trial,
+    fun: Callable[[Any], Any],
+    tree: Any,
+    signature: Sequence[Any],
 ) -> _Places:
     leaves = []
     for at, type_ in enumerate(signature):
@@ -113,21 +189,63 @@ def _tried(
         else:
             element = aval
         leaves.append(trying.leaf(at, element))
-    fun(tree_unflatten(tree, leaves))
+    made, made_tree = tree_flatten(fun(tree_unflatten(tree, leaves)))
+    _check_leaves(fun, made_tree, made, "its result")
     mesh = None if trying.uses_program() else trying.one_mesh()
-    return _Places(mesh, trying.first_mesh() or default_mesh())
+    first = trying.first_mesh() or default_mesh()
+    lies = [type_.sharding.mesh if isinstance(type_, ArrayType) else first for type_ in signature]
+    moved = frozenset(at for at, mesh in enumerate(lies) if trying.takes_elsewhere(at, mesh))
+    results = [recorder.lift(leaf).signature for leaf in made]
+    return _Places(mesh, first, moved, results, made_tree)
 
 
-def _size(fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any]) -> int:
+def _size(
+    fun: Callable[[Any], Any], tree: Any, signature: Sequence[Any], counts: Sequence[Any]
+) -> int:
     """Return the number of elements."""
-    shapes = [tuple(aval_of(type_).shape) for type_ in signature]
-    sizes = {shape[0] if shape else None for shape in shapes}
+    avals = [aval_of(type_) for type_ in signature]
+    sizes = {aval.shape[0] if aval.shape else None for aval in avals}
     if len(sizes) != 1 or None in sizes:
-        whole = tree_unflatten(tree, [str(list(shape)) for shape in shapes])
-        raise ArgumentError(
-            f"pw.map of {name_of(fun)!r} takes arrays with leading axes of one size, and was given {whole}"
+        name, words = (
+            name_of(fun),
+            [f"{_path(tree, at)} is {aval.str_short()}" for at, aval in enumerate(avals)],
         )
+        for at, aval in enumerate(avals):
+            if not aval.shape:
+                raise ArgumentError(
+                    f"pw.map of {name!r} takes arrays with a leading axis, of one entry for each element, and "
+                    f"{words[at]}; make one array of single values first, as with jnp.stack"
+                )
+        if not avals:
+            raise ArgumentError(f"pw.map of {name!r} takes a tree of arrays, and xs has none")
+        other = next(at for at, aval in enumerate(avals) if aval.shape[0] != avals[0].shape[0])
+        raise ArgumentError(
+            f"pw.map of {name!r} takes arrays with leading axes of one size, but {words[0]} and {words[other]}"
+        )
+    for one in counts:
+        check_pairs(((0, 1),), (avals[0], aval_of(one)), f"pw.map of {name_of(fun)!r}")
     return int(sizes.pop() or 0)
+
+
+def _path(tree: Any, at: int) -> str:
+    """Return the user's name of a leaf of `xs`."""
+    whole = tree_unflatten(tree, range(tree.num_leaves))
+    path, _ = jax.tree_util.tree_flatten_with_path(whole)[0][at]
+    return f"xs{jax.tree_util.keystr(path)}"
+
+
+def _check_leaves(fun: Callable[[Any], Any], tree: Any, leaves: Sequence[Any], what: str) -> None:
+    """Raise ArgumentError if a leaf is no array."""
+    for at, leaf in enumerate(leaves):
+        if not isinstance(leaf, (Array, ProgramTracer)):
+            try:
+                signature_of(leaf)
+            except ArgumentError:
+                where = what + _path(tree, at).removeprefix("xs")
+                raise ArgumentError(
+                    f"pw.map of {name_of(fun)!r} takes and returns trees of arrays and numbers, but {where} is "
+                    f"{leaf!r} of type {type(leaf).__name__}"
+                ) from None
 
 
 def _recorded(
@@ -136,23 +254,67 @@ def _recorded(
     tree: Any,
     leaves: Sequence[Any],
     starts: Sequence[Any],
+    counts: Sequence[Any],
+    first: Any,
     size: int,
 ) -> Any:
-    """Record `size` elements, which begin at a place in each leaf."""
+    """Record `size` elements, which begin at a place in each leaf; the first one has the number `first`."""
     if places.mesh is not None or size == 0:
 
-        def whole(*leaves: Any) -> Any:
-            return jax.lax.map(fun, tree_unflatten(tree, leaves))
+        def whole(leaves: Any) -> Any:
+            rows = [leaf.rows if is_ragged(leaf) else leaf for leaf in leaves]
+            own = [leaf.counts for leaf in leaves if is_ragged(leaf)][:1]
+            return _in_jax(fun, tree_unflatten(tree, rows), own)
 
         whole.__name__ = f"map({name_of(fun)})"
-        return jit(whole, mesh=places.mesh or places.first)(*leaves)
+        given = [Ragged(leaf, counts[0]) if counts else leaf for leaf in leaves]
+        return jit(whole, mesh=places.mesh or places.first)(given)
     elements: list[list[Any]] = [[] for _ in range(size)]
     for leaf, start in zip(leaves, starts, strict=True):
         cut = jit(_elements, mesh=None if leaf.sharding else places.first, static_argnums=2)
         for element, value in zip(elements, cut(leaf, start, size), strict=True):
             element.append(value)
-    results = [fun(tree_unflatten(tree, element)) for element in elements]
+    if counts:
+        results = _guarded(places, fun, tree, elements, counts[0], first)
+    else:
+        results = [fun(tree_unflatten(tree, element)) for element in elements]
     return jax.tree_util.tree_map(lambda *made: _stack(*made), *results)
+
+
+def _guarded(
+    places: _Places,
+    fun: Callable[[Any], Any],
+    tree: Any,
+    elements: Sequence[Sequence[Any]],
+    counts: Any,
+    first: Any,
+) -> list[Any]:
+    """Record elements, of which those whose number is beyond the count are skipped."""
+    empty = tree_unflatten(places.tree, [_zeros(type_) for type_ in places.results])
+
+    def apply(*element: Any) -> Any:
+        # Made in the branch, so that what does not count is not sent.
+        own = [_send(leaf) if at in places.moved else leaf for at, leaf in enumerate(element)]
+        return fun(tree_unflatten(tree, own))
+
+    def nothing(*_: Any) -> Any:
+        return empty
+
+    apply.__name__ = name_of(fun)
+    number = jit(_counting, mesh=None if counts.sharding else places.first, static_argnums=2)
+    predicates = number(counts, first, len(elements))
+    pairs = zip(predicates, elements, strict=True)
+    return [cond(predicate, apply, nothing, *element) for predicate, element in pairs]
+
+
+def _zeros(type_: Any) -> Any:
+    is_array = isinstance(type_, ArrayType)
+    return zeros(type_) if is_array else np.zeros(type_.shape, type_.dtype)
+
+
+def _counting(counts: Any, first: Any, size: int) -> list[Any]:
+    """Return whether each of some elements counts."""
+    return [counts.astype(jnp.int32) > first + at for at in range(size)]
 
 
 def _elements(whole: Any, start: Any, size: int) -> list[Any]:
@@ -167,7 +329,11 @@ def _joined(*parts: Any) -> Any:
     return jnp.concatenate(parts)
 
 
-_stack, _join = jit(_stacked), jit(_joined)
+def _copied(element: Any) -> Any:
+    return jnp.copy(element)
+
+
+_stack, _join, _send = jit(_stacked), jit(_joined), jit(_copied)
 
 
 class _Alone:
@@ -178,30 +344,36 @@ class _Alone:
         self._places: dict[Any, _Places] = {}
 
         def mapped(
-            leaves: list[Any], starts: list[Any], size: int, tree: Any, places: _Places
+            leaves: list[Any],
+            starts: list[Any],
+            counts: list[Any],
+            first: Any,
+            size: int,
+            tree: Any,
+            places: _Places,
         ) -> Any:
             recorder = recording()
             assert recorder is not None
-            lifted = [recorder.lift(leaf) for leaf in leaves]
-            return _recorded(places, fun, tree, lifted, starts, size)
+            lifted, own = ([recorder.lift(leaf) for leaf in some] for some in (leaves, counts))
+            return _recorded(places, fun, tree, lifted, starts, own, first, size)
 
         mapped.__name__ = f"map({name_of(fun)})"
-        self._run = program(mapped, static_argnums=(2, 3, 4))
+        self._run = program(mapped, static_argnums=(4, 5, 6))
 
-    def __call__(self, leaves: list[Any], tree: Any) -> Any:
-        signature = signature_of_call(leaves)
-        size = _size(self._fun, tree, signature)
+    def __call__(self, leaves: list[Any], counts: list[Any], tree: Any) -> Any:
+        signature, counted = signature_of_call(leaves), signature_of_call(counts)
+        size = _size(self._fun, tree, signature, counted)
         key = (tree, signature, current.runtime(), tracing_configuration())
         places = self._places.get(key)
         if places is None:
             recorder = Recorder(f"map({name_of(self._fun)})")
             with Recording(recorder), trial(recorder) as trying:
-                places = _tried(trying, self._fun, tree, signature)
+                places = _tried(recorder, trying, self._fun, tree, signature)
             for stale in [known for known in self._places if not known[2].alive]:
                 del self._places[stale]
             self._places[key] = places
         if places.mesh is not None or size <= ELEMENTS:
-            return self._run(leaves, [0] * len(leaves), size, tree, places)
+            return self._run(leaves, [0] * len(leaves), counts, 0, size, tree, places)
         parts = []
         for start in range(0, size, ELEMENTS):
             count = min(ELEMENTS, size - start)
@@ -209,7 +381,7 @@ class _Alone:
                 leaf if isinstance(leaf, Array) else leaf[start : start + count] for leaf in leaves
             ]
             starts = [start if isinstance(leaf, Array) else 0 for leaf in leaves]
-            parts.append(self._run(own, starts, count, tree, places))
+            parts.append(self._run(own, starts, counts, start, count, tree, places))
         return jax.tree_util.tree_map(_join, *parts)
 
 

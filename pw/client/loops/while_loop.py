@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
+from pw.client.arrays.ragged import check_counts, pairs_of
 from pw.client.arrays.signature import ArrayType, signature_of, tracing_configuration
 from pw.client.connection import jax_backend
 from pw.client.loops.carry import Carry, Loop, as_type, learn
@@ -24,7 +25,8 @@ from pw.client.loops.driver import drive
 from pw.client.loops.iterations import Portions, guarded, placed
 from pw.client.trace.function import tree_flatten, tree_unflatten, under_jax_trace
 from pw.client.trace.jit import jit
-from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of, timeout_s_of
 from pw.core.errors import ArgumentError
@@ -54,12 +56,12 @@ def while_loop(
         max_iterations: the loop ends after so many iterations, with the carry as it is then. A loop over
             several meshes in a `pw.program` needs it: so many iterations are recorded, and those behind the
             last one are skipped.
-        timeout: seconds that a loop called alone may take, from the call on. In a `pw.program` the program's
-            own timeout counts.
+        timeout: seconds that a loop called alone may take, from the call on. A loop in a `pw.program` or a
+            `pw.jit` function takes none: give it to the program or function.
 
     Raises:
-        ArgumentError: the predicate is no scalar boolean; or the body changes the tree, a shape or a dtype.
-            Nothing has been launched then.
+        ArgumentError: the predicate is no scalar boolean; or the body changes the tree, a shape or a dtype;
+            or `timeout` is given in a program. Nothing has been launched then.
         ComputationTimeout: the loop did not end within `timeout`.
         Error: of an iteration.
     """
@@ -67,15 +69,23 @@ def while_loop(
         for fun in (cond_fun, body_fun):
             if not callable(fun):
                 raise TypeError(f"pw.while_loop takes two functions, and was given {fun!r}")
-        limit = None if max_iterations is None else index(max_iterations)
-        if limit is not None and limit < 0:
-            raise ValueError(f"max_iterations is a number of iterations, not {limit}")
+        limit = _limit(max_iterations)
         timeout_s = timeout_s_of(timeout)
         leaves, tree = tree_flatten(init_val)
+        for rows, counts in pairs_of(tree):
+            check_counts(leaves[counts], leaves[rows], "pw.while_loop")
         loop = Loop(cond_fun, body_fun, tree)
-        if under_jax_trace(leaves):
-            return _in_jax(loop, limit, leaves)
         recorder = recording()
+        is_in_jax = under_jax_trace(leaves)
+        if timeout is not None and (is_in_jax or recorder is not None):
+            whole = "pw.jit" if is_in_jax else "pw.program"
+            raise ArgumentError(
+                f"pw.while_loop of {name_of(body_fun)!r} was given timeout={timeout!r} in a {whole} function, "
+                f"where a loop has no timeout of its own; give it to the function, as in {whole}(f, "
+                f"timeout={timeout!r}), or call the loop outside of it"
+            )
+        if is_in_jax:
+            return _in_jax(loop, limit, leaves)
         if recorder is not None:
             return tree_unflatten(tree, _recorded(recorder, loop, limit, leaves))
         if jax_backend.client() is not None:
@@ -84,6 +94,18 @@ def while_loop(
     except Exception as error:
         leave_out_runtime(error)
         raise
+
+
+def _limit(max_iterations: int | None) -> int | None:
+    if max_iterations is None:
+        return None
+    try:
+        limit = index(max_iterations)
+    except TypeError:
+        limit = -1
+    if limit < 0:
+        raise ValueError(f"max_iterations is a whole number of iterations, not {max_iterations!r}")
+    return limit
 
 
 def _in_jax(loop: Loop, limit: int | None, leaves: Sequence[Any]) -> Any:
@@ -106,7 +128,13 @@ def _recorded(
     """Record a loop in a program; returns the leaves of the last carry."""
     lifted = [_lifted(recorder, leaf) for leaf in leaves]
     carry = learn(recorder, loop, [leaf.signature for leaf in lifted])
-    if carry.mesh is not None:
+    is_differentiated = recorder.tape_of(lifted) is not None
+    if is_differentiated and limit is None:
+        raise ArgumentError(
+            f"a gradient flows through the pw.while_loop of {name_of(loop.body_fun)!r}, which needs a bound "
+            "for that; give max_iterations"
+        )
+    if carry.mesh is not None and not is_differentiated:
 
         def whole(*leaves: Any) -> list[Any]:
             own = [as_type(leaf, type_) for leaf, type_ in zip(leaves, carry.types, strict=True)]

@@ -25,12 +25,14 @@ import numpy as np
 from pw.client.arrays.mesh import Mesh, default_mesh, mesh_of
 from pw.client.arrays.ragged import Ragged
 from pw.client.arrays.sharding import NamedSharding, PartitionSpec
+from pw.client.arrays.signature import ArrayType
 from pw.client.moe import routing
 from pw.client.trace.cond import cond
 from pw.client.trace.function import under_jax_trace
 from pw.client.trace.jit import jit
+from pw.client.trace.joined.apart import apart, together
 from pw.client.trace.program import program
-from pw.client.trace.recorder import recording
+from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.wrapped import name_of
 from pw.client.transfer import put
@@ -67,20 +69,28 @@ def moe(
     Returns:
         A function of (params, x, logits). `params` is a tree of arrays whose leading axis is that of the
         experts; if `devices` is a list, it is a list of trees, one for each of them. `put` makes them.
-        `x` (rows, d) may be split along its rows, `logits` (rows, experts) is what the router says. It
-        returns `y` (rows, e), where `x` lies, and `balance`, a float32: the load-balancing loss, 1 for
-        equal shares. Add some of it to the loss of the model.
+        `x` (rows, d) may be split along its rows, also over islands, and `logits` (rows, experts) is what the
+        router says. It returns `y` (rows, e), where `x` lies, and `balance`, a float32: the load-balancing
+        loss, 1 for equal shares. Add some of it to the loss of the model.
 
     Raises:
         ArgumentError: `top_k` or `capacity_factor` is not positive; at a call, shapes do not fit together.
-        ShardingError: the experts' devices, or those of `x`, cross islands; at a call, the experts do not
-            divide over the devices.
+        ShardingError: the experts' devices cross islands; at a call, the experts do not divide over the
+            devices, or `x` lies on several islands and is not split over them.
     """
     if not callable(expert):
         raise TypeError(f"pw.moe takes the function of one expert, not {expert!r}")
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+    try:
+        count = 0 if isinstance(top_k, bool) else operator.index(top_k)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise ArgumentError(f"top_k is a number of experts, 1 or more, not {top_k!r}")
-    if not 0 < capacity_factor < float("inf"):
+    try:
+        has_room = 0 < capacity_factor < float("inf")
+    except TypeError:
+        has_room = False
+    if not has_room:
         raise ArgumentError(
             f"capacity_factor is a positive number, not {capacity_factor!r}: with 1.0 there is room if all "
             "experts have equal shares"
@@ -91,8 +101,11 @@ def moe(
         raise ArgumentError("pw.moe takes a list with the devices of at least one expert")
     meshes = [one if isinstance(one, Mesh) else mesh_of(one) for one in given]
     for mesh in meshes:
-        _check_on_island(mesh, "the experts of a pw.moe")
-    return MixtureOfExperts(expert, tuple(meshes), is_list, top_k, float(capacity_factor))
+        if mesh.parts:
+            raise ShardingError(
+                f"the experts of a pw.moe lie on a mesh over several islands, {mesh!r}; give a list of slices"
+            )
+    return MixtureOfExperts(expert, tuple(meshes), is_list, count, float(capacity_factor))
 
 
 @dataclass(frozen=True)
@@ -179,11 +192,30 @@ class MixtureOfExperts:
         trees = self._trees(params)
         experts = self._experts_of(trees)
         self._check_rows(x, logits, experts)
-        steps = self._steps_for(_sharding_of_rows(x, logits))
+        placed = [_placed(tree, mesh) for tree, mesh in zip(trees, self._meshes, strict=True)]
+        lie = _sharding_of_rows(x, logits)
+        if not lie.mesh.parts:
+            return self._on_island(placed, x, logits, lie)
+        recorder = recording()
+        assert recorder is not None
+        xs, scores = (apart(recorder, one, lie) for one in (x, logits))
+        made = [
+            self._on_island(placed, own, logits, lie.on_island(at))
+            for at, (own, logits) in enumerate(zip(xs, scores, strict=True))
+        ]
+        parts, balances = zip(*made, strict=True)
+        width, dtype = parts[0].shape[1], parts[0].dtype
+        whole = ArrayType.of(jax.core.ShapedArray((np.shape(x)[0], width), dtype), lie)
+        return together(recorder, parts, whole), _mean(balances, lie.mesh.parts[0])
+
+    def _on_island(
+        self, params: Sequence[Any], x: Any, logits: Any, lie: NamedSharding
+    ) -> tuple[Any, Any]:
+        """Record a call whose rows lie on one island."""
+        steps = self._steps_for(lie)
         rows, is_used, assignment, balance = steps.route(x, logits)
         results = [
-            self._applied(at, _placed(tree, self._meshes[at]), rows[at], is_used[at], steps)
-            for at, tree in enumerate(trees)
+            self._applied(at, tree, rows[at], is_used[at], steps) for at, tree in enumerate(params)
         ]
         return steps.combine(results, assignment), balance
 
@@ -312,10 +344,14 @@ class MixtureOfExperts:
         if not self._is_list:
             return [params]
         if not isinstance(params, (list, tuple)) or len(params) != len(self._meshes):
-            has = f"{len(params)} entries" if isinstance(params, (list, tuple)) else "no list"
+            has = (
+                f"{len(params)} entries"
+                if isinstance(params, (list, tuple))
+                else f"a {type(params).__name__}"
+            )
             raise ArgumentError(
                 f"{self!r} has experts on a list of {len(self._meshes)} slices, so its parameters are a "
-                f"list with a tree for each; {has} were given. Its method put makes them"
+                f"list with a tree for each, and not {has}; its method put makes them"
             )
         return list(params)
 
@@ -341,18 +377,21 @@ class MixtureOfExperts:
         sizes = tuple(np.shape(x)), tuple(np.shape(logits))
         if len(sizes[0]) != 2 or sizes[1] != (sizes[0][0], experts) or not sizes[0][0]:
             raise ArgumentError(
-                f"{self!r} takes x of the shape (rows, d) and logits (rows, {experts}), one for each expert; "
-                f"x {sizes[0]} and logits {sizes[1]} were given"
+                f"{self!r} takes x of the shape (rows, d), with a row or more, and logits (rows, {experts}), "
+                f"a score of each row for each expert; x {sizes[0]} and logits {sizes[1]} were given"
             )
         if self._top_k > experts:
             raise ArgumentError(f"{self!r}: top_k={self._top_k}, but there are {experts} experts")
 
 
-def _check_on_island(mesh: Mesh, what: str) -> None:
-    if mesh.parts:
-        raise ShardingError(
-            f"{what} lie on a mesh over several islands, {mesh!r}; give a list of slices, or rows on one island"
-        )
+def _mean(balances: Sequence[Any], mesh: Mesh) -> Any:
+    """Return the mean of the balances of several islands."""
+
+    def mean(*balances: Any) -> Any:
+        return sum(balances) / len(balances)
+
+    made = mesh.slice.compiled.made(("mean of balances", mesh), lambda: jit(mean, mesh=mesh))
+    return made(*balances)
 
 
 def _over_experts(mesh: Mesh) -> NamedSharding:
@@ -375,8 +414,13 @@ def _sharding_of_rows(*values: Any) -> NamedSharding:
     for value in values:
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            _check_on_island(sharding.mesh, "the rows of a pw.moe")
-            return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+            lie = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+            if lie.mesh.parts and lie.crossing_dimension is None:
+                raise ShardingError(
+                    f"the rows of a pw.moe lie on a mesh over several islands, {lie.mesh!r}, and are not "
+                    f"split over them; split their first dimension, as with P({lie.mesh.crossing!r})"
+                )
+            return lie
     return NamedSharding.replicated(default_mesh())
 
 

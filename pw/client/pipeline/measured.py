@@ -13,6 +13,9 @@ from pw.client.pipeline.table import Kind
 from pw.client.timeline.timeline import Computation, Timeline
 from pw.core.errors import ArgumentError
 
+SHOWN = 4
+"""So many computations of another timeline are named in an error."""
+
 Names = Mapping[str, tuple[int, Kind]]
 """The stage and the kind of task of each computation of a pipeline that is a task."""
 
@@ -66,10 +69,7 @@ def measured(schedule: Schedule, names: Names, timeline: Timeline) -> Measured:
             work[one.host, one.device].append(one)
     steps = [ones for ones in tasks.values() if _is_whole(ones, names, schedule.microbatches)]
     if not steps:
-        raise ArgumentError(
-            f"the timeline shows no whole step of {schedule.named}; call a step inside of the block of "
-            "pw.trace, and wait there for the state that it returns"
-        )
+        raise ArgumentError(_no_step(schedule, bool(tasks), timeline))
     waited_s = [0.0] * len(schedule.rows)
     whole_s = 0.0
     for ones in steps:
@@ -93,6 +93,22 @@ def measured(schedule: Schedule, names: Names, timeline: Timeline) -> Measured:
         ),
         steps=len(steps),
         step_s=whole_s / len(steps),
+    )
+
+
+def _no_step(schedule: Schedule, has_tasks: bool, timeline: Timeline) -> str:
+    """Return why a timeline has no whole step, as words for users."""
+    others = list(dict.fromkeys(repr(one.name) for one in timeline.computations))
+    if not others:
+        why = "the timeline is empty: it has no computation, and is filled when the block of pw.trace ends"
+    elif not has_tasks:
+        shown = ", ".join(others[:SHOWN]) + ", ..." * (len(others) > SHOWN)
+        why = f"the timeline is not of this pipeline: it shows no task of {schedule.named}, but {shown}"
+    else:
+        why = f"the timeline shows no whole step of {schedule.named}"
+    return (
+        f"{why}; call a step inside of the block of pw.trace, wait there for the state that it returns, and "
+        "measure behind the block"
     )
 
 

@@ -26,11 +26,12 @@ from pw.client.pipeline.step import Plan, Step, placed
 from pw.client.pipeline.table import Task
 from pw.client.timeline.timeline import Timeline
 from pw.client.trace.function import tree_unflatten
+from pw.client.trace.in_words import naming_state
 from pw.client.trace.prefixes import on_mesh
 from pw.client.trace.program import program
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.transfer import put
-from pw.core.errors import ArgumentError
+from pw.core.errors import ArgumentError, ArrayDeleted
 
 
 class Pipeline:
@@ -140,9 +141,11 @@ class Pipeline:
                 f"{self!r} takes the state that init() or the step before returned: for each stage a dict with "
                 "'params' and 'optimizer'"
             )
-        after: tuple[tuple[dict[str, Any], ...], Any] = self._train(
-            tuple(state), self._parts.divided(batch), self._checked_key(key)
-        )
+        after: tuple[tuple[dict[str, Any], ...], Any]
+        try:
+            after = self._train(tuple(state), self._parts.divided(batch), self._checked_key(key))
+        except ArrayDeleted as error:
+            raise naming_state(error, repr(self), state) from None
         return after
 
     def gradients(self, params: Any, *batch: Any, key: Any = None) -> tuple[Any, Any]:

@@ -129,14 +129,19 @@ def _interleaved(group_of: Sequence[int], microbatches: int) -> Schedule:
     """The order of Narayanan et al., section 2.2: microbatches go through a group's stages in blocks."""
     stages, groups = len(group_of), max(group_of) + 1
     if stages % groups or any(group != stage % groups for stage, group in enumerate(group_of)):
+        wanted = max(stages // groups, 1) * groups
         raise ArgumentError(
-            "the interleaved schedule has stage s on device group s % G: list the G meshes once each, and a "
-            f"multiple of G stages; here the stages are on groups {list(group_of)}"
+            f"the interleaved schedule needs equally many stages on each of its {groups} device groups, in "
+            f"turns: stage s on group s % {groups}. The {stages} stages are on groups {list(group_of)}. List "
+            f"each mesh once in meshes=, and divide the model into {wanted} or {wanted + groups} stages; or "
+            "choose schedule='1f1b', for any stages"
         )
     if microbatches % groups:
+        more = microbatches + -microbatches % groups
         raise ArgumentError(
             f"the interleaved schedule on {groups} device groups takes a multiple of {groups} "
-            f"microbatches, not {microbatches}"
+            f"microbatches, not {microbatches}; give microbatches={more}, or choose schedule='1f1b', for any "
+            "number"
         )
     chunks = stages // groups
     rows = []

@@ -57,7 +57,7 @@ class Callbacks(Part):
 
         _, total = packed_offsets(sizes_of(message.operands))
         try:
-            landing = self.bulk.land(total, landed)
+            landing = self.bulk.land(total, landed, self.hosts.endpoint(sender.node))
         except Error as refused:
             self._answer(AnswerCall(key, error=str(refused)))
             return

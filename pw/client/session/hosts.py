@@ -147,6 +147,10 @@ class Hosts(Part):
             self._identified.add(host)
             self._env.send(store_of(host), self._identity)
 
+    def endpoint(self, host: str) -> str:
+        """Where a host is reached; empty if that is unknown, or in this process."""
+        return self._endpoints.get(host, "")
+
     def knows(self, node: str) -> bool:
         """Whether this node is a host."""
         return node in self._endpoints

@@ -37,7 +37,9 @@ class JournalingEnv:
         self.call_later = env.call_later
         self.introduce = env.introduce
         self.forget = env.forget
+        self.tenant_of = env.tenant_of
         self.log = env.log
+        self.audit = env.audit
         self.count = env.count
         self.keeps = False
         """Keep a journal: the session will look for another controller."""

@@ -234,7 +234,9 @@ class Requests(Part):
             landing = None
             if total > INLINE_BYTES:
                 try:
-                    landing = self._bulk.land(total, partial(self._fetched, number))
+                    landing = self._bulk.land(
+                        total, partial(self._fetched, number), self._hosts.endpoint(host)
+                    )
                 except Error as error:
                     self._fail(opened, ErrorReport.of(error))
                     return

@@ -118,7 +118,9 @@ class ClientSession(Actor):
     @handles(Attached)
     def _on_attached(self, sender: Address, message: Attached) -> None:
         self._attached = True
-        self._attach = msgspec.structs.replace(self._attach, resume=message.client)
+        self._attach = msgspec.structs.replace(
+            self._attach, resume=message.client, claim=message.claim
+        )
         self.hosts.attached(message, self._output is not None)
         if not self.link.is_open:
             self.env.log("info", "attached to the controller again")

@@ -167,6 +167,9 @@ class Timelines(Part):
         if timeline is None or asked is None or asked.question != message.question:
             return  # it has come too late
         del timeline.asked[node]
+        if message.error is not None:
+            self._refused(timeline, message.error.exception())
+            return
         if message.refused:
             self._hosts.lost(node)  # the next question introduces this client again
             if timeline.collected is not None:
@@ -219,6 +222,13 @@ class Timelines(Part):
             source.lost = why
         if timeline.collected is not None:
             timeline.done.add(node)
+
+    def _refused(self, timeline: _Timeline, error: Error) -> None:
+        """The client may not record timelines."""
+        del self._open[timeline.number]
+        for future in (timeline.ready, timeline.collected):
+            if future is not None:
+                reject(future, error)
 
     def _is_late(self, timeline: _Timeline) -> None:
         """Wait no longer for the processes that have not answered."""

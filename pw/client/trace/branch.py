@@ -17,6 +17,8 @@ class Branch:
     unless: bool
     """The branch is taken if the predicate is false."""
     outer: Branch | None
+    is_iteration: bool = False
+    """It belongs to an iteration of a loop, whose operands go ahead of the predicate."""
     other: Branch | None = None
     """The branch that is taken instead."""
     given: dict[object, str] | None = None

@@ -23,9 +23,12 @@ from pw.client.arrays.signature import ArrayType
 from pw.client.trace.branch import Branch
 from pw.client.trace.counted import counts_of
 from pw.client.trace.function import tree_unflatten, under_jax_trace
+from pw.client.trace.in_words import in_words
+from pw.client.trace.predicate import check_is_one_value, checked_predicate
 from pw.client.trace.prefixes import on_mesh, spread
 from pw.client.trace.program import ProgramFunction, program
-from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.client.trace.wrapped import name_of
@@ -34,6 +37,9 @@ from pw.core.program import Value
 
 PROGRAMS_KEPT = 128
 """Pairs of functions that were called outside of a program, and whose programs are kept."""
+
+
+_PREDICATE = "pw.cond takes a scalar boolean as its predicate, and was given"
 
 
 def cond(
@@ -67,6 +73,7 @@ def cond(
         for fun in (true_fun, false_fun):
             if not callable(fun):
                 raise TypeError(f"pw.cond takes two functions, and was given {fun!r}")
+        check_is_one_value(pred, _PREDICATE)
         if under_jax_trace(jax.tree_util.tree_leaves((pred, operands))):
             if out_shardings is not None:
                 raise ArgumentError(
@@ -76,7 +83,7 @@ def cond(
             return jax.lax.cond(pred, true_fun, false_fun, *operands)
         recorder = recording()
         if recorder is not None:
-            return _recorded(recorder, pred, (true_fun, false_fun), operands, out_shardings)
+            return recorded(recorder, pred, (true_fun, false_fun), operands, out_shardings)
         entries, tree = jax.tree_util.tree_flatten(
             out_shardings, is_leaf=lambda entry: entry is None
         )
@@ -109,35 +116,39 @@ def _name(functions: Sequence[Callable[..., Any]]) -> str:
     return f"cond({', '.join(map(name_of, functions))})"
 
 
-def _recorded(
+def recorded(
     recorder: Recorder,
     pred: Any,
     functions: tuple[Callable[..., Any], Callable[..., Any]],
-    operands: tuple[Any, ...],
+    operands: Sequence[Any],
     out_shardings: Any,
+    *,
+    is_iteration: bool = False,
 ) -> Any:
-    """Record both functions and the merges of their results."""
+    """Record both functions of a `cond`, or an iteration of a loop, and the merges of their results."""
     predicate = _predicate(recorder, pred)
     branches = tuple(
-        Branch(name_of(fun), predicate, unless, recorder.branch)
+        Branch(name_of(fun), predicate, unless, recorder.branch, is_iteration)
         for fun, unless in zip(functions, (False, True), strict=True)
     )
     branches[0].other, branches[1].other = branches[1], branches[0]
     made: list[list[ProgramTracer]] = []
+    returned: list[Any] = []
     trees: list[Any] = []
     paths: list[list[str]] = []
     for branch, fun in zip(branches, functions, strict=True):
         with recorder.within(branch):
             results = fun(*operands)
+            returned.append(results)
             pairs, tree = jax.tree_util.tree_flatten_with_path(results)
-            made.append([_lifted(recorder, leaf, branch.name) for _, leaf in pairs])
+            made.append([_lifted(recorder, leaf, branch) for _, leaf in pairs])
             trees.append(tree)
             paths.append([f"result{jax.tree_util.keystr(path)}" for path, _ in pairs])
     names = [branch.name for branch in branches]
     if trees[0] != trees[1]:
         raise ArgumentError(
-            f"the branches of a pw.cond must return the same tree: {names[0]!r} returns {trees[0]}, and "
-            f"{names[1]!r} returns {trees[1]}"
+            f"the branches of a pw.cond must return the same tree: the true branch {names[0]!r} returns "
+            f"{in_words(returned[0])}, and the false branch {names[1]!r} returns {in_words(returned[1])}"
         )
     whole = tree_unflatten(trees[0], range(trees[0].num_leaves))
     wanted = spread(out_shardings, whole, "out_shardings of pw.cond")
@@ -201,14 +212,7 @@ def merged(
 
 def _predicate(recorder: Recorder, pred: Any) -> ProgramTracer:
     """Return the predicate of both branches."""
-    tracer = recorder.lift(pred)
-    if isinstance(tracer, JoinedTracer):
-        tracer = tracer.parts[0]
-    if tuple(tracer.aval.shape) or tracer.aval.dtype != np.bool_:
-        raise ArgumentError(
-            f"pw.cond takes a scalar boolean as its predicate, and was given {tracer.aval.str_short()}; "
-            "compute one first, as in x.sum() > 0"
-        )
+    tracer = checked_predicate(recorder, pred, _PREDICATE)
     if recorder.branch is None or recorder.is_of_branch(tracer):
         return tracer
     computed: ProgramTracer = apply_built("pw.cond", lambda: _copied, tracer)
@@ -219,13 +223,13 @@ def _copied(predicate: Any) -> Any:
     return jnp.copy(predicate)
 
 
-def _lifted(recorder: Recorder, leaf: Any, name: str) -> ProgramTracer:
+def _lifted(recorder: Recorder, leaf: Any, branch: Branch) -> ProgramTracer:
     try:
         return recorder.lift(leaf)
     except ArgumentError:
         raise ArgumentError(
-            f"{name!r}, a branch of a pw.cond, returns {leaf!r} of type {type(leaf).__name__}; branches "
-            "return trees of arrays and numbers"
+            f"{branch.name!r}, the {'false' if branch.unless else 'true'} branch of a pw.cond, returns "
+            f"{leaf!r} of type {type(leaf).__name__}; branches return trees of arrays and numbers"
         ) from None
 
 
@@ -243,8 +247,9 @@ def _alike(
     found = [(tuple(one.aval.shape), one.aval.dtype) for one in pair]
     if found[0] != found[1]:
         raise ArgumentError(
-            f"the branches of a pw.cond must return the same shapes and dtypes: {path} of {names[0]!r} is "
-            f"{pair[0].aval.str_short()}, and of {names[1]!r} {pair[1].aval.str_short()}"
+            f"the branches of a pw.cond must return the same shapes and dtypes: {path} is "
+            f"{pair[0].aval.str_short()} from the true branch {names[0]!r}, and {pair[1].aval.str_short()} "
+            f"from the false branch {names[1]!r}; convert one of them there, as with astype or reshape"
         )
     return pair[0], pair[1]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from pw.client.arrays.ragged import check_counts
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
+from pw.client.trace.constant import Constant
 from pw.client.trace.joined.moving import applied
 from pw.client.trace.tracer import JoinedTracer, ProgramTracer
 from pw.core.program import Value
@@ -42,3 +45,35 @@ def counts_of(recorder: Any, rows: Value, wanted: ArraySpec, counts: ProgramTrac
         [there],
     )
     return copied._value
+
+
+class GivenCounts(NamedTuple):
+    """Counts that each call of a program gets from this process, and that are checked there."""
+
+    leaf: int
+    """The position among the leaves of the call."""
+    rows: Any
+    """The abstract value of the rows."""
+    consumer: str
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Raise ArgumentError if the counts of a call are impossible."""
+        check_counts(leaves[self.leaf], self.rows, self.consumer)
+
+
+def given_counts(
+    pairs: Sequence[tuple[int, int]], arguments: Sequence[ProgramTracer], consumer: str
+) -> list[GivenCounts]:
+    """Return the counts among the arguments of a computation that calls give; checks constants at once.
+
+    Raises:
+        ArgumentError: counts that the program has made or closed over are impossible.
+    """
+    found = []
+    for rows, counts in pairs:
+        source, aval = arguments[counts]._leaf, arguments[rows].aval
+        if isinstance(source, Constant):
+            check_counts(source.value, aval, consumer)
+        elif source is not None:
+            found.append(GivenCounts(source, aval, consumer))
+    return found

@@ -40,14 +40,16 @@ from pw.client.arrays.signature import (
 from pw.client.arrays.transformed import only_shapes, traces_for_hosts
 from pw.client.connection import jax_backend
 from pw.client.trace.export import OutShardings, Traced, trace
+from pw.client.trace.in_words import naming_argument
 from pw.client.trace.joined.traced import JoinedTraced, trace_joined
 from pw.client.trace.lowered import Lowered
 from pw.client.trace.prefixes import mesh_in, on_mesh, spread
-from pw.client.trace.recorder import Recorder, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
-from pw.core.errors import ArgumentError, PlacementError, ShardingError
+from pw.core.errors import ArgumentError, ArrayDeleted, PlacementError, ShardingError
 
 tree_flatten = jax.tree_util.tree_flatten
 tree_unflatten = jax.tree_util.tree_unflatten
@@ -166,6 +168,10 @@ class JitFunction(Wrapped[P, R]):
                     launch = self._launches.get(key) or self._launches.add(key, self._recorded(key))
             results: R = tree_unflatten(launch.tree, launch(leaves))
             return results
+        except ArrayDeleted as error:
+            error = naming_argument(error, self._name, (given, named), leaves)
+            leave_out_runtime(error)
+            raise error from None
         except Exception as error:
             leave_out_runtime(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ class Feed(NamedTuple):
 class Launch:
     """A registered program, ready to run."""
 
-    __slots__ = ("_donated", "_feeds", "_program", "_results", "name", "runtime", "tree")
+    __slots__ = ("_checks", "_donated", "_feeds", "_program", "_results", "name", "runtime", "tree")
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Launch:
         results: Sequence[ArrayType],
         donated: dict[int, str],
         tree: Any = None,
+        checks: Sequence[Callable[[Sequence[Any]], None]] = (),
     ) -> None:
         self.runtime = session
         self.name = name
@@ -45,8 +46,13 @@ class Launch:
         self._program = program
         self._feeds = tuple(feeds)
         self._results = tuple(results)
+        self._checks = tuple(checks)
         self._donated = tuple(
-            (position, f"it was donated to the computation {name!r}")
+            (
+                position,
+                f"it was donated to the computation {name!r}; use what that returned, or give it a copy, "
+                "x.copy(), or do not donate it",
+            )
             for position, name in donated.items()
         )
 
@@ -60,6 +66,8 @@ class Launch:
         session = self.runtime
         if self._program is None:
             return []
+        for check in self._checks:
+            check(leaves)
         args: list[int | bytes] = []
         uploads = []
         for leaf, fixed, type_ in self._feeds:
@@ -93,7 +101,7 @@ class Launch:
                 if uses is not None and uses[value._id] > 1:
                     raise ArgumentError(
                         f"the array {value.aval.str_short()} is donated, but the same array is passed "
-                        f"to {self.name!r} more than once; pass a copy, copy.copy(x), or do not donate it"
+                        f"to {self.name!r} more than once; pass a copy, x.copy(), or do not donate it"
                     )
                 given.append((value, fate))
         alive = self.runtime.alive

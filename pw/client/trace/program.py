@@ -8,13 +8,20 @@ nor numbers, and static arguments, are part of the trace's key.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast, overload
 
 from pw.client.arrays import jax_arrays
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import default_mesh
 from pw.client.arrays.sharding import NamedSharding
-from pw.client.arrays.signature import ArrayType, Statics, signature_of, tracing_configuration
+from pw.client.arrays.signature import (
+    ArrayType,
+    Statics,
+    describe_leaf,
+    signature_of,
+    tracing_configuration,
+)
 from pw.client.connection import current, jax_backend
 from pw.client.trace.function import (
     parameters_of,
@@ -22,12 +29,14 @@ from pw.client.trace.function import (
     tree_unflatten,
     under_jax_trace,
 )
+from pw.client.trace.in_words import naming_argument
 from pw.client.trace.launch import Launch
-from pw.client.trace.recorder import Recorder, Recording, recording
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.recording import Recording, recording
 from pw.client.trace.tracebacks import leave_out_runtime
 from pw.client.trace.tracer import ProgramTracer
 from pw.client.trace.wrapped import P, R, Wrapped
-from pw.core.errors import ArgumentError
+from pw.core.errors import ArgumentError, ArrayDeleted
 
 
 class _StaticLeaf:
@@ -94,12 +103,18 @@ class ProgramFunction(Wrapped[P, R]):
                         launch = self._launches.add(key, self._trace(tree, signature, statics))
             results: R = tree_unflatten(launch.tree, launch(leaves))
             return results
+        except ArrayDeleted as error:
+            error = naming_argument(error, self._name, (given, named), leaves)
+            leave_out_runtime(error)
+            raise error from None
         except Exception as error:
             leave_out_runtime(error)
             raise
 
     def _trace(self, tree: Any, signature: Sequence[Any], statics: tuple[Any, ...]) -> Launch:
         recorder = Recorder(self._name, self._timeout_s)
+        arguments = tree_unflatten(tree, range(len(signature)))
+        recorder.describe = partial(describe_leaf, arguments)
         leaves = [
             leaf.value if isinstance(leaf, _StaticLeaf) else recorder.leaf(index, leaf)
             for index, leaf in enumerate(signature)

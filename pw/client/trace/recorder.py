@@ -7,9 +7,8 @@ consumers: each different placement is an input of the program.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +22,10 @@ from pw.client.arrays.signature import ArrayType, aval_of, signature_of
 from pw.client.connection import current
 from pw.client.trace.branch import Branch
 from pw.client.trace.constant import Constant
-from pw.client.trace.counted import counts_of
+from pw.client.trace.counted import GivenCounts, counts_of, given_counts
 from pw.client.trace.export import Traced
+from pw.client.trace.holding import held_back
+from pw.client.trace.in_words import value_in_words
 from pw.client.trace.joined.moving import divided, gathered
 from pw.client.trace.joined.traced import JoinedTraced
 from pw.client.trace.launch import Feed, JoinedLaunch, Launch, Pick
@@ -43,6 +44,8 @@ class Recorder:
         self.runtime: Any = None
         self.tape: Tape | None = None
         """The innermost function of this program that is being differentiated."""
+        self.describe: Callable[[int], str] | None = None
+        """Names a leaf of the program's arguments, for errors."""
         self._timeout_s = timeout_s
         self._feeds: list[Feed] = []
         self._feed_of: dict[Any, int] = {}
@@ -53,11 +56,14 @@ class Recorder:
         """The branch that is traced; each node is guarded by its predicate."""
         self._made: list[tuple[Sequence[ArrayType], Branch | None]] = []
         """The types of the results of each node, and its branch."""
+        self._halves: dict[int, tuple[Branch, Branch]] = {}
+        """The branches of the halves of each merge."""
         self._picks: list[Pick] = []
         """Islands' parts of leaves; they follow the leaves of a call, the last one first."""
         self._position_of: dict[Any, int] = {}
         self._given: dict[object, str] = {}
         """Donated inputs, results and moved copies, and the computations that took them."""
+        self._given_counts: list[GivenCounts] = []
         self._meshes: dict[Mesh, None] = {}
         """Where computations run, for `pw.client.trace.trial`."""
 
@@ -100,8 +106,10 @@ class Recorder:
         arguments = [self.lift(leaf) for leaf in (*leaves, *traced.captured)]
         types = [*traced.inputs, *(array._type for array in traced.captured)]
         if isinstance(traced, JoinedTraced):
+            self._given_counts += given_counts(traced.counted, arguments, traced.name)
             return traced.record(self, arguments)
         computation, given = traced.computation, arguments
+        self._given_counts += given_counts(traced.counted, arguments, computation.name)
         arguments = [
             gathered(self, argument, type_) if isinstance(argument, JoinedTracer) else argument
             for argument, type_ in zip(arguments, types, strict=True)
@@ -237,6 +245,7 @@ class Recorder:
             ]
             counted = tuple((at, one) for at, one in enumerate(of_rows, 1) if one is not None)
             made = self._results(computation, [predicate, *halves], mesh, here, counted)
+            self._halves[len(self._nodes) - 1] = branches
             merged.update(zip(positions, made, strict=True))
         return [merged[position] for position in range(len(types))]
 
@@ -329,9 +338,10 @@ class Recorder:
     def _check_not_given(self, tracer: ProgramTracer, consumer: str) -> None:
         donated_to = self._given.get(tracer.identity)
         if donated_to is not None:
+            what = value_in_words(tracer, self._feeds, self.describe)
             raise ArrayDeleted(
-                f"{consumer!r} uses a value {tracer.aval.str_short()} of the program {self.name!r} "
-                f"that was donated to the computation {donated_to!r} before"
+                f"{consumer!r} uses {what} of the program {self.name!r} that was donated to the computation "
+                f"{donated_to!r} before; use what {donated_to!r} returned, or give it a copy, x.copy()"
             )
 
     def _check_in_branch(self, tracer: ProgramTracer, consumer: str) -> None:
@@ -369,22 +379,35 @@ class Recorder:
         }
         if not self._nodes and not delivered:
             return Launch(current.runtime(), self.name, None, (), (), {}, tree)
+        nodes, delivered = self._held_back(delivered)
         program = Program(
             self.name,
             tuple(self._index_of),
-            tuple(self._nodes),
+            tuple(nodes),
             tuple(feed.type.spec for feed in self._feeds),
             tuple(delivered),
             tuple(sorted(donated)),
             self._timeout_s,
         )
         number = self.runtime.register_program(program, self._artifacts)
+        checks = [counts.check for counts in self._given_counts]
         if self._picks or len(whole) > len(outputs):
             launch = JoinedLaunch(
-                self.runtime, self.name, number, self._feeds, types, donated, tree
+                self.runtime, self.name, number, self._feeds, types, donated, tree, checks
             )
             return launch.joining(self._picks, [type_ for type_ in grouped if type_ is not None])
-        return Launch(self.runtime, self.name, number, self._feeds, types, donated, tree)
+        return Launch(self.runtime, self.name, number, self._feeds, types, donated, tree, checks)
+
+    def _held_back(self, outputs: list[Output]) -> tuple[list[Node], list[Output]]:
+        specs = [feed.type.spec for feed in self._feeds]
+        branches = [branch for _, branch in self._made]
+
+        def predicate(branch: Branch, value: Value) -> Value:
+            return self._predicate(branch.predicate, self.made_as(value).sharding.mesh)
+
+        return held_back(
+            self._nodes, self._index_of, specs, outputs, branches, self._halves, predicate
+        )
 
     def _input(self, feed: Feed, own: bool = False) -> Value:
         """Return an input of the program; one for each source and spec, unless its consumer donates it."""
@@ -408,27 +431,3 @@ class Recorder:
                 f"the program {self.name!r} uses devices or arrays of two sessions; fetch values of the "
                 "other one with pw.get(x) and pass those"
             )
-
-
-_thread = threading.local()
-
-
-def recording() -> Recorder | None:
-    """The program that this thread is tracing, if any."""
-    return getattr(_thread, "recorder", None)
-
-
-class Recording:
-    """Makes a recorder this thread's current one for the length of a `with` block."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._before: Recorder | None = None
-
-    def __enter__(self) -> Recorder:
-        self._before = recording()
-        _thread.recorder = self._recorder
-        return self._recorder
-
-    def __exit__(self, *exc: object) -> None:
-        _thread.recorder = self._before

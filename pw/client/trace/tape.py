@@ -31,3 +31,9 @@ class Tape(Protocol):
         results: Sequence[ProgramTracer],
     ) -> None:
         """Say which values of two branches were merged."""
+
+    def divide(self, whole: ProgramTracer, parts: Sequence[ProgramTracer]) -> None:
+        """Say which values are the parts that islands have of a value."""
+
+    def join(self, parts: Sequence[ProgramTracer], whole: ProgramTracer) -> None:
+        """Say which value was put together from parts that islands have."""

@@ -42,6 +42,18 @@ class Trial:
         ]
         return frozenset(-2 - self._feeds[at].leaf for at in inputs if self._feeds[at].leaf < -1)
 
+    def takes_elsewhere(self, index: int, mesh: Mesh) -> bool:
+        """Whether a computation takes argument `index` on other devices than those of a mesh."""
+        computations = tuple(self._index_of)
+        devices = mesh.placement
+        return any(
+            value.node < 0
+            and self._feeds[value.index].leaf == -2 - index
+            and computations[node.computation].placement != devices
+            for node in self._nodes[self._first :]
+            for value in node.args
+        )
+
     def uses_program(self) -> bool:
         """Whether computations take values of the program besides the arguments."""
         return any(

@@ -64,6 +64,10 @@ def timeout_s_of(timeout: float | None) -> float:
     """A user's timeout in seconds, 0 for none."""
     if timeout is None:
         return 0.0
-    if not 0 < timeout < math.inf:
+    try:
+        fits = 0 < timeout < math.inf
+    except TypeError:
+        fits = False
+    if not fits:
         raise ValueError(f"a timeout is a positive number of seconds, not {timeout!r}")
     return float(timeout)

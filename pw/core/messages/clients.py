@@ -20,6 +20,8 @@ class Attach(Base, frozen=True, tag=30):
     priority: int
     resume: int = 0
     """The client's number with an earlier controller; its journal follows, and then `Resumed`."""
+    claim: bytes = b""
+    """The claim to that number (see `Attached`)."""
 
 
 class Attached(Base, frozen=True, tag=31):
@@ -29,6 +31,8 @@ class Attached(Base, frozen=True, tag=31):
     ticket: bytes
     run_credits: int
     islands: tuple[str, ...]
+    claim: bytes = b""
+    """With it the client gets its number back from a later controller (`pw.core.tenants`)."""
 
 
 class Identify(Base, frozen=True, tag=32):

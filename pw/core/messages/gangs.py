@@ -108,6 +108,8 @@ class InstallProgram(Base, frozen=True, tag=68):
     """The memory of a run on this island; None where memory is not limited."""
     install: int = 0
     """The number of this installation: a program that is lowered again is installed again."""
+    tenant: str = ""
+    """Of the client."""
 
 
 class ProgramInstalled(Base, frozen=True, tag=69):
@@ -135,6 +137,8 @@ class Install(Base, frozen=True, tag=71):
     plan: Compact[HostPlan]
     artifacts: tuple[Artifact, ...]
     install: int = 0
+    tenant: str = ""
+    """Of the client; a host may run Python functions of some only."""
 
 
 class Installed(Base, frozen=True, tag=72):

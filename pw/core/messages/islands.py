@@ -27,6 +27,8 @@ class RegisterHost(Base, frozen=True, tag=10):
     """All hosts of that epoch, in the order of their ranks."""
     python: bool = False
     """It runs clients' Python functions."""
+    python_tenants: tuple[str, ...] = ()
+    """The only tenants whose functions it runs; empty for all."""
 
 
 class HostRejected(Base, frozen=True, tag=11):
@@ -43,8 +45,8 @@ class FormIsland(Base, frozen=True, tag=12):
     hosts: tuple[str, ...]
     rank: int
     group_address: str
-    secret: bytes
-    """Key with which the cluster signs client tickets."""
+    tickets: bytes
+    """The public key with which hosts check the tickets of clients."""
 
 
 class IslandJoined(Base, frozen=True, tag=13):
@@ -97,6 +99,8 @@ class IslandFormed(Base, frozen=True, tag=17):
     hosts: tuple[str, ...]
     device_memory_bytes: int | None = None
     """Memory of each device; None where nothing limits it."""
+    compiles_apart: bool = False
+    """Its hosts have other processes compile, so what crashes a compiler does not crash a host."""
 
 
 class IslandLost(Base, frozen=True, tag=18):

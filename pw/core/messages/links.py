@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from pw.core.errors import ErrorReport
+from pw.core.ids import NAME_CHARACTERS
 from pw.core.messages.base import Base
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS)]
+"""A frame with a longer one does not decode, and is dropped: before the hello, there is no peer to answer."""
 
 
 class Hello(Base, frozen=True, tag=1):
     """Each end of a link to the other, before all else: its name, its incarnation and its versions."""
 
     protocol: int
-    pw_version: str
-    jax_version: str
-    node: str
+    pw_version: Name
+    jax_version: Name
+    node: Name
     incarnation: int
     silence_s: float = 0.0
     """After so long a silence this end counts as lost; 0: the other end decides."""

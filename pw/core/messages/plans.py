@@ -45,6 +45,19 @@ class PlannedEdge(msgspec.Struct, frozen=True, array_like=True):
     """Of each possible way, for one run, the chosen one first."""
 
 
+class PlannedBranch(msgspec.Struct, frozen=True, array_like=True):
+    """Computations that run only if a predicate says so; its number is its position in the plan."""
+
+    predicate: str
+    """What makes the predicate."""
+    unless: bool
+    """They run if the predicate is false."""
+    outer: int
+    """The number of the branch that makes the predicate, so that it is skipped with that one; -1 for none."""
+    computations: tuple[tuple[str, int], ...]
+    """Names, and how often each is called."""
+
+
 class ProgramPlan(Base, frozen=True, tag=189):
     """Controller to ClientSession: the plan of a program."""
 
@@ -54,3 +67,4 @@ class ProgramPlan(Base, frozen=True, tag=189):
     """Its client's number, a dot, and its own."""
     segments: tuple[PlannedSegment, ...]
     edges: tuple[PlannedEdge, ...]
+    branches: tuple[PlannedBranch, ...] = ()

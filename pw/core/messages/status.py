@@ -73,6 +73,7 @@ class ClientInfo(msgspec.Struct, frozen=True, array_like=True):
     """It is the session that has asked."""
     awaited_hosts: tuple[str, ...]
     """Hosts that its slices name, and wait for."""
+    tenant: str = ""
 
 
 class RunInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +104,10 @@ class Status(Base, frozen=True, tag=48):
     """The oldest runs of each client."""
     events: str = ""
     """Where the controller publishes events; empty if it does not."""
+    hidden_clients: int = 0
+    """Clients of other tenants, which the asker may not see."""
+    hidden_runs: int = 0
+    """Calls in flight of those clients."""
 
 
 class GetStats(Base, frozen=True, tag=49):

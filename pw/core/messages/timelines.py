@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pw.core.errors import ErrorReport
 from pw.core.messages.base import Base
 
 
@@ -42,3 +43,5 @@ class Records(Base, frozen=True, tag=171):
     """Records that are left to be sent."""
     refused: bool = False
     """The process does not know the client (yet)."""
+    error: ErrorReport | None = None
+    """Why the client may not read them."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import Error
+from pw.core.errors import ArgumentError, Error
 from pw.core.ids import Address, session_of
 from pw.core.landing import Bulk, Bytes
+from pw.core.message_checks import ERROR_CHARACTERS, check_landing
 from pw.core.messages import INLINE_BYTES, CallClient, CallLanding, CallReturned, PeerLost
 from pw.core.packing import pack, packed_bytes, sizes_of, unpack_arrays
 from pw.core.sharding import packed_offsets
+from pw.core.spec_checks import shortened
 from pw.devices.host.backend import Backend, ClientCall
 from pw.devices.host.clients import Clients
 
@@ -81,6 +83,11 @@ class Callbacks(Part):
         if total > message.landing.size_bytes:
             self._fail(message.call, f"the client made no room for {total} bytes of its operands")
             return
+        try:
+            check_landing(message.landing)
+        except ArgumentError as error:
+            self._fail(message.call, str(error))
+            return
 
         def pushed(error: Exception | None) -> None:
             if error is not None:
@@ -95,11 +102,12 @@ class Callbacks(Part):
             return
         call = opened.call
         if message.error:
-            self._fail(message.call, message.error)
+            self._fail(message.call, shortened(message.error, ERROR_CHARACTERS))
         elif message.results != call.results:
             self._fail(
                 message.call,
-                f"the function returned {message.results}, but the computation takes {call.results}",
+                f"the function returned {shortened(str(message.results))}, but the computation takes "
+                f"{call.results}",
             )
         elif message.data is not None:
             self._take(message.call, message.data)

@@ -66,9 +66,11 @@ class Files(Part):
         env: the store's.
         aside: threads for blocking calls; without them, every request is refused.
         clients: the clients that this host knows.
+        root: the folder in which checkpoints must lie, without symbolic links; empty if they may be anywhere.
     """
 
-    def __init__(self, env: Env, aside: Aside | None, clients: Clients) -> None:
+    def __init__(self, env: Env, aside: Aside | None, clients: Clients, root: str = "") -> None:
+        self._root = root
         self._env = env
         self._aside = aside
         self._clients = clients
@@ -117,7 +119,7 @@ class Files(Part):
             missing.discard(index)
             if not missing:
                 everything = [shard for part in shards for shard in part]
-                self._call(partial(checkpoint_format.write, job, everything), written)
+                self._call(partial(checkpoint_format.write, job, everything, self._root), written)
 
         def written(result: ErrorReport | None) -> None:
             self._env.count("files_written" if result is None else "files_failed")
@@ -149,7 +151,7 @@ class Files(Part):
         def committed(result: ErrorReport | None) -> None:
             self._env.send(CONTROL, FilesCommitted(message.checkpoint, result))
 
-        self._call(partial(checkpoint_format.commit, message), committed)
+        self._call(partial(checkpoint_format.commit, message, self._root), committed)
 
     @handles(AbandonFiles)
     def _abandon(self, sender: Address, message: AbandonFiles) -> None:
@@ -163,7 +165,8 @@ class Files(Part):
                 error = None if result is True else message.unless
                 self._env.send(CONTROL, FilesCommitted(message.checkpoint, error))
 
-        self._call(partial(checkpoint_format.abandon, message.path, message.checkpoint), abandoned)
+        abandon = partial(checkpoint_format.abandon, message.path, message.checkpoint, self._root)
+        self._call(abandon, abandoned)
 
     def _from_controller(self, sender: Address) -> bool:
         if sender.node != CONTROLLER:
@@ -182,7 +185,7 @@ class Files(Part):
             else:
                 self._env.send(sender, Described(message.request, *result))
 
-        self._call(partial(checkpoint_format.describe, message.path), described)
+        self._call(partial(checkpoint_format.describe, message.path, self._root), described)
 
     def read(self, source: FileSource, spec: ArraySpec, boxes: Sequence[Box], found: Found) -> None:
         """Read boxes of an array at the end of this turn; `found` is called later."""
@@ -203,7 +206,7 @@ class Files(Part):
         head, *rest = wanted
 
         def work() -> tuple[disk_reader.Reader, list[np.ndarray[Any, Any]]]:
-            opened = reader or disk_reader.Reader(path, checkpoint)
+            opened = reader or disk_reader.Reader(path, checkpoint, self._root)
             return opened, opened.read(head.source, head.spec, head.boxes)
 
         def done(

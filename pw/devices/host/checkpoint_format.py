@@ -26,7 +26,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,8 +40,16 @@ from pw.core.errors import (
     OutOfHostMemory,
 )
 from pw.core.landing import Bytes
+from pw.core.message_checks import TREE_BYTES
 from pw.core.messages import CommitFiles, CopyFile
 from pw.core.sharding import ArraySpec, Box, box_shape, dtype_of
+from pw.devices.host.checkpoint_paths import (
+    INDEX_BYTES,
+    opened,
+    read_exactly,
+    read_whole,
+    resolved,
+)
 from pw.devices.host.replica_memory import flat_bytes
 
 FORMAT = "pw checkpoint"
@@ -54,6 +62,7 @@ _NATIVE = frozenset(
 )
 """The dtypes that safetensors writes, and returns as numpy arrays."""
 
+_ID = re.compile(r"[0-9a-f]{8,64}")
 _OURS = re.compile(r"[0-9a-f]+-\d{5}\.safetensors")
 
 
@@ -106,7 +115,14 @@ class _Manifest(msgspec.Struct, frozen=True):
 # Made here, in one thread: two threads that make the first decoder of a type at once crash (msgspec).
 _decode_arrays = msgspec.json.Decoder(dict[str, SavedArray]).decode
 _decode_header = msgspec.json.Decoder(dict[str, _Entry]).decode
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_manifest = msgspec.json.Decoder(_Manifest).decode
+
+
+_UNREADABLE = (
+    OSError, SafetensorError, msgspec.MsgspecError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+"""What files raise that are damaged, or cannot be read or written."""
 
 
 @contextlib.contextmanager
@@ -120,7 +136,7 @@ def named(what: str) -> Iterator[None]:
         raise CheckpointNotFound(f"{what}: {error.strerror or error}") from error
     except MemoryError as error:
         raise OutOfHostMemory(f"{what}: {error}") from error
-    except (OSError, SafetensorError, msgspec.MsgspecError, KeyError, ValueError) as error:
+    except _UNREADABLE as error:
         raise CheckpointFailed(f"{what}: {error}") from error
 
 
@@ -132,19 +148,27 @@ def _staging(path: str, checkpoint: str) -> str:
 # --- writing ---------------------------------------------------------------------------------------------
 
 
-def write(job: CopyFile, shards: Sequence[Shard]) -> None:
+def write(job: CopyFile, shards: Sequence[Shard], root: str = "") -> None:
     """Write one host's file, so that it survives the loss of the machine.
+
+    Args:
+        job: the file.
+        shards: what to write.
+        root: see `pw.devices.host.checkpoint_paths.resolved`, as in the other functions here.
 
     Raises:
         CheckpointExists: the path exists and must not be replaced.
         CheckpointFailed: the file cannot be written.
     """
     with named(f"the checkpoint {job.path} cannot be written"):
-        if _id_at(job.path) == job.checkpoint:
+        at = resolved(job.path, root)
+        if _id_at(at) == job.checkpoint:
             return  # the next controller asks again for a file that is written
-        _check_free(job.path, job.overwrite)
-        staging = _staging(job.path, job.checkpoint)
+        _check_free(at, job.overwrite)
+        staging = _staging(at, job.checkpoint)
         os.makedirs(staging, exist_ok=True)
+        if os.path.realpath(staging) != staging:
+            raise ValueError(f"{staging} is a symbolic link")
         arrays: dict[str, SavedArray] = {}
         tensors: dict[str, TensorSpec] = {}
         alive: list[Bytes] = []
@@ -169,7 +193,7 @@ def write(job: CopyFile, shards: Sequence[Shard]) -> None:
         _sync(path)
 
 
-def commit(message: CommitFiles) -> None:
+def commit(message: CommitFiles, root: str = "") -> None:
     """Make the files of all hosts the checkpoint at its path.
 
     Raises:
@@ -177,7 +201,7 @@ def commit(message: CommitFiles) -> None:
         CheckpointFailed: a file is missing, or the directory cannot be renamed. Then the files are
             removed, and an earlier checkpoint at the path stays.
     """
-    path, checkpoint = message.path, message.checkpoint
+    path, checkpoint = resolved(message.path, root), message.checkpoint
     staging = _staging(path, checkpoint)
     try:
         with named(f"the checkpoint {path} cannot be written"):
@@ -189,9 +213,16 @@ def commit(message: CommitFiles) -> None:
                 if entry not in files and entry != MANIFEST:
                     with contextlib.suppress(OSError):
                         os.remove(os.path.join(staging, entry))
+            _check_json(message.tree)  # it becomes a part of the manifest as it is
             manifest = _Manifest(FORMAT, VERSION, checkpoint, msgspec.Raw(message.tree), files)
+            encoded = msgspec.json.encode(manifest)
+            if len(encoded) > INDEX_BYTES:
+                raise ValueError(
+                    f"its manifest would have {len(encoded)} bytes, and {INDEX_BYTES} are the most: it has too "
+                    "many arrays or shards. Make several checkpoints"
+                )
             with open(os.path.join(staging, MANIFEST), "wb") as out:
-                out.write(msgspec.json.encode(manifest))
+                out.write(encoded)
                 out.flush()
                 os.fsync(out.fileno())
             _sync(staging)
@@ -203,11 +234,12 @@ def commit(message: CommitFiles) -> None:
     _tidy(path, message.others)
 
 
-def abandon(path: str, checkpoint: str) -> bool:
+def abandon(path: str, checkpoint: str, root: str = "") -> bool:
     """Remove the files of a checkpoint, and return whether it is at its path nevertheless.
 
     If it is not, a host that tries to commit it now fails.
     """
+    path = resolved(path, root)
     _discard(_staging(path, checkpoint))
     return _id_at(path) == checkpoint
 
@@ -293,14 +325,18 @@ def _index_of(path: str) -> _SavedFile:
 
 def header_of(path: str) -> tuple[dict[str, _Entry], int]:
     """Return the header of a safetensors file, and where its data begins."""
-    with open(path, "rb") as opened:
-        size_bytes = int.from_bytes(opened.read(8), "little")
-        if size_bytes > os.fstat(opened.fileno()).st_size:
-            raise ValueError(
-                f"{os.path.basename(path)} is damaged: it does not begin with a header"
-            )
-        header = opened.read(size_bytes)
-    return _decode_header(header), 8 + size_bytes
+    with opened(path) as file:
+        return header_in(file, os.path.basename(path))
+
+
+def header_in(file: BinaryIO, name: str) -> tuple[dict[str, _Entry], int]:
+    """Return the header of a safetensors file that was just opened, and where its data begins."""
+    size_bytes = int.from_bytes(read_exactly(file, 8), "little")
+    if size_bytes > os.fstat(file.fileno()).st_size:
+        raise ValueError(f"{name} is damaged: it does not begin with a header")
+    if size_bytes > INDEX_BYTES:
+        raise ValueError(f"{name} has a header of {size_bytes} bytes; {INDEX_BYTES} are the most")
+    return _decode_header(read_exactly(file, size_bytes)), 8 + size_bytes
 
 
 def _sync(path: str) -> None:
@@ -315,27 +351,31 @@ def _sync(path: str) -> None:
 
 
 def manifest_at(path: str) -> _Manifest:
-    """Return the manifest of the checkpoint at a path."""
+    """Return the manifest of the checkpoint at a resolved path."""
     name = os.path.join(path, MANIFEST)
-    with named(f"there is no checkpoint at {path}"), open(name, "rb") as opened:
-        data = opened.read()
+    with named(f"there is no checkpoint at {path}"):
+        data = read_whole(name)
     with named(f"{name} is not the manifest of a checkpoint"):
         manifest = _decode_manifest(data)
         if manifest.format != FORMAT:
             raise ValueError(f"it is {manifest.format!r}, not {FORMAT!r}")
         if manifest.version != VERSION:
             raise ValueError(f"it is of version {manifest.version}; this is pw for {VERSION}")
+        if not _ID.fullmatch(manifest.id):
+            raise ValueError("its id is none that pw gives")
+        if len(manifest.tree) > TREE_BYTES:
+            raise ValueError(f"it describes its tree with more than {TREE_BYTES} bytes")
         if not all(_OURS.fullmatch(file) for file in manifest.files):
             raise ValueError("it names files that pw does not write")
     return manifest
 
 
-def describe(path: str) -> tuple[str, bytes]:
+def describe(path: str, root: str = "") -> tuple[str, bytes]:
     """Return the id of the checkpoint at a path, and the tree of its arrays.
 
     Raises:
         CheckpointNotFound: there is none.
         CheckpointFailed: it cannot be read.
     """
-    manifest = manifest_at(path)
+    manifest = manifest_at(resolved(path, root))
     return manifest.id, bytes(manifest.tree)

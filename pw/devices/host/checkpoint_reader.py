@@ -18,8 +18,12 @@ from pw.core.errors import ArgumentError, CheckpointFailed, CheckpointNotFound
 from pw.core.landing import Bytes
 from pw.core.messages import FileSource
 from pw.core.sharding import ALIGNMENT_BYTES, ArraySpec, Box, box_shape, box_slices, dtype_of
-from pw.devices.host.checkpoint_format import SavedArray, SavedBox, header_of, manifest_at, named
+from pw.devices.host.checkpoint_format import SavedArray, SavedBox, header_in, manifest_at, named
+from pw.devices.host.checkpoint_paths import opened, resolved
 from pw.devices.host.replica_memory import flat_bytes
+
+_BLOCK_BYTES = 4 << 20
+"""What is read at once where only parts of it are wanted."""
 
 
 class Reader:
@@ -30,8 +34,8 @@ class Reader:
         CheckpointFailed: it cannot be read.
     """
 
-    def __init__(self, path: str, checkpoint: str) -> None:
-        self._path = path
+    def __init__(self, path: str, checkpoint: str, root: str = "") -> None:
+        self._path = path = resolved(path, root)
         self._manifest = manifest_at(path)
         if self._manifest.id != checkpoint:
             raise CheckpointNotFound(
@@ -92,39 +96,55 @@ class Reader:
 
 
 class _File:
-    """One safetensors file."""
+    """One safetensors file.
+
+    It is read with calls that say where, and not mapped: a file that becomes shorter meanwhile would
+    otherwise end the process.
+    """
 
     def __init__(self, path: str, size_bytes: int) -> None:
-        self._path = path
-        found = os.path.getsize(path)
-        if found != size_bytes:
-            name = os.path.basename(path)
+        self._name = os.path.basename(path)
+        self._file = opened(path)
+        self._size_bytes = os.fstat(self._file.fileno()).st_size
+        if self._size_bytes != size_bytes:
             raise CheckpointFailed(
-                f"{name} is damaged: it has {found} bytes instead of {size_bytes}"
+                f"{self._name} is damaged: it has {self._size_bytes} bytes instead of {size_bytes}"
             )
-        self._entries, self._begin = header_of(path)
-        self._bytes = np.memmap(path, np.uint8, "r")
+        self._entries, self._begin = header_in(self._file, self._name)
 
     def read(self, saved: SavedBox, inner: Box, out: Bytes) -> None:
         """Fill `out`, whose last dimension is the bytes of an element."""
         start, stop = self._entries[saved.tensor].data_offsets
-        tensor = self._bytes[self._begin + start : self._begin + stop]
-        wanted = tensor.reshape(*box_shape(saved.box), out.shape[-1])[box_slices(inner)]
-        if not wanted.flags.c_contiguous:
-            np.copyto(out, wanted)
-            return
-        # Contiguous on disk: reading is quicker than page faults.
+        shape = (*box_shape(saved.box), out.shape[-1])
+        if start < 0 or stop - start != math.prod(shape):
+            raise CheckpointFailed(f"{self._name} is damaged: {saved.tensor!r} has another size")
+        self._fill(self._begin + start, shape, (*inner, (0, out.shape[-1])), out)
+
+    def _fill(self, offset: int, shape: tuple[int, ...], box: Box, out: Bytes) -> None:
+        """Fill `out` with a box of an array of bytes that begins at an offset of the file."""
+        (start, stop), row = box[0], math.prod(shape[1:])
+        if all(part == (0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
+            self._read(offset + start * row, out)
+        elif row > _BLOCK_BYTES:
+            for index in range(start, stop):
+                self._fill(offset + index * row, shape[1:], box[1:], out[index - start])
+        else:
+            rows = max(1, _BLOCK_BYTES // max(row, 1))
+            for first in range(start, stop, rows):
+                last = min(first + rows, stop)
+                block = np.empty((last - first, *shape[1:]), np.uint8)
+                self._read(offset + first * row, block)
+                part = block[(slice(None), *box_slices(box[1:]))]
+                np.copyto(out[first - start : last - start], part)
+
+    def _read(self, offset: int, out: Bytes) -> None:
         target = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
         view = target.reshape(-1).data
-        with open(self._path, "rb", buffering=0) as opened:
-            opened.seek(wanted.ctypes.data - self._bytes.ctypes.data)
-            while len(view):
-                count = opened.readinto(view)
-                if not count:
-                    raise CheckpointFailed(
-                        f"{os.path.basename(self._path)} is damaged: it ends early"
-                    )
-                view = view[count:]
+        while len(view):
+            count = os.preadv(self._file.fileno(), [view], offset)
+            if not count:
+                raise CheckpointFailed(f"{self._name} is damaged: it ends early")
+            view, offset = view[count:], offset + count
         if target is not out:
             np.copyto(out, target)
 

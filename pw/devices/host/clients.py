@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 from pw.core.actor import Env, Part, handles
 from pw.core.errors import Disconnected, ErrorReport
 from pw.core.ids import Address, client_of
 from pw.core.messages import Identify
+from pw.core.tickets import is_valid
 from pw.devices.host.printing import Printing
 
 
@@ -20,19 +20,14 @@ class Clients(Part):
     _printing: Printing
     gone_clients: set[int]
     """Clients that have left for good."""
-    secret: bytes = b""
-    """The key of the tickets in this epoch; empty outside of one."""
+    tickets: bytes = b""
+    """The public key of the tickets in this epoch; empty outside of one."""
     _nodes: dict[str, int] = field(default_factory=dict)
 
     @handles(Identify)
     def _identify(self, sender: Address, message: Identify) -> None:
-        if not self.secret or not 0 < message.client < 1 << 63:
-            self._env.count("tickets_refused")
-            return
-        wanted = hashlib.blake2b(
-            message.client.to_bytes(8, "big", signed=True), key=self.secret, digest_size=16
-        ).digest()
-        if message.ticket == wanted and message.client not in self.gone_clients:
+        valid = is_valid(message.ticket, self.tickets, message.client, sender.node)
+        if valid and message.client not in self.gone_clients:
             self._nodes[sender.node] = message.client
             self._printing.met(message.client, sender, message.output)
         else:

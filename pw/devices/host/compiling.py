@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import ErrorReport, HostLost, ProtocolError
+from pw.core.errors import Error, ErrorReport, HostLost, ProtocolError
 from pw.core.ids import Address, client_id
 from pw.core.messages import CancelRequest, Compile, Compiled, PeerLost, RequestFailed
+from pw.core.spec_checks import check_devices
 from pw.core.stablehlo import Facts
 from pw.devices.host.backend import Backend
 from pw.devices.host.clients import Clients
@@ -51,6 +52,8 @@ class Compilations(Part):
         self._clients = clients
         self.place: tuple[str, int] = ("", 0)
         """The island and the epoch of this host."""
+        self.devices: tuple[int, int] = (0, 0)
+        """How many devices the island has, and how many of them this host has."""
         self._serial = 0
         self._waiting: dict[tuple[str, int], bytes] = {}
         """The keys of the compilations that clients wait for, by node and request."""
@@ -74,6 +77,11 @@ class Compilations(Part):
             refused = ProtocolError(
                 f"more than {WAITING} functions are being compiled for one client; wait for some"
             )
+        else:
+            try:
+                check_devices(message.devices, self._env.address.node, *self.devices)
+            except Error as error:
+                refused = error
         if refused is not None:
             report = ErrorReport.of(refused, self._env.address.node)
             self._env.send(sender, RequestFailed(message.request, report))
@@ -85,7 +93,7 @@ class Compilations(Part):
 
         def compiled(told: Facts | str | dict[str, float] | ErrorReport) -> None:
             if self._waiting.get(asked) != key:  # the client is lost, or does not want it any more
-                self._backend.forget(key)
+                self._backend.forget(key)  # also if it was made just before it was released
                 return
             del self._waiting[asked]
             if isinstance(told, ErrorReport):
@@ -117,7 +125,13 @@ class Compilations(Part):
 
     @handles(CancelRequest)
     def _cancel(self, sender: Address, message: CancelRequest) -> None:
-        self._waiting.pop((sender.node, message.request), None)
+        self._release((sender.node, message.request))
+
+    def _release(self, asked: tuple[str, int]) -> None:
+        """Stop a compilation, which may take long or never end."""
+        key = self._waiting.pop(asked, None)
+        if key is not None:
+            self._backend.forget(key)
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
@@ -126,7 +140,7 @@ class Compilations(Part):
     def forget_node(self, node: str) -> None:
         """Drop all that is kept for a lost client."""
         for asked in [asked for asked in self._waiting if asked[0] == node]:
-            del self._waiting[asked]
+            self._release(asked)
         for key in list(self._kept.get(node, ())):
             self._drop(node, key)
 

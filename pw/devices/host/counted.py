@@ -16,6 +16,7 @@ from pw.core.counted import (
     Array,
     counts_read,
     filled,
+    is_without_rows,
     numbers_of,
     unpacked,
     whole_piece,
@@ -98,6 +99,8 @@ def taken(receive: Receive, route: Route, buffer: bytes | Bytes) -> Taken:
     """
     assert receive.counts is not None
     spec, lead = receive.source, len(receive.counts.spec.shape)
+    if is_without_rows(buffer, route, lead):
+        return Taken([], [], len(buffer))
     shard = tuple((0, size) for size in receive.spec.sharding.shard_shape(receive.spec.shape))
     found, size_bytes = unpacked(buffer, route, spec, lead)
     parts: list[Part] = []

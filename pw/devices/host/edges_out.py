@@ -115,6 +115,13 @@ class EdgesOut(Part):
         value = slots[send.slot]
         return reads(send.route, send.spec, send.counts, value, slots, devices, read, failed)
 
+    def fail(self, run: int, began: int, send: Send, value: Value) -> None:
+        """End one route with the error of its value, which no op of the backend makes."""
+        assert value.error is not None
+        outgoing = self._begin(run, began, send)
+        if outgoing.state is not Sending.ENDED:
+            self._fail(outgoing, value.error, value.alone)
+
     def _begin(self, run: int, began: int, send: Send) -> Outgoing:
         outgoing = Outgoing(run, send, self.env.now_s())
         key = outgoing.key

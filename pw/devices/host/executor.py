@@ -53,7 +53,7 @@ class HostExecutor(Actor):
         self._coordinator = coordinator
         self._watchdog = Watchdog(env, stall_s)
         self.order = LaunchOrder(env)
-        self.programs = Installs(env, backend, self.order)
+        self.programs = Installs(env, backend, self.order, registration.python_tenants)
         self.interpreter = Interpreter(env, backend, store, coordinator, self.order, self._watchdog)
         self.membership = Membership(
             env,
@@ -173,7 +173,7 @@ class HostExecutor(Actor):
                 interpreter.arrived(run, receive.slot, value, build)
             interpreter.made(run, receive.slot)
             interpreter.arriving.arrive(value)
-            interpreter.advance()
+            interpreter.advance_soon()
 
         devices = run.program.devices(receive.spec)
         self._coordinator.receiving.expect(run.run, receive, value, devices, arrived)

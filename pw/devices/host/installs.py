@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import CompileError, ErrorReport
+from pw.core.errors import CompileError, ErrorReport, PythonRefused
 from pw.core.ids import Address
 from pw.core.messages import Install, Installed
 from pw.devices.host.backend import Backend
@@ -16,11 +16,18 @@ from pw.devices.host.program import HostProgram
 class Installs(Part, dict[int, HostProgram]):
     """Has the backend compile programs, and keeps them by their numbers."""
 
-    def __init__(self, env: Env, backend: Backend, order: LaunchOrder) -> None:
+    def __init__(
+        self,
+        env: Env,
+        backend: Backend,
+        order: LaunchOrder,
+        python_tenants: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
         self._env = env
         self._backend = backend
         self._order = order
+        self._python_tenants = python_tenants
 
     @handles(Install)
     def _install(self, sender: Address, message: Install) -> None:
@@ -60,6 +67,15 @@ class Installs(Part, dict[int, HostProgram]):
             answer()
         for key, computation in zip(program.keys, body.computations, strict=True):
             if key is None:
+                continue
+            tenants = self._python_tenants
+            if computation.is_python and tenants and message.tenant not in tenants:
+                refused = PythonRefused(
+                    f"{computation.name!r} is a Python function of tenant {message.tenant!r}, and this host "
+                    f"runs those of {', '.join(tenants)} only; its owner can change that with pw-worker "
+                    "--python-tenants"
+                )
+                compiled(key, ErrorReport.of(refused, self._order.host))
                 continue
             blob = blobs.get(computation.artifact) if computation.has_artifact else b""
             if blob is None:

@@ -51,6 +51,11 @@ RECENT = 512
 """Enqueued launches that `pw why` remembers; on a host with many devices more may be in flight."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Advance:
+    """All values of this turn have arrived: go on with the work that waits for them."""
+
+
 @dataclass(eq=False, repr=False)
 class Interpreter(Part):
     """Does the work of this host in the order of its lanes."""
@@ -67,6 +72,9 @@ class Interpreter(Part):
         default_factory=lambda: ([], []), init=False
     )
     """What the scheduler has to hear: launches that were passed, and that were enqueued then."""
+
+    _is_advancing: bool = field(default=False, init=False)
+    """An `_Advance` is on its way."""
 
     def __post_init__(self) -> None:
         host = self._order.host
@@ -106,6 +114,17 @@ class Interpreter(Part):
         if self.lanes.go_on():
             self._watchdog.went_on()
         self._flush()
+
+    def advance_soon(self) -> None:
+        """Do all work that can be done when the values that arrive in this turn are here."""
+        if not self._is_advancing:
+            self._is_advancing = True
+            self._env.send(self._env.address, _Advance())
+
+    @handles(_Advance)
+    def _advance_together(self, sender: Address, note: _Advance) -> None:
+        self._is_advancing = False
+        self.advance()
 
     def _flush(self) -> None:
         if self.lanes:
@@ -183,8 +202,11 @@ class Interpreter(Part):
             counts = instruction.counts
             if value in self.arriving:
                 return False
-            devices = run.program.devices(instruction.spec)
             sending = self._coordinator.sending
+            if value.error is not None and is_skipped(value.error):
+                sending.fail(run.run, run.began, instruction, value)
+                return True
+            devices = run.program.devices(instruction.spec)
             if counts is not None:
                 if run.slots[counts.slot] in self.arriving:
                     return False

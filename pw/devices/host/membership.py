@@ -127,7 +127,14 @@ class Membership(Part):
         self.order.epoch = message.epoch
         self._place = message
         self._heard()
-        self.store.joins(message.island, message.epoch, message.secret)
+        local_devices = self.registration.local_devices
+        self.store.joins(
+            message.island,
+            message.epoch,
+            message.tickets,
+            len(message.hosts) * local_devices,
+            local_devices,
+        )
 
         def joined(answer: IslandJoined | IslandJoinFailed) -> None:
             if self._leaving:

@@ -33,8 +33,12 @@ from pw.devices.host.backend import Backend, Read, Value, Watch, relative
 from pw.devices.host.clients import Clients
 from pw.devices.host.printing import Printing
 
-PARKED_REQUESTS = 100_000
-"""Requests that one host keeps; it refuses more."""
+PARKED_REQUESTS = 20_000
+"""Requests of one client that a host keeps; it refuses more."""
+
+
+IN_MESSAGE_BYTES = 1 << 20
+"""More bytes than these are not sent in a message; clients ask so for `INLINE_BYTES` at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +61,16 @@ class Requests(Part):
     arrays: Arrays
     clients: Clients
     printing: Printing
-    _open: dict[tuple[str, int], _Request] = field(default_factory=dict)
+    _open: dict[str, dict[int, _Request]] = field(default_factory=dict)
+    """The requests of each client's node, by their numbers."""
     _parked: dict[int, list[_Request]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._open)
+        return sum(map(len, self._open.values()))
 
     def find(self, node: str, number: int) -> object | None:
         """Return an open request."""
-        return self._open.get((node, number))
+        return self._open.get(node, {}).get(number)
 
     def parked(self) -> list[int]:
         """Return the arrays for which requests are parked."""
@@ -115,13 +120,15 @@ class Requests(Part):
             )
             self._fail(request, ErrorReport.of(error, self.env.address.node))
             return
-        if len(self._open) >= PARKED_REQUESTS:
-            full = ProtocolError(
-                f"more than {PARKED_REQUESTS} arrays are waited for on this host; wait for fewer at a time"
+        mine = self._open.setdefault(sender.node, {})
+        if len(mine) >= PARKED_REQUESTS:
+            full = ArgumentError(
+                f"this client has {PARKED_REQUESTS} open requests for arrays on this host; "
+                "wait for some of them before asking for more"
             )
             self._fail(request, ErrorReport.of(full, self.env.address.node))
             return
-        self._open[(sender.node, request.number)] = request
+        mine[request.number] = request
         if not arrays:
             self._answer(request, Ready(request.number))
         for array in arrays:
@@ -165,6 +172,9 @@ class Requests(Part):
 
     def _read(self, entry: Entry, request: _Request, fetch: Fetch) -> None:
         spec = entry.spec
+        if entry.value.error is not None and not entry.devices:  # its upload was refused
+            self._missing(entry, request, entry.value.error)
+            return
         asked = (
             fetch.spec
         )  # in terms of the client's slice; a handed over array is in terms of another's
@@ -173,8 +183,8 @@ class Requests(Part):
             spec.dtype,
             spec.sharding,
         ) or any(
-            not 0 <= position < len(fetch.devices)
-            or fetch.devices[position].host != self.env.address.node
+            not 0 <= position < len(entry.devices)
+            or entry.devices[position].host != self.env.address.node
             for position in fetch.positions
         ):
             error = ArgumentError(
@@ -190,15 +200,15 @@ class Requests(Part):
                 self._deliver(request, fetch, views)
 
         boxes = [(position, relative(spec.box(position))) for position in fetch.positions]
-        self.backend.submit([Read(entry.value, boxes, spec, fetch.devices, read)])
+        self.backend.submit([Read(entry.value, boxes, spec, entry.devices, read)])
 
     def _deliver(self, request: _Request, fetch: Fetch, views: list[np.ndarray[Any, Any]]) -> None:
-        if fetch.landing is None:
+        offsets, total = packed_offsets([view.nbytes for view in views])
+        if fetch.landing is None and total <= IN_MESSAGE_BYTES:
             self._answer(request, Fetched(request.number, pack(views)))
             return
         self.printing.flush()
-        offsets, total = packed_offsets([view.nbytes for view in views])
-        if total > fetch.landing.size_bytes:
+        if fetch.landing is None or total > fetch.landing.size_bytes:
             error = ProtocolError(
                 f"there is no room for {total} bytes of the array {fetch.spec.short} where they are to go"
             )
@@ -209,7 +219,7 @@ class Requests(Part):
 
         def pushed(error: Exception | None) -> None:
             if error is None:
-                self._open.pop((request.client.node, request.number), None)
+                self._end(request.client.node, request.number)
                 if recorder.on:
                     recorder.add(FETCHED, began_s, self.env.now_s(), fetch.array, total)
             else:
@@ -224,13 +234,13 @@ class Requests(Part):
         """End a request with an answer, after the output of the client's programs."""
         if not request.over:
             request.over = True
-            self._open.pop((request.client.node, request.number), None)
+            self._end(request.client.node, request.number)
             self.printing.flush()
             self.env.send(request.client, answer)
 
     @handles(CancelRequest)
     def _cancel(self, sender: Address, message: CancelRequest) -> None:
-        self._withdraw((sender.node, message.request))
+        self._withdraw(sender.node, message.request)
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
@@ -239,11 +249,19 @@ class Requests(Part):
     def forget_node(self, node: str) -> None:
         """Withdraw the requests of a lost client; its arrays stay until the controller drops them."""
         self.clients.forget(node)
-        for key in [key for key in self._open if key[0] == node]:
-            self._withdraw(key)
+        for number in list(self._open.get(node, ())):
+            self._withdraw(node, number)
 
-    def _withdraw(self, key: tuple[str, int]) -> None:
-        request = self._open.pop(key, None)
+    def _end(self, node: str, number: int) -> _Request | None:
+        """Take a request out of the open ones."""
+        mine = self._open.get(node, {})
+        request = mine.pop(number, None)
+        if request is not None and not mine:
+            del self._open[node]
+        return request
+
+    def _withdraw(self, node: str, number: int) -> None:
+        request = self._end(node, number)
         if request is None:
             return
         request.over = True

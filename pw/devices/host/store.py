@@ -42,6 +42,7 @@ class ObjectStore(Actor):
         aside: Aside | None = None,
         keep: Keeping | None = None,
         output: Lines | None = None,
+        checkpoint_root: str = "",
     ) -> None:
         super().__init__(env)
         self._backend = backend
@@ -50,7 +51,7 @@ class ObjectStore(Actor):
         self.printing = Printing(env, output, self._gone_clients)
         self.clients = Clients(env, self.printing, self._gone_clients)
         self.replicas = Replicas(env, bulk, replicas, keep, self._gone_clients)
-        self.files = Files(env, aside, self.clients)
+        self.files = Files(env, aside, self.clients, checkpoint_root)
         self.arrays = Arrays(env.address.node, bulk, self.replicas)
         self.requests = Requests(env, backend, bulk, self.arrays, self.clients, self.printing)
         self.uploads = Uploads(
@@ -81,10 +82,21 @@ class ObjectStore(Actor):
             self.recordings,
         )
 
-    def joins(self, island: str, epoch: int, secret: bytes) -> None:
-        """Accept clients whose tickets were signed with this key, and uploads to this epoch."""
+    def joins(
+        self, island: str, epoch: int, tickets: bytes, devices: int, local_devices: int
+    ) -> None:
+        """Accept clients whose tickets have this public key, and uploads to this epoch.
+
+        Args:
+            island: of this host.
+            epoch: of the island.
+            tickets: the public key.
+            devices: how many devices the island has.
+            local_devices: how many of them are on this host.
+        """
+        self.uploads.devices = self.compilations.devices = (devices, local_devices)
         self.uploads.place = self.compilations.place = (island, epoch)
-        self.clients.secret = secret
+        self.clients.tickets = tickets
 
     def value(self, array: int) -> Value | None:
         """Return the value of an array, None if this host does not have it."""

@@ -13,7 +13,15 @@ import msgspec
 import numpy as np
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError, TransferFailed
+from pw.core.errors import (
+    ArrayLost,
+    Error,
+    ErrorReport,
+    HostLost,
+    PlacementError,
+    ProtocolError,
+    TransferFailed,
+)
 from pw.core.ids import CONTROL, CONTROLLER, Address, client_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
@@ -27,13 +35,17 @@ from pw.core.messages import (
 )
 from pw.core.packing import unpack
 from pw.core.recorder import UPLOADED
-from pw.core.sharding import Box, box_bytes, packed_offsets
+from pw.core.sharding import ArraySpec, Box, Placement, Sharding, box_bytes, packed_offsets
+from pw.core.spec_checks import check_devices, check_spec, layout_of
 from pw.devices.host.arrays import Arrays, Entry
 from pw.devices.host.backend import Backend, Build, Value, relative
 from pw.devices.host.checkpoint_files import Files
 from pw.devices.host.clients import Clients
 from pw.devices.host.replicas import Replicas
 from pw.devices.host.requests import Requests
+
+_NOWHERE = ArraySpec((), "bool", Sharding((), ()), Placement(0, ()))
+"""The spec of an array whose own spec is refused."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,6 +62,8 @@ class Uploads(Part):
     files: Files
     place: tuple[str, int] = ("", 0)
     """The island and the epoch of this host."""
+    devices: tuple[int, int] = (0, 0)
+    """How many devices the island has, and how many of them this host has."""
 
     def __len__(self) -> int:
         return sum(entry.landing is not None for entry in self.arrays.values())
@@ -65,10 +79,21 @@ class Uploads(Part):
             # It was meant for an earlier incarnation; the controller asks for what this one lacks.
             self.env.count("uploads_stale")
             return
+        try:
+            check_spec(spec, None)
+            check_devices(message.devices, self.env.address.node, *self.devices)
+            if len(message.devices) != spec.sharding.device_count:
+                raise PlacementError("an upload names more or fewer devices than its mesh has")
+        except Error as refused:
+            self.env.count("uploads_refused")
+            if entry is None or entry.value.error is not None:
+                entry = self.arrays.expect(array, Value(), _NOWHERE, ())
+                self._fail(entry, ErrorReport.of(refused, self.env.address.node))
+            return
         if entry is not None and entry.value.error is None:
             self.env.count("uploads_doubled")
             if entry.arrived:
-                self.env.send(CONTROL, Uploaded(array, None, again=True))
+                self._tell_uploaded(entry, None, again=True)
             if entry.landing is None:
                 return
             self._stop_landing(entry)  # the bytes may have come to a host that is no more
@@ -173,7 +198,7 @@ class Uploads(Part):
         old = self.arrays.get(message.array)
         if old is not None and old.value.error is None:
             if old.arrived:
-                self.env.send(CONTROL, Uploaded(message.array, None, again=True))
+                self._tell_uploaded(old, None, again=True)
             return  # otherwise it is being read, and its end is reported then
         entry = self.arrays.expect(message.array, Value(), message.spec, message.devices)
 
@@ -209,13 +234,19 @@ class Uploads(Part):
         def done(error: ErrorReport | None) -> None:
             entry.arrived = error is None
             if self.arrays.get(entry.array) in (entry, None):
-                self.env.send(CONTROL, Uploaded(entry.array, error))
+                self._tell_uploaded(entry, error)
 
         self.backend.submit([Build(entry.value, entry.spec, entry.devices, parts, done)])
         self.requests.submitted(entry.array, entry.value)
 
+    def _tell_uploaded(
+        self, entry: Entry, error: ErrorReport | None, *, again: bool = False
+    ) -> None:
+        layout = layout_of(entry.spec, entry.devices) if error is None else b""
+        self.env.send(CONTROL, Uploaded(entry.array, error, again, layout))
+
     def _fail(self, entry: Entry, error: ErrorReport) -> None:
         """Fail an array whose bytes will not come."""
         entry.value.error = error
-        self.env.send(CONTROL, Uploaded(entry.array, error))
+        self._tell_uploaded(entry, error)
         self.requests.submitted(entry.array, entry.value)

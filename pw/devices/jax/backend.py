@@ -8,7 +8,7 @@
 | `arrays_from_bytes.py` | `Build` | the loop; `pw-copy` for large arrays; `pw-execute` on accelerators |
 | `answers.py` | `Watch`, `Read` | any thread that finds the values ready; `pw-watch-*` wait |
 | `python_functions.py` | calls of Python functions | `pw-python` |
-| `compile.py` | none: `install` and `forget` | `pw-compile` |
+| `compile.py` | none: `install` and `forget` | `pw-compile`; `pw-compile-*` wait for other processes |
 | `enqueue.py` | none: waits for the results of gangs | `pw-guard` |
 
 Only the execute thread may be blocked by JAX. Its queue has what must keep its place: computations,
@@ -58,6 +58,7 @@ from pw.devices.jax.answers import Answers, in_host_memory
 from pw.devices.jax.arrays_from_bytes import Builds
 from pw.devices.jax.callbacks import Calls
 from pw.devices.jax.compile import Compiler, Executable
+from pw.devices.jax.compile_processes import CompileProcesses
 from pw.devices.jax.enqueue import Enqueuer
 from pw.devices.jax.executables import Executables
 from pw.devices.jax.execution import Execution
@@ -67,6 +68,7 @@ from pw.devices.jax.quick import Quick
 from pw.devices.jax.threads import Completions, join_all
 from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures
+from pw.devices.python.confining import NO_BOUNDS, Bounds
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -79,6 +81,9 @@ class JaxBackend:
         host: this host's name in device addresses.
         device: the JAX device at an address, for the whole island; called from several threads.
         allow_python: run clients' Python functions.
+        python_bounds: of what the processes of those may do.
+        compile_apart: have what clients send parsed and compiled in processes beside this one; None
+            does it in this process, which may crash. Called with a function that takes an exception.
         compile_cache: a folder that outlives this process, for executables; None for none.
         output: takes the lines that Python functions and compilations write.
         recorder: takes when computations begin and end, for timelines.
@@ -91,6 +96,8 @@ class JaxBackend:
         device: Callable[[DeviceAddress], jax.Device],
         *,
         allow_python: bool = False,
+        python_bounds: Bounds = NO_BOUNDS,
+        compile_apart: Callable[[Callable[[BaseException], None]], CompileProcesses] | None = None,
         compile_cache: Path | None = None,
         output: Output | None = None,
         recorder: Recorder | None = None,
@@ -107,10 +114,19 @@ class JaxBackend:
         self._builds = Builds(layouts, completions, answers, failures)
         self._timing = timing = Timing(recorder or Recorder(), completions.fail)
         self._python = PythonFunctions(
-            host, layouts, answers, failures, output, allow_python, completions.fail, timing
+            host,
+            layouts,
+            answers,
+            failures,
+            output,
+            allow_python,
+            completions.fail,
+            timing,
+            python_bounds,
         )
         self._executables = Executables(compile_cache)
         self._calls = Calls(completions)
+        self._processes = compile_apart(completions.fail) if compile_apart else None
         self.compiler = Compiler(
             host,
             layouts,
@@ -120,6 +136,7 @@ class JaxBackend:
             self._python,
             output,
             self._calls,
+            self._processes,
         )
         self.install, self.forget = self.compiler.install, self.compiler.forget
         self.compile = self.compiler.examine
@@ -199,6 +216,7 @@ class JaxBackend:
             "executables_loaded": self._executables.loaded,
             "executables_failed": self._executables.failed,
             "installed": len(self.compiler),
+            "compilers_ended": self._processes.ended if self._processes else 0,
             "donations_copied": self.enqueuer.copied,
             "waiting": self._answers.watchers.waiting,
             "live_bytes": _live_bytes(),
@@ -234,6 +252,7 @@ class JaxBackend:
             *self._python.whereabouts(),
             *self._builds.thread.whereabouts("bytes that become an array"),
             *self.compiler.thread.whereabouts("a compilation"),
+            *(self._processes.whereabouts() if self._processes else ()),
         )
 
     def close(self) -> None:
@@ -241,6 +260,7 @@ class JaxBackend:
         self.execution.close()
         self._calls.close()
         self._completions.close()
+        compiling = self._processes.close() if self._processes else []
         join_all(
             [
                 self.execution.thread,
@@ -253,6 +273,8 @@ class JaxBackend:
             ],
             _CLOSE_TIMEOUT_S,
         )
+        for thread in compiling:
+            thread.join(_CLOSE_TIMEOUT_S)
         self.enqueuer.executables.clear()
 
 

@@ -4,10 +4,11 @@ Each executable is a file. Its name is a digest of the code, the devices, the ve
 of processor. The next incarnation of a worker finds it, and so does a spare that takes the worker's
 rank.
 
-Loading an executable runs code from a file. So a folder is used only if it belongs to this user and
-no other user may write to it, or replace it; the same holds for each file. Otherwise everything is
-compiled, and a warning says so. A half-written file, or one of another version, does not fit its
-digest.
+A file holds what `pw.devices.jax.making.saved` writes: facts, and XLA's executable; nothing in it is
+unpickled. But loading an executable runs code from a file. So a folder is used only if it belongs to
+this user and no other user may write to it, or replace it; the same holds for each file. Otherwise
+everything is compiled, and a warning says so. A half-written file, or one of another version, does
+not fit its digest.
 
 JAX's own persistent cache does not serve: on CPU it keeps only the executables of rank 0.
 """
@@ -18,17 +19,15 @@ import functools
 import hashlib
 import logging
 import os
-import pickle
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +35,9 @@ LIMIT_BYTES = 2 << 30
 """A larger folder loses the executables that were used longest ago."""
 
 _DIGEST_BYTES = 32
+
+_FORMAT = 2
+"""Grows when a file holds something else."""
 
 Loaded = TypeVar("Loaded")
 
@@ -99,11 +101,6 @@ class Executables:
                 "--compile-cache or XDG_CACHE_HOME",
             )
 
-    def load(self, key: bytes) -> Any:
-        """The executable saved under `key` (32 bytes) on a machine like this; None if there is
-        none."""
-        return self.load_with(key, _deserialized)
-
     def load_with(self, key: bytes, deserialize: Callable[[bytes], Loaded]) -> Loaded | None:
         """What `deserialize` makes of the bytes saved under `key`; None if there are none."""
         if self._folder is None:
@@ -129,10 +126,6 @@ class Executables:
             return None
         self.loaded += 1
         return executable
-
-    def save(self, key: bytes, executable: Any) -> None:
-        """Keep an executable, if the platform can serialize it and there is room."""
-        self.save_with(key, lambda: _serialized(executable))
 
     def save_with(self, key: bytes, serialize: Callable[[], bytes]) -> None:
         """Keep the bytes that `serialize` returns, if it does not raise and there is room."""
@@ -196,21 +189,6 @@ class Executables:
                 return
 
 
-def _serialized(executable: Any) -> bytes:
-    # JAX records the devices, but by default loads an executable for all devices.
-    devices = executable._executable._unloaded_executable.device_list
-    numbers = [device.id for device in devices]
-    return pickle.dumps((numbers, serialize_executable.serialize(executable)))
-
-
-def _deserialized(saved: bytes) -> Any:
-    numbers, (data, takes, gives) = pickle.loads(saved)
-    here = {device.id: device for device in jax.devices()}
-    return serialize_executable.deserialize_and_load(
-        data, takes, gives, execution_devices=[here[number] for number in numbers]
-    )
-
-
 class _Untrusted(Exception):
     """Another user can write to a file or folder; the message names it."""
 
@@ -272,6 +250,7 @@ def _machine() -> bytes:
         processor = [*os.uname()]
     device = jax.devices()[0]
     said = (
+        _FORMAT,
         jax.__version__,
         metadata.version("jaxlib"),
         device.client.platform_version,

@@ -10,33 +10,21 @@ are this process's own: they name files, and plugins.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import jax
-import msgspec
 import numpy as np
-from jax._src.interpreters import mlir
 from jax.sharding import NamedSharding
 from jaxlib import _jax, xla_client
-from jaxlib.cpu import _lapack
 
 from pw.core.errors import CompileError
 from pw.core.messages import Detail
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec, DeviceAddress, Sharding
-from pw.core.stablehlo import Facts, ShardFacts, Stablehlo, decode
-from pw.devices.jax.callbacks import TARGETS, Calls, calls_in
-from pw.devices.jax.executables import Executables, key_of
+from pw.core.stablehlo import Facts, ShardFacts, Stablehlo
 from pw.devices.jax.layouts import Layouts, aval_of, local_shards
-from pw.devices.jax.vetting import vet_code
-
-_LARGE_CONSTANT = 16
-"""Larger constants are left out of the text that is vetted."""
 
 _BUILD_OPTIONS = (
     "allow_spmd_sharding_propagation_to_output",
@@ -109,103 +97,62 @@ class Aside(NamedTuple):
     call: Call
 
 
-class Modules:
-    """The modules that are compiled on this host, each as long as something refers to it."""
+def call_of(
+    module: Module,
+    computation: Computation,
+    devices: tuple[DeviceAddress, ...],
+    layouts: Layouts,
+) -> Call | Aside:
+    """A function that takes a `jax.Array` for each argument, and returns one for each result.
 
-    def __init__(self, layouts: Layouts, executables: Executables, calls: Calls) -> None:
-        self._layouts = layouts
-        self._executables = executables
-        self._calls = calls
-        self._loaded: WeakValueDictionary[tuple[Any, ...], Module] = WeakValueDictionary()
-        self.compiled = 0
-        """How many were compiled, not loaded from the folder."""
+    Raises CompileError unless the module is what `computation` says.
+    """
+    if module.calls_back != computation.calls_back:
+        raise CompileError("the function calls its client, or does not, unlike its call says")
+    layout = layouts(Sharding(("_",), (len(devices),)), devices)
+    device: jax.Device = layout.sharding.mesh.devices.flat[0]
+    _check(module.facts, computation, str(device.default_memory().kind))
+    handlers = []
+    for spec in computation.outputs:
+        sharding = layouts.of(spec, devices).sharding
+        aval = aval_of(spec.shape, spec.dtype, sharding)
+        handlers.append(_jax.array_result_handler(aval, sharding, True, _skip_checks=True))
+    execute = module.executable.execute_sharded
+    takes = [layouts.of(spec, devices).sharding for spec in computation.inputs]
 
-    def load(self, artifact: bytes, devices: tuple[DeviceAddress, ...], client: int) -> Module:
-        """The compiled module of an artifact of a client on these devices.
+    def call(*arrays: jax.Array) -> Sequence[jax.Array]:
+        for array, sharding in zip(arrays, takes, strict=True):
+            if array.sharding is not sharding:
+                arrays = tuple(map(_in_order, arrays, takes))
+                break
+        results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
+        return results
 
-        Raises CompileError with XLA's words.
-        """
-        digest, code = hashlib.sha256(artifact).digest(), decode(artifact)
-        # One that calls its client is not shared with other clients.
-        key = (digest, devices, client if code.callbacks else 0)
-        module = self._loaded.get(key)
-        if module is None:
-            module = self._compiled(digest, code, devices, client)
-            self._loaded[key] = module
-        return module
+    return Aside(call) if module.calls_back else call
 
-    def call_of(
-        self, module: Module, computation: Computation, devices: tuple[DeviceAddress, ...]
-    ) -> Call | Aside:
-        """A function that takes a `jax.Array` for each argument, and returns one for each result.
 
-        Raises CompileError unless the module is what `computation` says.
-        """
-        if module.calls_back != computation.calls_back:
-            raise CompileError("the function calls its client, or does not, unlike its call says")
-        _check(module.facts, computation, self._own_memory(devices))
-        handlers = []
-        for spec in computation.outputs:
-            sharding = self._layouts.of(spec, devices).sharding
-            aval = aval_of(spec.shape, spec.dtype, sharding)
-            handlers.append(_jax.array_result_handler(aval, sharding, True, _skip_checks=True))
-        execute = module.executable.execute_sharded
-        takes = [self._layouts.of(spec, devices).sharding for spec in computation.inputs]
+def parsed(code: Stablehlo, context: Any) -> Any:
+    """The MLIR module of an artifact. Raises CompileError."""
+    try:
+        return _jax.mlir.deserialize_portable_artifact(code.module, context)
+    except Exception as error:
+        raise CompileError(f"the code of the function cannot be read: {error}") from error
 
-        def call(*arrays: jax.Array) -> Sequence[jax.Array]:
-            for array, sharding in zip(arrays, takes, strict=True):
-                if array.sharding is not sharding:
-                    arrays = tuple(map(_in_order, arrays, takes))
-                    break
-            results: Sequence[jax.Array] = execute(arrays).consume_with_handlers(handlers)
-            return results
 
-        return Aside(call) if module.calls_back else call
-
-    def _own_memory(self, devices: tuple[DeviceAddress, ...]) -> str:
-        layout = self._layouts(Sharding(("_",), (len(devices),)), devices)
-        device: jax.Device = layout.sharding.mesh.devices.flat[0]
-        return str(device.default_memory().kind)
-
-    def _compiled(
-        self, digest: bytes, code: Stablehlo, devices: tuple[DeviceAddress, ...], client: int
-    ) -> Module:
-        if len(set(devices)) < len(devices) or not devices:
-            raise CompileError("a function is compiled for one or more different devices")
-        mesh = self._layouts(Sharding(("_",), (len(devices),)), devices).sharding.mesh
-        physical: list[jax.Device] = [*mesh.devices.flat]
-        client_of_devices: Any = physical[0].client
-        if physical[0].platform == "cpu":
-            _prepare_linear_algebra()
-        options = _options(code.options, physical)
-        with mlir.make_ir_context() as context:
-            try:
-                module = _jax.mlir.deserialize_portable_artifact(code.module, context)
-            except Exception as error:
-                raise CompileError(f"the code of the function cannot be read: {error}") from error
-            text = module.operation.get_asm(large_elements_limit=_LARGE_CONSTANT)
-            is_straight = vet_code(text, TARGETS)
-            called = calls_in(module, len(code.callbacks))
-            functions = self._calls.functions(client, digest, len(code.callbacks), called)
-            # An executable with functions of this process cannot be kept.
-            kept_as = None if functions else key_of(physical, "stablehlo", digest)
-            made: Module | None = None
-            if kept_as is not None:
-                made = self._executables.load_with(
-                    kept_as, functools.partial(_deserialized, physical, is_straight)
-                )
-            if made is None:
-                try:
-                    loaded = client_of_devices.compile_and_load(
-                        module, _jax.DeviceList(tuple(physical)), options, functions
-                    )
-                except Exception as error:
-                    raise CompileError(str(error)) from error
-                self.compiled += 1
-                made = Module(loaded, _facts(loaded, physical), is_straight, bool(functions))
-                if kept_as is not None:
-                    self._executables.save_with(kept_as, functools.partial(_serialized, made))
-        return made
+def compiled(
+    module: Any,
+    options: Any,
+    physical: Sequence[jax.Device],
+    functions: Sequence[Callable[..., Any]],
+) -> Any:
+    """XLA's executable of a parsed module on these devices. Raises CompileError with XLA's words."""
+    client: Any = physical[0].client
+    try:
+        return client.compile_and_load(
+            module, _jax.DeviceList(tuple(physical)), options, list(functions)
+        )
+    except Exception as error:
+        raise CompileError(str(error)) from error
 
 
 def _in_order(array: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -224,27 +171,7 @@ def _in_order(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     )
 
 
-_decode = msgspec.msgpack.Decoder(tuple[Facts, bytes]).decode
-
-
-def _serialized(module: Module) -> bytes:
-    return msgspec.msgpack.encode((module.facts, module.executable.serialize()))
-
-
-def _deserialized(devices: Sequence[jax.Device], is_straight: bool, saved: bytes) -> Module:
-    facts, data = _decode(saved)
-    client: Any = devices[0].client
-    loaded = client.deserialize_executable(data, _jax.DeviceList(tuple(devices)), None)
-    return Module(loaded, facts, is_straight)
-
-
-@functools.cache
-def _prepare_linear_algebra() -> None:
-    """Have the native functions of linear algebra find their library: JAX does so when it lowers them."""
-    _lapack.initialize()
-
-
-def _options(sent: bytes, devices: Sequence[jax.Device]) -> Any:
+def options_of(sent: bytes, devices: Sequence[jax.Device]) -> Any:
     """The compile options of a client, without those that reach this machine, for these devices."""
     asked = xla_client.CompileOptions.ParseFromString(sent)
     replicas, partitions = asked.num_replicas, asked.num_partitions
@@ -279,7 +206,7 @@ def _options(sent: bytes, devices: Sequence[jax.Device]) -> Any:
     return options
 
 
-def _facts(executable: Any, devices: Sequence[jax.Device]) -> Facts:
+def facts_of(executable: Any, devices: Sequence[jax.Device]) -> Facts:
     module = executable.hlo_modules()[0]
     proto = module.as_serialized_hlo_module_proto()
     program = xla_client.XlaComputation(proto).program_shape()

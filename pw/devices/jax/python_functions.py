@@ -31,6 +31,7 @@ from pw.devices.jax.layouts import Layouts, aligned_empty, host_shards, local_sh
 from pw.devices.jax.threads import QueueThread
 from pw.devices.jax.timing import Timing
 from pw.devices.jax.values import Failures, awaited, fail
+from pw.devices.python.confining import NO_BOUNDS, Bounds
 from pw.devices.python.process import FunctionRaised, ProcessEnded, PythonProcess
 from pw.devices.python.wire import Load
 
@@ -69,6 +70,7 @@ class PythonFunctions:
     _allowed: bool
     _failed: Callable[[BaseException], None]
     _timing: Timing
+    _bounds: Bounds = NO_BOUNDS
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,7 +87,7 @@ class PythonFunctions:
         if not self._allowed:
             raise PythonRefused(
                 f"{computation.name!r} is a Python function, and this host runs none from clients; its "
-                "owner can start it with pw-worker --allow-python"
+                "owner can start it with pw-worker --allow-python, or LocalCluster(allow_python=True)"
             )
         is_stream = computation.kind is Kind.STREAM
         # The last result of a stream differs by device, and not by the part of the data.
@@ -97,7 +99,7 @@ class PythonFunctions:
             worker = self._workers.get(name)
             if worker is None:
                 worker = self._workers[name] = _Worker(
-                    PythonProcess(_environment, aligned_empty),
+                    PythonProcess(_environment, aligned_empty, self._bounds),
                     QueueThread("pw-python", lambda job: job(), self._failed),
                 )
             worker.keys.add(key)

@@ -1,26 +1,33 @@
 """Refuses code of clients that could do harm on a host, or is not what its call says.
 
 StableHLO is not a sandbox: a `custom_call` may name any function that is linked into the worker,
-also the one that calls Python objects by address. So only listed targets are compiled: linear
-algebra libraries, random number kernels, and the markers that the partitioner or the compiler
-replaces. Code with effects, or with a channel to the host, is refused as well.
+also the one that calls Python objects by address. So only listed targets are compiled, with the
+reasons in `docs/internals/compiling.md`: linear algebra, whose shapes are checked here
+(`pw.devices.jax.kernels`); kernels that check their shapes themselves; and the markers that the
+partitioner or the compiler replaces. Code with effects, or with a channel to the host, is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax.export
+from jaxlib.mlir import ir
 
 from pw.core.errors import CompileError
 from pw.core.program import Computation
+from pw.devices.jax import kernels
 
-_CUSTOM_CALL = re.compile(r'\b\w+\.custom_call\b"?\s*(?:@(?:"([^"]*)"|([\w$.-]+)))?')
-_CHOICE = re.compile(r"\bstablehlo\.(?:while|case|if)\b")
-_HOST_CHANNEL = re.compile(r"\bstablehlo\.(?:send|recv|infeed|outfeed)\b")
+_CHOICES = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
+_HOST_CHANNELS = frozenset(
+    {"stablehlo.send", "stablehlo.recv", "stablehlo.infeed", "stablehlo.outfeed"}
+)
+_DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
+"""What StableHLO modules of JAX consist of."""
 _ALLOWED_TARGETS = re.compile(
-    r"(?:lapack|cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
+    r"(?:cusolver|cusparse|hipsolver)_[a-z0-9]+_ffi"
     r"|(?:cu|hip)_(?:threefry2x32_ffi|lu_pivots_to_permutation)"
     r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|shape_assertion"
     r"|xla\.sdy\.\w+|MoveToHost|MoveToDevice|PinToDevice"
@@ -29,11 +36,17 @@ _ALLOWED_TARGETS = re.compile(
 )
 
 
-def vet(exported: jax.export.Exported, computation: Computation) -> bool:
-    """Raise CompileError unless `exported` is what `computation` says, and harmless.
+class Vetted(NamedTuple):
+    """What is known of code that is harmless."""
 
-    Returns whether each call of it takes about as long (see `vet_code`).
-    """
+    is_straight: bool
+    """It has no loops, branches or native calls, so each call takes about as long."""
+    needs_lapack: bool
+    """It calls LAPACK, which the process that runs it has to find first."""
+
+
+def vet_export(exported: jax.export.Exported, computation: Computation) -> None:
+    """Raise CompileError unless `exported` is what `computation` says, and has no effects."""
     if exported.ordered_effects or exported.unordered_effects:
         raise CompileError(
             "the function has side effects; callbacks and prints cannot run on a worker. Return what is to be "
@@ -52,26 +65,85 @@ def vet(exported: jax.export.Exported, computation: Computation) -> bool:
             )
     if beyond := [at for at in computation.donated if not 0 <= at < len(computation.inputs)]:
         raise CompileError(f"the arguments {beyond} are donated, and there are none of that number")
-    return vet_code(str(exported.mlir_module()))
 
 
-def vet_code(text: str, more_targets: Collection[str] = ()) -> bool:
+def vet_module(module: Any, more_targets: Collection[str] = ()) -> Vetted:
     """Raise CompileError if a StableHLO module calls native functions that are not listed, or its host.
 
-    `more_targets` are allowed as well.
-
-    Returns whether it has no loops, branches or native calls, so each call takes about as long.
+    Args:
+        module: as MLIR has parsed it.
+        more_targets: native functions that are allowed as well.
     """
-    for match in _CUSTOM_CALL.finditer(text):
-        target = match[1] or match[2] or "(unreadable)"
-        if target not in more_targets and not _ALLOWED_TARGETS.fullmatch(target):
-            raise CompileError(
-                f"the function calls the native function {target!r}, which workers do not allow; write it with "
-                "jax.numpy or jax.lax instead"
-            )
-    if channel := _HOST_CHANNEL.search(text):
+    refused: list[CompileError] = []
+    seen: set[str] = set()
+    targets: set[str] = set()
+
+    def look(operation: Any) -> Any:
+        name = operation.name
+        seen.add(name)
+        try:
+            if name == "stablehlo.custom_call":
+                targets.add(_custom_call(operation, more_targets))
+            elif name in _HOST_CHANNELS:
+                raise CompileError(
+                    f"the function talks to its host ({name}), which is not allowed; return such "
+                    "values, or use a pw.host_function"
+                )
+            elif name.partition(".")[0] not in _DIALECTS:
+                raise CompileError(f"the function has an operation that is not StableHLO: {name}")
+        except CompileError as error:
+            refused.append(error)
+            return ir.WalkResult.INTERRUPT
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    if refused:
+        raise refused[0]
+    return Vetted(not targets and not seen & _CHOICES, any(map(kernels.is_kernel, targets)))
+
+
+def _custom_call(operation: Any, more_targets: Collection[str]) -> str:
+    """Vet a native call; return its target."""
+    attributes = operation.attributes
+    target = ir.StringAttr(attributes["call_target_name"]).value
+    if kernels.is_kernel(target):
+        operands = [_tensor(target, operand.type) for operand in operation.operands]
+        results = [_tensor(target, result.type) for result in operation.results]
+        kernels.check(target, operands, results, _options(attributes), _batch_dims(attributes))
+    elif target not in more_targets and not _ALLOWED_TARGETS.fullmatch(target):
         raise CompileError(
-            f"the function talks to its host ({channel[0]}), which is not allowed; return such values, or "
-            "use a pw.host_function"
+            f"the function calls the native function {target!r}, which workers do not allow; write it with "
+            "jax.numpy or jax.lax instead"
         )
-    return not _CHOICE.search(text) and not _CUSTOM_CALL.search(text)
+    return target
+
+
+def _tensor(target: str, mlir_type: Any) -> kernels.Tensor:
+    try:
+        tensor = ir.RankedTensorType(mlir_type)
+        return str(tensor.element_type), tuple(tensor.shape)
+    except ValueError as error:
+        raise CompileError(f"the function calls {target!r} with {mlir_type}") from error
+
+
+def _options(attributes: Any) -> dict[str, int]:
+    if "mhlo.backend_config" not in attributes:
+        return {}
+    found = {}
+    config: Any = ir.DictAttr(attributes["mhlo.backend_config"])
+    for named in config:
+        if isinstance(named.attr, ir.BoolAttr | ir.IntegerAttr):
+            found[named.name] = int(named.attr.value)
+    return found
+
+
+def _batch_dims(attributes: Any) -> int:
+    """How many dimensions the partitioner may divide, as the module says."""
+    said = "0"
+    if "mhlo.frontend_attributes" in attributes:
+        marks = ir.DictAttr(attributes["mhlo.frontend_attributes"])
+        if "num_batch_dims" in marks:
+            said = ir.StringAttr(marks["num_batch_dims"]).value
+    if not said.isdecimal() or len(said) > 2:
+        raise CompileError(f"the function calls LAPACK with {said!r} batch dimensions")
+    return int(said)

@@ -30,6 +30,7 @@ from pw.devices.python.wire import (
     send,
 )
 
+_OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "entry.py"), "<frozen runpy>")
 STACK_FRAMES = 12
 """Calls shown of a function that is at work."""
 
@@ -133,7 +134,7 @@ def _answer(questions: socket.socket, worker: int) -> None:
     while questions.recv(1):
         frame = sys._current_frames().get(worker)
         calls = traceback.extract_stack(frame)
-        below = [call for call in calls if call.filename not in (__file__, "<frozen runpy>")]
+        below = [call for call in calls if call.filename not in _OWN_FILES]
         lines = [
             f"{os.sep.join(call.filename.split(os.sep)[-2:])}:{call.lineno} in {call.name}"
             for call in below[-STACK_FRAMES:]
@@ -158,7 +159,3 @@ def main() -> None:
             os._exit(0)
         functions.handle(frame, arrays)
         del frame, arrays
-
-
-if __name__ == "__main__":
-    main()

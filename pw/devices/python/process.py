@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from pw.core.errors import ComputationFailed, ErrorReport
+from pw.devices.python.confining import NO_BOUNDS, Bounds
+from pw.devices.python.confining import environment as inherited
 from pw.devices.python.wire import (
     BUFFER_BYTES,
     Call,
@@ -58,11 +60,18 @@ class PythonProcess:
     Args:
         environment: what differs from this process's environment.
         empty: makes memory for results.
+        bounds: of what the process may do.
     """
 
-    def __init__(self, environment: Callable[[], dict[str, str]], empty: Empty) -> None:
+    def __init__(
+        self,
+        environment: Callable[[], dict[str, str]],
+        empty: Empty,
+        bounds: Bounds = NO_BOUNDS,
+    ) -> None:
         self._environment = environment
         self._empty = empty
+        self._bounds = bounds
         self._lock = threading.Lock()
         self._calling = threading.Lock()
         """Held while a thread uses the socket."""
@@ -165,9 +174,13 @@ class PythonProcess:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             path = [entry or os.getcwd() for entry in sys.path]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **self._environment()}
+            environment = {
+                **inherited(os.environ, self._bounds),
+                "PYTHONPATH": os.pathsep.join(path),
+                **self._environment(),
+            }
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pw.devices.python.child", *map(str, ends)],
+                [sys.executable, "-m", "pw.devices.python.entry", *map(str, ends)],
                 pass_fds=ends,
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -63,7 +63,8 @@ class Epochs(Part):
     env: Env
     inventory: Inventory
     slices: Slices
-    secret: bytes
+    tickets: bytes
+    """The public key of clients' tickets."""
 
     # --- hosts ---------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class Epochs(Part):
         for rank, node in enumerate(hosts):
             self.env.send(
                 executor_of(node),
-                FormIsland(island.name, island.epoch, hosts, rank, group_address, self.secret),
+                FormIsland(island.name, island.epoch, hosts, rank, group_address, self.tickets),
             )
 
     @handles(IslandJoined)
@@ -272,7 +273,13 @@ class Epochs(Part):
         self.announce()
         memory = [host.joined.memory_bytes for host in island.hosts.values() if host.joined]
         limits = [limit for limit in memory if limit is not None]
-        formed = IslandFormed(island.name, island.epoch, hosts, min(limits) if limits else None)
+        formed = IslandFormed(
+            island.name,
+            island.epoch,
+            hosts,
+            min(limits) if limits else None,
+            island.platform == "cpu",
+        )
         self.env.send(CONTROL, formed)
         self.slices.bind_again(island)
         for other in list(self.inventory.islands.values()):

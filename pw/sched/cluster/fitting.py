@@ -80,8 +80,16 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
             there = f". Hosts that do are: {', '.join(willing)}" if willing else ""
             return PythonRefused(
                 f"host {refusing[0]!r} runs no Python functions of clients: its owner can start it with "
-                f"pw-worker --allow-python{there}"
+                f"pw-worker --allow-python, or LocalCluster(allow_python=True){there}"
             )
+    there = "; ".join(island.describe() for island in islands) or "no islands yet"
+    if request.python and request.topology == (request.devices, 1):
+        willing = sorted(n for n, host in seated.items() if host.registration.python)
+        return InsufficientDevices(
+            f"no island has {counted(request.devices, 'host')} that run Python functions of clients. Islands "
+            f"are: {there}. Hosts that run Python functions are: {', '.join(willing) or 'none yet'}; ask for "
+            "as many of one island with hosts="
+        )
     asked = counted(request.devices, "device")
     if request.like:
         asked += ", those of another session's slice"
@@ -93,11 +101,9 @@ def refusal(inventory: Inventory, request: AllocateSlice) -> Error:
         asked += f" on {', '.join(request.hosts)}{' together' * (len(request.hosts) > 1)}"
     if request.python:
         asked += ", on hosts that run Python functions"
-    if request.apart:
-        asked += f" besides the {counted(len(request.apart), 'island')} of the other slices"
-    there = "; ".join(island.describe() for island in islands)
+    besides = f" besides the {counted(len(request.apart), 'island')} of the other slices"
     return InsufficientDevices(
-        f"no island has {asked} for one slice. There are: {there or 'no islands yet'}"
+        f"no island{besides * bool(request.apart)} has {asked} for one slice. There are: {there}"
     )
 
 

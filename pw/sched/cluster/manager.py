@@ -15,11 +15,11 @@ from pw.sched.cluster.slices import Slices
 class ResourceManager(Actor):
     """Owns all devices of all islands and maps virtual devices to them."""
 
-    def __init__(self, env: Env, secret: bytes) -> None:
+    def __init__(self, env: Env, tickets: bytes) -> None:
         super().__init__(env)
         self.inventory = Inventory()
         self.slices = Slices(env, self.inventory)
-        epochs = Epochs(env, self.inventory, self.slices, secret)
+        epochs = Epochs(env, self.inventory, self.slices, tickets)
         # Drained hosts are given up before their islands go on without them, and a parked slice's
         # former island gets spares before the slice is placed.
         drains = Drains(env, self.inventory, self.slices, epochs)

@@ -29,6 +29,7 @@ from enum import StrEnum
 
 from pw.core.errors import ErrorReport
 from pw.core.lifecycle import Lifecycle
+from pw.core.messages import Uploaded
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.sched.control.lineage import Attempts
 
@@ -184,7 +185,7 @@ class Arrays:
         self.discarded: dict[int, Array] = {}
         self.lost: dict[int, Array] = {}
         """Those held that are lost, the first one that was lost first."""
-        self.unannounced: dict[int, dict[str, ErrorReport | None]] = {}
+        self.unannounced: dict[int, dict[str, Uploaded]] = {}
         """What hosts reported of uploads that the client's stream has not announced."""
         self.newest_input = 0
         """The newest upload that was announced."""
@@ -218,7 +219,7 @@ class Arrays:
         if array.is_lost:
             self.lost[number] = array
 
-    def announced(self, number: int) -> dict[str, ErrorReport | None]:
+    def announced(self, number: int) -> dict[str, Uploaded]:
         """Note that an upload was announced; return what hosts have reported of it."""
         self.newest_input = max(self.newest_input, number)
         return self.unannounced.pop(number, {})

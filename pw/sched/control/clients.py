@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
-from pw.core.ids import Address, arrays_in, client_id
+from pw.core.ids import Address, arrays_in, client_id, client_of
 from pw.core.messages import (
     AllocateSlice,
     Checkpoint,
@@ -26,6 +26,7 @@ from pw.core.messages import (
 )
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec
+from pw.core.tenants import OPERATOR, may_touch
 from pw.sched.control.array_states import Array, Arrays
 from pw.sched.control.lineage import Lineage
 from pw.sched.control.programs import RegisteredProgram
@@ -64,6 +65,11 @@ class ClientSlices:
         """Whether the slice is to be bound for the client."""
         return number in self.owned or number in self.borrowed
 
+    def devices(self, number: int) -> int | None:
+        """Return how many devices a slice has or will have; None if that is not known."""
+        request = self.requests.get(number)
+        return None if request is None else request.devices
+
     def may_borrow(self, number: int) -> bool:
         """Return whether a slice that was given back can be bound again."""
         return number in self.requests and number not in self
@@ -88,6 +94,8 @@ class Client:
     name: str
     share: float = 1.0
     priority: int = 0
+    tenant: str = OPERATOR
+    """Clients of one tenant may see and cancel each other's runs (`pw.core.tenants`)."""
     slices: ClientSlices = field(default_factory=ClientSlices)
     arrays: Arrays = field(default_factory=Arrays)
     lineage: Lineage = field(default_factory=Lineage)
@@ -107,6 +115,8 @@ class Client:
     resuming: Resumption | None = None
     patient_until_s: float = -math.inf
     """Until then recovery waits for hosts that may have replicas."""
+    credits_used: int = 0
+    """Its runs in flight that use a credit."""
     repeats: int = 0
     """How many numbers `new_id` has given."""
     _specs: WeakKeyDictionary[ArraySpec, ref[ArraySpec]] = field(default_factory=WeakKeyDictionary)
@@ -123,6 +133,14 @@ class Client:
         """
         known = self._specs.setdefault(spec, ref(spec))()
         return spec if known is None else known
+
+    def owns(self, identifier: int) -> bool:
+        """Return whether the client has given this id."""
+        return client_of(identifier) == self.number
+
+    def may_touch(self, other: Client | None) -> bool:
+        """Return whether it may see and change what `other` has; of no client, only an operator."""
+        return may_touch(self.tenant, "" if other is None else other.tenant)
 
     def new_id(self) -> int:
         """Return a number for an array or a run that the client itself never gives."""

@@ -12,19 +12,18 @@ opens no bulk channel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from pw.core.actor import Actor, Env, handles
 from pw.core.events import Sink
 from pw.core.ids import CONTROLLER, RESOURCES, Address, scheduler_of
 from pw.core.messages import (
+    Answered,
     Attach,
     Checkpoint,
     ClientInfo,
     CreateArray,
     DrainHost,
-    Evicted,
     ForgetInputs,
     ForgetRuns,
     GetStats,
@@ -42,6 +41,8 @@ from pw.core.messages import (
     Stats,
     Status,
 )
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims
+from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
 from pw.sched.control.checkpoints.in_memory import Checkpoints
@@ -73,7 +74,7 @@ class Controller(Actor):
     def __init__(
         self,
         env: Env,
-        secret: bytes,
+        tickets: Tickets,
         versions: tuple[str, str],
         policy: str,
         spawn_scheduler: Callable[[str], None],
@@ -86,6 +87,7 @@ class Controller(Actor):
         credits_at_once: int = CREDITS_AT_ONCE,
         events: Sink | None = None,
         only_transfers: bool = False,
+        claims: Claims = NO_SECRET,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -95,7 +97,9 @@ class Controller(Actor):
         self._waiting_hosts = waiting_hosts
         self._counters = counters
         self._islands = Islands(env)
-        sessions = self.sessions = Sessions(env, self._islands, secret, first_client, events)
+        sessions = self.sessions = Sessions(
+            env, self._islands, tickets, first_client, events, claims
+        )
         slices = self.slices = Slices(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
         runs = self.runs = Runs(sessions, credits_at_once)
@@ -147,9 +151,6 @@ class Controller(Actor):
 
     @handles(Attach)
     def _attach(self, sender: Address, message: Attach) -> None:
-        if not 0 < message.share < math.inf:
-            self.env.send(sender, Evicted(f"a share must be positive, not {message.share}"))
-            return
         if (former := self.sessions.at(sender.node)) is not None:
             self._remove(former, "attached again")
         client = self.sessions.attach(sender, message, self.replicas.unclaimed)
@@ -243,15 +244,28 @@ class Controller(Actor):
 
     @handles(DrainHost)
     def _drain_host(self, sender: Address, message: DrainHost) -> None:
-        if self.sessions.of(sender) is not None:
-            self.env.send(RESOURCES, DrainHost(message.request, message.node, sender.node))
+        client = self.sessions.of(sender)
+        if client is None:
+            return
+        if client.tenant != OPERATOR:
+            refused = self.sessions.objection(client, f"drain host {message.node}", "")
+            self.env.send(sender, Answered(message.request, refused))
+            return
+        who = {"tenant": client.tenant, "name": client.name, "node": sender.node}
+        self.env.audit("drain", **who, host=message.node)
+        self.env.send(RESOURCES, DrainHost(message.request, message.node, sender.node))
 
     # --- reports ----------------------------------------------------------------------------------
 
     @handles(GetStatus)
     def _status(self, sender: Address, message: GetStatus) -> None:
+        asker = self.sessions.of(sender)
+        if asker is None:
+            return
         used = self.runs.used_credits()
         islands = self._island_status()
+        seen = self.sessions.seen_by(asker)
+        numbers = {client.number for client in seen}
         self.env.send(
             sender,
             Status(
@@ -272,16 +286,21 @@ class Controller(Actor):
                         used[client.number],
                         client.address == sender,
                         self.slices.awaited_hosts(client, islands),
+                        client.tenant,
                     )
-                    for client in self.sessions.clients
+                    for client in seen
                 ),
-                self.runs.status(),
+                tuple(run for run in self.runs.status() if run.client in numbers),
                 "" if self.sessions.events is None else self.sessions.events.endpoint,
+                len(self.sessions.clients) - len(seen),
+                sum(count for number, count in used.items() if number not in numbers),
             ),
         )
 
     @handles(GetStats)
     def _stats(self, sender: Address, message: GetStats) -> None:
+        if self.sessions.of(sender) is None:
+            return
         counters = self._counters()
         counters["live_arrays"] = sum(len(client.arrays) for client in self.sessions.clients)
         counters["programs"] = sum(len(client.programs) for client in self.sessions.clients)

@@ -25,6 +25,10 @@ class Islands:
         self.bindings: dict[int, Binding] = {}
         """By slice; only `pw.sched.control.slices` changes it."""
 
+    def is_bound(self, spec: ArraySpec) -> bool:
+        """Whether the slice of an array is bound: clients may give back slices on which arrays lie."""
+        return spec.placement.slice in self.bindings
+
     def located(self, spec: ArraySpec) -> tuple[DeviceAddress, ...]:
         """Return the device of each shard of an array whose slice is bound."""
         return self.bindings[spec.placement.slice].located(spec.placement)

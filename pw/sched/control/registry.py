@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import msgspec
+
 from pw.core.actor import handles
 from pw.core.artifacts import Artifacts
 from pw.core.errors import ArrayLost, Error, ErrorReport, NotOwner, ProtocolError
@@ -22,9 +24,12 @@ from pw.core.messages import (
     UninstallProgram,
 )
 from pw.core.program import Program
-from pw.sched.control.clients import Client
-from pw.sched.control.programs import RegisteredProgram, check_program, said_of
+from pw.sched.control.clients import Client, is_repeat
+from pw.sched.control.programs import RegisteredProgram, check_program, check_size, said_of
 from pw.sched.control.sessions import ControlPart, handles_client
+
+_NONE = Program("", (), (), (), ())
+"""In the place of a program that is refused."""
 
 
 @dataclass(eq=False)
@@ -40,30 +45,34 @@ class ProgramRegistry(ControlPart):
 
     @handles_client(RegisterProgram)
     def _register(self, client: Client, message: RegisterProgram) -> None:
-        if client_of(message.program) != client.number or message.program in client.programs:
+        number = message.program
+        if client_of(number) != client.number or is_repeat(number) or number in client.programs:
             self._env.count("messages_refused")
             return
+        error: ErrorReport | None = None
         try:
             body = message.body.whole()
-        except ProtocolError:
+            check_size(body)
+            check_program(body, client.slices.devices)
+        except Error as refused:
             self._env.count("messages_refused")
-            return
+            body, error = _NONE, ErrorReport.of(refused)
         sent = [a for a in message.artifacts if hashlib.sha256(a.blob).digest() == a.digest]
         body = body.with_placed(client.one_spec, lambda placement: placement)
         program = RegisteredProgram(
-            message.program, body, self.artifacts.of(body, sent), self.only_transfers
+            number, body, self.artifacts.of(body, sent), self.only_transfers, error
         )
         if client.resuming is not None:
-            client.resuming.programs[message.program] = program
+            client.resuming.programs[number] = program
             if message.released:
                 return
-        client.programs[message.program] = program
+        client.programs[number] = program
         needed = set(body.artifacts())
         if len(program.artifacts) < len(needed):
             program.error = ErrorReport.of(
                 ProtocolError(f"program {body.name!r} came without all its artifacts")
             )
-        else:
+        elif error is None:
             self._lower(client, program)
 
     def own(self, client: Client, body: Program, kept: int) -> RegisteredProgram:
@@ -98,12 +107,12 @@ class ProgramRegistry(ControlPart):
                     "island, and have not come back. Ask for others with "
                     "pw.make_virtual_device_set(); pw.status() shows what is there"
                 )
-            check_program(program.body)
             installs = program.lower(bindings, self._islands.limited)
         except Error as error:
             program.error = ErrorReport.of(error)
             return
         for island, install in installs:
+            install = msgspec.structs.replace(install, tenant=client.tenant)
             self._env.send(scheduler_of(island), install)
 
     @handles(SliceBound)

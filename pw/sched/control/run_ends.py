@@ -184,6 +184,13 @@ class RunEnds(ControlPart):
         """An operator cancels a run, or all runs, of any client."""
         client = self.sessions.get(message.client)
         error: Error | None = None
+        if client is not None and not asker.may_touch(client):
+            what = f"cancel runs of client {client.number}, which is of another tenant"
+            refused = self.sessions.objection(asker, what, "clients of that tenant")
+            self._env.send(asker.address, Answered(message.request, refused))
+            return
+        if client is not None:
+            self._audit(asker, client, message)
         if client is None:
             error = ArgumentError(f"there is no client {message.client}; see pw status")
         elif (
@@ -194,6 +201,17 @@ class RunEnds(ControlPart):
             error = ArgumentError(words)
         report = None if error is None else ErrorReport.of(error)
         self._env.send(asker.address, Answered(message.request, report))
+
+    def _audit(self, asker: Client, client: Client, message: CancelRuns) -> None:
+        self._env.audit(
+            "cancel",
+            tenant=asker.tenant,
+            name=asker.name,
+            node=asker.address.node,
+            client=client.number,
+            of=client.tenant,
+            run=run_name(message.run) if message.run else "all",
+        )
 
     def _cancel(
         self, client: Client, wanted: Callable[[int, Collection[int]], bool], by: str

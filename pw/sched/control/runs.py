@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pw.core import events as published
-from pw.core.errors import ArrayLost, Error, ErrorReport
+from pw.core.errors import ArrayLost, Error, ErrorReport, ProtocolError
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.recorder import CALLED
@@ -20,7 +20,7 @@ from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.lineage import Record
 from pw.sched.control.run_checks import Poisoned, check_arguments, check_results, program_of
 from pw.sched.control.run_states import RunEvent, RunInFlight
-from pw.sched.control.sessions import ControlPart
+from pw.sched.control.sessions import RUN_CREDITS, ControlPart
 
 CREDITS_AT_ONCE = 64
 """So many credits are given back at once."""
@@ -81,11 +81,14 @@ class Runs(ControlPart):
 
     def start(self, client: Client, message: Run) -> None:
         """Submit a run to the scheduler of each of its islands, or refuse it."""
-        if client_of(message.run) != client.number or message.run <= client.last_run:
+        number = message.run
+        if client_of(number) != client.number or is_repeat(number) or number <= client.last_run:
             self._env.count("messages_duplicate")
             return
         client.last_run = message.run
         try:
+            if client.credits_used >= RUN_CREDITS:
+                raise ProtocolError(f"a client has more than {RUN_CREDITS} runs in flight")
             program = program_of(client, message)
             awaits = check_arguments(client, program, message.args)
             homes = check_results(client, program, message.results, self._islands.bindings)
@@ -130,6 +133,7 @@ class Runs(ControlPart):
             self._env.now_s(),
             credited=donated is not None,
         )
+        client.credits_used += donated is not None
         if self._events is not None:
             self._news.append(("began", self.in_flight[number], 0.0, ""))
         for island, submit in program.submissions(number, args, results, awaits):
@@ -242,6 +246,9 @@ class Runs(ControlPart):
             self._record(run, self._env.now_s())
         del self.in_flight[run.number]
         if run.credited:
+            client = self.sessions.get(run.client)
+            assert client is not None, "the runs of a client leave with it"
+            client.credits_used -= 1
             self._credit(run.client)
 
     def _record(self, run: RunInFlight, ended_s: float = 0.0) -> None:

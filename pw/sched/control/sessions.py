@@ -7,33 +7,40 @@ session ends.
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pw.core.actor import Env, Part, handles
+from pw.core.errors import AccessRefused, ErrorReport
 from pw.core.events import ClientEvent, Sink
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.messages import AddClient, Attach, Attached, Directory, Evicted, RemoveClient
 from pw.core.messages.links import in_words
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims
+from pw.core.tickets import Tickets
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
 
 RUN_CREDITS = 512
 """Runs that a client may have in flight before its calls block."""
 
+UNPROVEN = (
+    "it did not get proof that this session is the one that it was with the controller before: the session's "
+    "tenant, or the key of the controller's certificate, is another one now"
+)
+
 CLIENT_NUMBERS = 1 << 23
 """Numbers below this one: an id has 63 bits, and 40 of them are the client's to give."""
 
+REFUSED_AGAIN_S = 1.0
+"""How often a refusal to one node is written down, at most."""
+REFUSED_KEPT = 4096
+
 GIVEN_KEPT = 1 << 16
 """So many numbers of clients that have left are remembered; each `pw status` is a client."""
-
-
-def ticket_for(secret: bytes, client: int) -> bytes:
-    """Return what proves to a host that the controller let this client in."""
-    return hashlib.blake2b(client.to_bytes(8, "big"), key=secret, digest_size=16).digest()
 
 
 class ClientNumbers:
@@ -99,15 +106,19 @@ class Sessions(Part):
         self,
         env: Env,
         islands: Islands,
-        secret: bytes,
+        tickets: Tickets,
         first_client: int,
         events: Sink | None = None,
+        claims: Claims = NO_SECRET,
     ) -> None:
         self.env = env
         self.events = events
         """Takes what is published; None where nothing is."""
         self.islands = islands
-        self._secret = secret
+        self._tickets = tickets
+        self._claims = claims
+        self._recent: dict[str, float] = {}
+        """When the last refusal to a node was written down."""
         self._clients: dict[int, Client] = {}
         self._nodes: dict[str, Client] = {}
         self._numbers = ClientNumbers(first_client, self._clients)
@@ -145,25 +156,72 @@ class Sessions(Part):
 
     def attach(self, sender: Address, message: Attach, taken: Container[int]) -> Client | None:
         """Let a client in, unless its old number is gone; a new number is not in `taken`."""
-        number = message.resume
+        number, tenant = message.resume, self.env.tenant_of(sender.node)
+        if not tenant:
+            self.refused(sender.node, tenant, message.name, "its tenant is not known")
+            self.env.send(sender, Evicted("it has no link to this process"))
+            return None
+        if number and not self._claims.is_valid(message.claim, number, tenant):
+            reason = f"it has not proven that it was client {number}"
+            self.refused(sender.node, tenant, message.name, reason)
+            self.env.send(sender, Evicted(UNPROVEN))
+            return None
         if not number:
             number = self._numbers.take(taken)
         elif not self._numbers.claim(number):
             self.env.send(sender, Evicted(self._numbers.why_gone(number)))
             return None
-        client = Client(sender, number, message.name, message.share, message.priority)
+        client = Client(sender, number, message.name, message.share, message.priority, tenant)
         client.repeats = self._numbers.first << 16
         self._clients[number] = self._nodes[sender.node] = client
         self.islands.tell_all(AddClient(number, client.share, client.priority))
         event = "client attached again" if message.resume else "client attached"
         self.env.log("info", event, client=number, node=sender.node, name=message.name)
+        self.env.audit("login", tenant=tenant, name=message.name, node=sender.node, client=number)
         if self.events is not None:
             self.events.publish(ClientEvent("attached", number, message.name))
         self.env.send(sender, self._directory)
         ready = tuple(sorted(self.islands.islands))
-        ticket = ticket_for(self._secret, number)
-        self.env.send(sender, Attached(number, ticket, RUN_CREDITS, ready))
+        ticket = self._tickets.ticket(number, sender.node)
+        claim = self._claims.claim(number, tenant)
+        self.env.send(sender, Attached(number, ticket, RUN_CREDITS, ready, claim))
         return client
+
+    def seen_by(self, asker: Client) -> list[Client]:
+        """Return the clients that a client may see: those of its tenant; an operator sees all."""
+        return [client for client in self._clients.values() if asker.may_touch(client)]
+
+    def sight(self, asker: int) -> Callable[[int], bool]:
+        """Return whether the client `asker` may see what the client with a number has, or had."""
+        client = self._clients.get(asker)
+        if client is None:
+            return lambda number: number == asker
+        return lambda number: client.may_touch(self._clients.get(number))
+
+    def refused(self, node: str, tenant: str, name: str, reason: str) -> None:
+        """Count a request that a client has no right to; write it down, once in a while for each node."""
+        self.env.count("requests_refused")
+        now_s = self.env.now_s()
+        if now_s - self._recent.get(node, -math.inf) < REFUSED_AGAIN_S:
+            return
+        if len(self._recent) >= REFUSED_KEPT:
+            self._recent.clear()
+        self._recent[node] = now_s
+        self.env.audit("refused", tenant=tenant, name=name, node=node, reason=reason)
+
+    def objection(self, asker: Client, what: str, owners: str) -> ErrorReport:
+        """Refuse a request; return the error, which names the tenant and says who may.
+
+        Args:
+            asker: the client that has asked.
+            what: what it may not do, to follow "may not".
+            owners: those who may, besides operators; empty if none.
+        """
+        words = f"tenant {asker.tenant!r} may not {what}"
+        self.refused(asker.address.node, asker.tenant, asker.name, words)
+        who = f"{owners} and the tenant {OPERATOR!r}" if owners else f"the tenant {OPERATOR!r}"
+        error = AccessRefused(f"{words}; {who} may")
+        return ErrorReport.of(error)
 
     def leave(self, client: Client, reason: str) -> None:
         """Forget a client, and have all schedulers forget it."""

@@ -26,6 +26,7 @@ from pw.core.ids import client_of
 from pw.core.messages import Delete, Offer, OfferSource
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, Placement
+from pw.core.spec_checks import check_spec
 from pw.core.ticker import Ticker
 from pw.core.views import view_program
 from pw.sched.control.array_states import Array
@@ -86,7 +87,7 @@ class Share:
     """How many arrays have still to hear it; negative if that is not known."""
     record: Record | None = None
     """The run that makes the taker's arrays."""
-    guarded: tuple[int, ...] = ()
+    guarded: dict[int, None] = field(default_factory=dict)
     """Offered arrays that stay until that run is submitted."""
     guarded_until_s: float = 0.0
     deleted: list[int] = field(default_factory=list)
@@ -128,15 +129,25 @@ class Shares(ControlPart):
         error = _why_not(client, message)
         share = self._offered(client, message, error)
         if share is not None:
-            share.guarded, share.guarded_until_s = message.arrays, self._env.now_s() + GUARDED_S
-            client.offered.update(message.arrays)
+            share.guarded = dict.fromkeys(message.arrays)
+            share.guarded_until_s = self._env.now_s() + GUARDED_S
+            client.offered.update(share.guarded.keys())
             self._match(share)
 
     def offered_before(self, client: Client, message: Offer) -> None:
         """A client of an earlier controller had offered arrays."""
+        if not all(map(client.owns, (message.run, *message.arrays))):
+            self._env.count("messages_refused")
+            return
         client.last_run = max(client.last_run, message.run)
         for array, spec in zip(message.arrays, message.specs, strict=False):
-            client.lineage.add_known(array, spec)
+            try:
+                check_spec(spec, client.slices.devices(spec.placement.slice))
+            except Error:
+                self._env.count("messages_refused")
+                continue
+            if client_of(array) == client.number:
+                client.lineage.add_known(array, spec)
         share = self._offered(client, message, None)
         if share is not None:
             self._match(share)
@@ -176,12 +187,16 @@ class Shares(ControlPart):
         """Delete offered arrays later; return those that can be deleted now."""
         if not client.offered:
             return arrays
+        if client.offered.keys().isdisjoint(arrays):
+            return arrays
+        left = dict.fromkeys(arrays)
         for share in self._shares.values():
-            if share.giver is client and share.guarded:
-                later = [array for array in arrays if array in share.guarded]
-                share.deleted += later
-                arrays = tuple([array for array in arrays if array not in later])
-        return arrays
+            if share.giver is client and share.guarded and left:
+                guarded = left.keys() & share.guarded.keys()
+                share.deleted += [array for array in left if array in guarded]
+                for array in guarded:
+                    del left[array]
+        return tuple(left)
 
     # --- taken ----------------------------------------------------------------------------------------
 
@@ -318,7 +333,8 @@ class Shares(ControlPart):
             on = {device: at for at, device in enumerate(own.devices)}
             placement = Placement(given.placement.slice, tuple([on[device] for device in there]))
             outputs.append(replace(wanted, placement=placement))
-            shards.append([(index, here.index(device)) for device in there])
+            at = {device: position for position, device in enumerate(here)}
+            shards.append([(index, at[device]) for device in there])
         return view_program(offer.specs, outputs, shards)
 
     def results(self, giver: Client, record: Record) -> dict[int, int]:
@@ -330,7 +346,11 @@ class Shares(ControlPart):
             if name is None or array is None:
                 continue
             del giver.wanted[number]
-            if self._islands.located(array.spec) == self._islands.located(output.spec):
+            if (
+                self._islands.is_bound(array.spec)
+                and self._islands.is_bound(output.spec)
+                and self._islands.located(array.spec) == self._islands.located(output.spec)
+            ):
                 names[number] = name
             else:
                 self.runs.handed.append((name, _ENDED))
@@ -363,8 +383,8 @@ class Shares(ControlPart):
         giver, guarded = share.giver, share.guarded
         if giver is None or not guarded:
             return
-        share.guarded = ()
-        giver.offered.subtract(guarded)
+        share.guarded = {}
+        giver.offered.subtract(guarded.keys())
         giver.offered = +giver.offered
         if deleted := self.keep(giver, tuple(share.deleted)):
             giver.backlog.appendleft(Delete(deleted))  # in order with recovery
@@ -398,7 +418,7 @@ class Shares(ControlPart):
         """End what a client has offered, and forget what it has taken."""
         for share in list(self._shares.values()):
             if share.giver is client:
-                share.guarded = ()  # the client's arrays leave with it
+                share.guarded = {}  # the client's arrays leave with it
                 self._end(share, _ENDED)
             elif share.taker == client.number:
                 self.forgotten([number for number, _ in share.taken.values()])

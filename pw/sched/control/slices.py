@@ -63,7 +63,11 @@ class Slices(ControlPart):
     def _allocate(self, client: Client, message: AllocateSlice) -> None:
         slices = client.slices
         error: Error | None = None
-        if client_of(message.slice) != client.number or message.slice in slices.requests:
+        if (
+            client_of(message.slice) != client.number
+            or message.slice in slices.requests
+            or client.lineage.touches(message.slice)  # arrays were told of before their slice
+        ):
             error = ProtocolError("bad slice number")
         elif message.hosts and not _divides(message):
             error = ProtocolError("bad hosts of a slice")

@@ -100,13 +100,17 @@ class Stream(ControlPart):
 
     def take_runs(self, client: Client, wanted: Callable[[Run], bool]) -> list[Run]:
         """Take the `wanted` runs out of a backlog; a `Delete` of their donated arrays replaces each."""
-        taken = [run for run in client.backlog if isinstance(run, Run) and wanted(run)]
-        for run in taken:
-            place = client.backlog.index(run)
-            if given := client.donated_to(run):
-                client.backlog[place] = Delete(given)  # an earlier run may have to make them
-            else:
-                del client.backlog[place]
+        taken: list[Run] = []
+        kept: list[Ordered] = []
+        for message in client.backlog:
+            if not (isinstance(message, Run) and wanted(message)):
+                kept.append(message)
+                continue
+            taken.append(message)
+            if given := client.donated_to(message):
+                kept.append(Delete(given))  # an earlier run may have to make them
+        client.backlog.clear()
+        client.backlog.extend(kept)
         return taken
 
     def _inquire(self, client: Client, message: Inquire) -> None:

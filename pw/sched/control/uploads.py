@@ -8,11 +8,20 @@ back, arrives in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from pw.core.errors import INFRASTRUCTURE, ArrayLost, Error, ErrorReport, NotOwner
+from pw.core.errors import (
+    INFRASTRUCTURE,
+    ArrayLost,
+    Error,
+    ErrorReport,
+    NotOwner,
+    ProtocolError,
+)
 from pw.core.events import TransferEvent
 from pw.core.ids import client_of, run_name, store_of
+from pw.core.message_checks import check_source
 from pw.core.messages import (
     CreateArray,
     DropUploads,
@@ -24,6 +33,7 @@ from pw.core.messages import (
     Uploaded,
     UploadEnded,
 )
+from pw.core.spec_checks import check_spec, layout_of
 from pw.sched.control.array_states import Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
 from pw.sched.control.clients import Client, is_repeat
@@ -48,15 +58,22 @@ class Uploads(ControlPart):
 
     def create(self, client: Client, message: CreateArray) -> None:
         """A client announces an array that it uploads, or that its hosts are to read."""
+        number, slice_ = message.array, message.spec.placement.slice
+        if client_of(number) != client.number or is_repeat(number) or number in client.arrays:
+            self._env.count("messages_refused")
+            taken = ProtocolError("a new array has a number that is taken or is another client's")
+            self._env.send(client.address, RunFailed(0, (number,), ErrorReport.of(taken)))
+            return
+        reported = client.arrays.announced(number)
+        try:
+            check_spec(message.spec, client.slices.devices(slice_))
+            check_source(message.source)
+        except Error as refused:
+            self._refuse(client, message, reported, refused)
+            return
         home = holders(message.spec, self._islands.bindings)
-        reported = client.arrays.announced(message.array)
-        if (
-            client_of(message.array) != client.number
-            or message.array in client.arrays
-            or message.spec.placement.slice not in client.slices.owned
-            or home is None
-        ):
-            self._refuse(client, message, reported)
+        if slice_ not in client.slices.owned or home is None:
+            self._refuse(client, message, reported, self._nowhere(client, message))
             return
         island, hosts = home
         spec = client.one_spec(message.spec)
@@ -71,34 +88,39 @@ class Uploads(ControlPart):
             self.replays.read(message.array, array, message.source)
             return
         array.input = message.array
-        for host, error in reported.items():
-            self._reported(client, message.array, array, host, error)
+        for host, said in reported.items():
+            self._reported(client, number, array, host, self._error_of(array, said))
         was_bound = client.slices.times_bound.get(message.spec.placement.slice, 0)
         if (
             message.bound != was_bound and array.awaited
         ):  # it went to the hosts of an earlier binding
             self._env.send(client.address, UploadAgain(message.array, message.array))
 
-    def _refuse(
-        self, client: Client, message: CreateArray, reported: dict[str, ErrorReport | None]
-    ) -> None:
-        self._env.count("messages_refused")
-        error: Error = NotOwner(
-            f"the array {message.spec.short} cannot be put where it was to go: these devices have "
-            "been given back; put it on the ones of another pw.make_virtual_device_set()"
-        )
-        is_bound = message.spec.placement.slice in self._islands.bindings
-        if not is_bound and message.spec.placement.slice in client.slices.owned:
-            error = ArrayLost(
+    def _nowhere(self, client: Client, message: CreateArray) -> Error:
+        """Return why an array has no devices."""
+        if message.spec.placement.slice in client.slices.owned:
+            return ArrayLost(
                 f"the array {message.spec.short} cannot be put where it was to go: a host was "
                 "lost, and its island has not come back. Put it again when it has (see pw.status()), or "
                 "on other devices"
             )
+        return NotOwner(
+            f"the array {message.spec.short} cannot be put where it was to go: these devices have "
+            "been given back; put it on the ones of another pw.make_virtual_device_set()"
+        )
+
+    def _refuse(
+        self,
+        client: Client,
+        message: CreateArray,
+        reported: Collection[str],
+        error: Error,
+    ) -> None:
+        self._env.count("messages_refused")
         report = ErrorReport.of(error)
         for host in reported:
             self._env.send(store_of(host), DropUploads((message.array,)))
-        if client_of(message.array) == client.number and message.array not in client.arrays:
-            client.arrays.add(message.array, Array.failed(report))
+        client.arrays.add(message.array, Array.failed(report))
         self._env.send(client.address, RunFailed(0, (message.array,), report))
 
     @handles_client(InputGone)
@@ -138,13 +160,25 @@ class Uploads(ControlPart):
             return
         array = client.arrays.find(number)
         if array is not None:
-            self._reported(client, number, array, host, message.error)
+            self._reported(client, number, array, host, self._error_of(array, message))
         elif message.again:
             self._env.count("messages_stale")  # runs that read it may not have been launched yet
         elif number <= client.arrays.newest_input or is_repeat(number):
             self._env.send(store_of(host), DropUploads((number,)))
         else:
-            client.arrays.unannounced.setdefault(number, {})[host] = message.error
+            client.arrays.unannounced.setdefault(number, {})[host] = message
+
+    def _error_of(self, array: Array, message: Uploaded) -> ErrorReport | None:
+        """Return why a host does not have its shards of an array, or has others than were announced."""
+        is_bound = array.spec.placement.slice in self._islands.bindings
+        if message.error is not None or not message.layout or not is_bound or array.error:
+            return message.error
+        if message.layout == layout_of(array.spec, self._islands.located(array.spec)):
+            return None
+        wrong = ProtocolError(
+            f"the array {array.spec.short} was announced in another form than it was uploaded"
+        )
+        return ErrorReport.of(wrong)
 
     def _reported(
         self, client: Client, number: int, array: Array, host: str, error: ErrorReport | None

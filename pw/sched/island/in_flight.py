@@ -86,7 +86,7 @@ class InFlight(Part):
     @handles(PassedLaunches)
     def _passed(self, sender: Address, message: PassedLaunches) -> None:
         """A passed launch is not at work; when enqueued, it is behind those that passed it."""
-        if not self.members.is_current(message.epoch):
+        if not self.members.is_current(message.epoch, sender):
             return
         passed, enqueued = set(message.passed), set(message.enqueued)
         for key, task in list(self.launches.items()):
@@ -99,7 +99,7 @@ class InFlight(Part):
 
     @handles(Progress)
     def _progress(self, sender: Address, message: Progress) -> None:
-        if not self.members.is_current(message.epoch):
+        if not self.members.is_current(message.epoch, sender):
             return
         self.watchdog.went_on()
         for finished in message.finished:

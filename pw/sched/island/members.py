@@ -47,6 +47,8 @@ class Members(Part):
     island: str
     epoch: int = field(default=0, init=False)
     hosts: tuple[str, ...] = field(default=(), init=False)
+    compiles_apart: bool = field(default=False, init=False)
+    """Other processes compile for these hosts."""
     _number: int = field(default=-1, init=False)
     """The recorder's number for the name of the island; -1 before it is needed."""
     _next_sequence: dict[str, int] = field(default_factory=dict, init=False)
@@ -58,6 +60,7 @@ class Members(Part):
     @handles(IslandFormed)
     def _formed(self, sender: Address, message: IslandFormed) -> None:
         self.epoch = message.epoch
+        self.compiles_apart = message.compiles_apart
         self._set_hosts(message.hosts)
 
     @handles(IslandLost)
@@ -73,9 +76,9 @@ class Members(Part):
         """Whether all these hosts are members; messages of an earlier epoch name others."""
         return all(map(self._next_sequence.__contains__, hosts))
 
-    def is_current(self, epoch: int) -> bool:
-        """Whether a message is of this epoch; one that is not is counted."""
-        if epoch == self.epoch:
+    def is_current(self, epoch: int, sender: Address) -> bool:
+        """Whether a message is of a member, in this epoch; one that is not is counted."""
+        if epoch == self.epoch and sender.node in self._next_sequence:
             return True
         self.env.count("messages_stale")
         return False
@@ -171,7 +174,7 @@ class Members(Part):
     @handles(CallEnded)
     def _call_ended(self, sender: Address, message: CallEnded) -> None:
         """Pass a host's message on to the rest of its gang."""
-        if self.is_current(message.epoch):
+        if self.is_current(message.epoch, sender):
             for host in message.gang:
                 if host != sender.node and host in self._next_sequence:
                     self.env.send(executor_of(host), message)
@@ -180,14 +183,14 @@ class Members(Part):
     def _gap(self, sender: Address, message: LaunchGap) -> None:
         """A host missed a number, so its gangs can no longer keep one order."""
         self.env.count("launch_gaps")
-        if message.epoch == self.epoch:
+        if self.is_current(message.epoch, sender):
             self.end_epoch(f"host {sender.node} has not got all the work that it was sent")
 
     @handles(GangBroken)
     def _gang_broken(self, sender: Address, message: GangBroken) -> None:
         """A host cannot do the same as its gang, so the epoch ends before the hosts diverge."""
         self.env.count("gangs_broken")
-        if message.epoch == self.epoch:
+        if self.is_current(message.epoch, sender):
             if message.error is not None:
                 refused = RunRefused(message.run, message.error, message.results)
                 self.env.send(CONTROL, refused)

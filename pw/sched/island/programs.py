@@ -72,7 +72,8 @@ class Programs(Part):
         try:
             for plan in message.plans:
                 what = (number, compact, Compact.of(plan), message.artifacts, message.install)
-                self.env.send(executor_of(plan.host), Install(self.members.epoch, *what))
+                install = Install(self.members.epoch, *what, message.tenant)
+                self.env.send(executor_of(plan.host), install)
         except Error as error:  # it exceeds the size of a message: refuse the program's runs
             program.compiling.clear()
             report = ErrorReport.of(error)
@@ -94,8 +95,9 @@ class Programs(Part):
     @handles(Installed)
     def _installed(self, sender: Address, message: Installed) -> None:
         program = self[message.program]
-        is_old = message.epoch != self.members.epoch or message.install != program.install
-        if is_old or not program.compiling:
+        if not self.members.is_current(message.epoch, sender):
+            return
+        if message.install != program.install or not program.compiling:
             self.env.count("messages_stale")
             return
         program.compiling.discard(sender.node)

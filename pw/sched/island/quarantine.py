@@ -3,7 +3,8 @@ raising.
 
 To run such a program again only crashes the next host. So when a host is lost, one program gets a
 strike: the oldest that the host was compiling, as hosts compile in order; else the program of the
-oldest launch there. If devices work at different launches, it is the one that had its turn last,
+oldest launch there. Hosts of CPU devices have other processes compile, so there a launch comes first.
+If devices work at different launches, it is the one that had its turn last,
 since the others had run longer without harm. A program with `STRIKES` strikes, none followed by a
 success, is refused from then on. Programs are known by their artifacts, so it does not help to
 register one again.
@@ -72,14 +73,18 @@ class Quarantine(Part):
         """A launch of a program has ended."""
         self._clear("ran", program)
 
-    def host_lost(self, compiling: Iterable[int], running: Iterable[int]) -> None:
+    def host_lost(
+        self, compiling: Iterable[int], running: Iterable[int], *, compiles_apart: bool = False
+    ) -> None:
         """A host has ended by itself: strike one program.
 
         Args:
             compiling: the programs that it was compiling, the oldest first.
             running: the programs that it was running, the likeliest culprit first.
+            compiles_apart: other processes compile for it, so what it ran is likelier.
         """
-        for did, programs in (("compiled", compiling), ("ran", running)):
+        candidates = [("compiled", compiling), ("ran", running)]
+        for did, programs in reversed(candidates) if compiles_apart else candidates:
             for program in programs:
                 if program in self._programs:
                     key = (did, self._programs[program][1])

@@ -74,7 +74,9 @@ class IslandScheduler(Actor):
         self.window.clear()
         if message.host:
             compiling = [n for n, p in self.programs.compiling() if message.host in p.compiling]
-            self.quarantine.host_lost(compiling, self.in_flight.programs_on(message.host))
+            running = self.in_flight.programs_on(message.host)
+            compiles_apart = self.members.compiles_apart
+            self.quarantine.host_lost(compiling, running, compiles_apart=compiles_apart)
 
     def _record_unfinished(self) -> None:
         """Record the launches that have not ended, for a timeline that ends now."""

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from random import Random
 
-from pw.core.guards import merge, predicate_spec
+from pw.core.guards import hold, merge, predicate_spec
 from pw.core.messages import Artifact
 from pw.core.program import Computation, Node, Output, Program, Value
 from pw.core.sharding import ArraySpec, Placement
@@ -103,6 +103,8 @@ class _Step:
         results = []
         for unless in (False, True):
             own = value
+            if self._random.random() < 0.4:
+                own = self._hold(value, (predicate, unless))
             for _ in range(self._random.choice((0, 1, 1, 2))):
                 own = self.call([own], [self.spec()], (predicate, unless))[0]
             if depth < 2 and self._random.random() < 0.3:
@@ -148,6 +150,15 @@ class _Step:
         number = len(self.nodes)
         self.nodes.append(Node(len(self.computations) - 1, tuple(given), predicate, unless))
         return [Value(number, index) for index in range(count)]
+
+    def _hold(self, value: Value, guard: _Guard) -> Value:
+        """Hold a value back where it lies until a branch is chosen."""
+        spec = self.kind
+        if value.node >= 0:
+            made_by = self.computations[self.nodes[value.node].computation]
+            spec = made_by.outputs[value.index]
+        self.computations.append(hold(spec))
+        return self._node([guard[0], value, value], 1, guard)[0]
 
     def _predicate(self, given: Sequence[Value], guard: _Guard | None) -> Value:
         return self.call(given, [predicate_spec(self.spec().placement)], guard)[0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pw.core.errors import TransferFailed
-from pw.core.landing import Bytes, Landing
+from pw.core.landing import AWAITED_S, Bytes, Landing
 
 if TYPE_CHECKING:
     from pw.testing.sim.node import SimNode
@@ -42,7 +42,7 @@ class SimBulk:
         """Nothing is counted."""
         return {"sent_bytes": 0, "received_bytes": 0}
 
-    def land(self, size_bytes: int, deliver: Callable[[Bytes], None]) -> Landing:
+    def land(self, size_bytes: int, deliver: Callable[[Bytes], None], sender: str = "") -> Landing:
         """Reserve a buffer; `deliver` is called once, when all bytes are in."""
         world = self._world
         if not world.calm and self._random.random() < world.profile.landing_refused:
@@ -51,7 +51,8 @@ class SimBulk:
         transfer = len(self._planes) + 1
         self._planes[transfer] = self
         self._landings[transfer] = (size_bytes, deliver)
-        return Landing(transfer, size_bytes, 0, self._node.name, "", "")
+        plane = f"{transfer:032x}" if sender else ""
+        return Landing(transfer, size_bytes, 0, self._node.name, "", "", plane)
 
     def cancel(self, transfer: int, *, unused: bool = False) -> None:
         """Give up a landing."""
@@ -72,6 +73,8 @@ class SimBulk:
         stall_s = world.blocked_until(node.name, target) - world.now_s
         if fails:
             world.ledger.note("transfer failed", node.name, target)
+            if landing.plane and landing.transfer % 2:  # the receiver did not dial
+                delay_s = AWAITED_S
             world.after(delay_s, self._fail, done, f"the connection to {target} broke")
         elif stall_s > STALLED_S:
             world.after(STALLED_S, self._fail, done, f"{target} took nothing for {STALLED_S:g} s")

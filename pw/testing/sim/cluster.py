@@ -14,6 +14,8 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
+from pw.core.tenants import Claims
+from pw.core.tickets import Tickets
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
 from pw.sched.island.policy import POLICIES
@@ -59,6 +61,7 @@ class SimCluster(Site):
         self.policy = random.choice(sorted(POLICIES))
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
+        self.claims = Claims(SECRET)
         self.deals: dict[int, Any] = {}
         """How users came to the arrays that they have taken (`pw.testing.sim.sharing`)."""
         self.launched: list[tuple[float, int, int]] = []
@@ -115,7 +118,7 @@ class SimCluster(Site):
     def _start_controller(self) -> None:
         self.starts += 1
         self.node = node = SimNode(self.world, CONTROLLER, self.starts, CONTROLLER, 1.0, silence_s)
-        secret = SECRET + bytes((self.starts,))
+        tickets = Tickets(SECRET + bytes((self.starts,)))
         schedulers = self.schedulers = {}
 
         def spawn(island: str) -> None:
@@ -126,7 +129,7 @@ class SimCluster(Site):
             for alter in self.on_spawn:
                 alter(schedulers[island])
 
-        resources = node.add("resources", lambda env: ResourceManager(env, secret))
+        resources = node.add("resources", lambda env: ResourceManager(env, tickets.public))
         node.add("services", lambda env: _Services(env, node))
 
         def status() -> tuple[IslandInfo, ...]:
@@ -143,7 +146,7 @@ class SimCluster(Site):
             "controller",
             lambda env: Controller(
                 env,
-                secret,
+                tickets,
                 ("sim", "sim"),
                 self.policy,
                 spawn,
@@ -151,6 +154,7 @@ class SimCluster(Site):
                 lambda: dict(node.counters),
                 first_client=1 + (self.starts - 1) * self.numbers_apart,
                 events=self.events,
+                claims=self.claims,
             ),
         )
 

@@ -20,15 +20,16 @@ from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalErro
 from pw.core.messages import Detail, ThreadReport
 from pw.core.program import Computation, Kind
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
+from pw.core.stablehlo import decode
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
+from pw.testing.sim.compilers import Compilers
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.shards import Buffers, Installed, Layout, Shards, empty, write_parts
 from pw.testing.sim.world import Violation
 
 OP_S = 4e-6
-COMPILE_S = 2e-3
 COMPUTE_S = 150e-6
 BUILD_BYTES_PER_S = 4e9
 _DONATED = Shards()
@@ -72,7 +73,7 @@ class SimBackend:
         """The error of a failed computation of several hosts: this host joins no further ones."""
         self._running = False
         self._pump_planned = False
-        self._compiling_until_s = 0.0
+        self.compilers = Compilers(node, self._random, self._awake, self.answer)
 
     # --- what actors ask for -------------------------------------------------------------------------
 
@@ -84,20 +85,22 @@ class SimBackend:
         devices: tuple[DeviceAddress, ...],
         done: ops.Done,
     ) -> None:
-        """Compile a computation, one after the other."""
-        error: ErrorReport | None = None
-        if artifact.startswith(DOES_NOT_COMPILE):
-            words = f"the computation {computation.name!r} does not compile"
-            error = ErrorReport.of(CompileError(words), self.host)
+        """Compile a computation."""
 
-        def compiled() -> None:
-            if error is None:
-                layout = self._gangs.layout(computation, devices)
-                made = Installed(computation.name, artifact, computation, layout, lasts_s(artifact))
-                self.submit([ops.Call(lambda: self._installed.update({key: made}))])
-            self.answer(lambda: done(error))
+        def make() -> Installed:
+            if artifact.startswith(DOES_NOT_COMPILE):
+                raise CompileError(f"the computation {computation.name!r} does not compile")
+            layout = self._gangs.layout(computation, devices)
+            return Installed(computation.name, artifact, computation, layout, lasts_s(artifact))
 
-        self._world.at(self._compiled_at_s(), self._awake, compiled)
+        def compiled(made: Installed | ErrorReport) -> None:
+            if isinstance(made, ErrorReport):
+                done(made)
+                return
+            self.submit([ops.Call(lambda: self._installed.update({key: made}))])
+            done(None)
+
+        self.compilers.put(key, artifact, make, compiled)
 
     def compile(
         self,
@@ -109,29 +112,18 @@ class SimBackend:
     ) -> None:
         """Compile a StableHLO artifact, and keep it."""
 
-        def compiled() -> None:
-            try:
-                told: Any = examined(artifact, detail)
+        def compiled(told: Any) -> None:
+            if not isinstance(told, ErrorReport):
                 self._kept.add(key)
-            except CompileError as error:
-                told = ErrorReport.of(error, self.host)
-            self.answer(lambda: done(told))
+            done(told)
 
-        self._world.at(self._compiled_at_s(), self._awake, compiled)
-
-    def _compiled_at_s(self) -> float:
-        """Plan one more compilation, after those before; the time when it ends."""
-        start_s = max(self._world.now_s, self._compiling_until_s)
-        delay_s = COMPILE_S * self.node.slowness * self._random.uniform(0.5, 2.0)
-        self._compiling_until_s = start_s + delay_s
-        return self._compiling_until_s
+        module = decode(artifact).module
+        self.compilers.put(key, module, lambda: examined(artifact, detail), compiled)
 
     def forget(self, key: bytes) -> None:
-        """Drop an installed computation after everything compiled and submitted so far."""
-        at_s = max(self._world.now_s, self._compiling_until_s)
-        self._world.at(
-            at_s, self._awake, lambda: self.submit([ops.Call(lambda: self._forget(key))])
-        )
+        """Drop an installed computation after everything submitted so far, or end its compilation."""
+        if not self.compilers.fail(lambda other: other == key, "it was released"):
+            self.submit([ops.Call(lambda: self._forget(key))])
 
     def _forget(self, key: bytes) -> None:
         self._installed.pop(key, None)

@@ -130,6 +130,11 @@ def computes(artifact: bytes) -> bool:
     return not artifact.startswith((DOES_NOT_COMPILE, RAISES))
 
 
+def crashes_compiler(artifact: bytes) -> bool:
+    """Whether an artifact ends the process that compiles it: half of those that do not compile."""
+    return artifact.startswith(DOES_NOT_COMPILE) and hashlib.sha256(artifact).digest()[0] < 128
+
+
 def examined(artifact: bytes, detail: Detail) -> Facts | str | dict[str, float]:
     """What the compiler says of a StableHLO artifact. Raises CompileError if it does not compile."""
     module = decode(artifact).module

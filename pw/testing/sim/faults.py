@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from pw.core.ids import CONTROLLER
+from pw.core.ids import CONTROLLER, Address
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.floods import flood
 from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
+from pw.testing.sim.intruders import forged
 from pw.testing.sim.network import HEARTBEAT_S
+from pw.testing.sim.node import INTRUDER
+from pw.testing.sim.trespasses import Trespasses
 from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Process
 
@@ -28,6 +32,7 @@ class Faults:
         self._cluster = cluster
         self._clients = clients
         self._world = cluster.world
+        self._trespasses = Trespasses(cluster) if cluster.world.profile.trespasses else None
         profile = self._world.profile
         scale = max(1.0, profile.hosts / 12)
         kinds: tuple[tuple[str, float, Callable[[Random], None]], ...] = (
@@ -38,6 +43,9 @@ class Faults:
             ("machine", profile.machine_crashes * scale, self._crash_machine),
             ("controller", profile.restarts, self._restart_controller),
             ("client", profile.client_deaths, self._kill_client),
+            ("intruder", profile.intrusions, self._intrude),
+            ("trespass", profile.trespasses, self._trespass),
+            ("flood", profile.floods, self._flood),
         )
         for name, expected, action in kinds:
             random = self._world.streams(f"faults/{name}")
@@ -165,6 +173,40 @@ class Faults:
         if client.node.alive and not client.finished:
             self._note("client killed", client.name)
             client.die()
+
+    def _intrude(self, random: Random) -> None:
+        """A client sends each of its peers a message that only hosts or the controller may send."""
+        node = random.choice(self._clients).node
+        if not node.alive or node.paused:
+            return
+        self._note("intrusion", node.name)
+        cluster = self._cluster
+        clients = cluster.controller.sessions.clients
+        slices = sorted(number for client in clients for number in client.slices.owned)
+        arrays = sorted(number for client in clients for number, _ in client.arrays.all())
+        for peer in sorted(node.network.peers()):
+            to, message = forged(random, peer, cluster.status(), slices, arrays)
+            node.network.send(to, Address(node.name, INTRUDER), message)
+        node.request_turn()
+
+    def _trespass(self, random: Random) -> None:
+        """A client asks for what a client of another tenant has."""
+        assert self._trespasses is not None
+        self._trespasses.trespass(random, self._clients)
+
+    def _flood(self, random: Random) -> None:
+        """A client sends thousands of requests at once to all its peers."""
+        node = random.choice(self._clients).node
+        if node.alive and not node.paused:
+            self._note("flood", node.name)
+            flood(random, node)
+            for client in self._clients:
+                if client.node is not node:
+                    self._world.after(random.uniform(1e-3, 6e-3), self._call_beside, client)
+
+    def _call_beside(self, client: SimClient) -> None:
+        if client.node.alive and not client.closing and not client.final:
+            client.fetch()
 
     # --- the end -------------------------------------------------------------------------------------
 

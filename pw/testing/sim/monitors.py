@@ -12,6 +12,7 @@
 | kept | a host reports only replicas that its next runtime would find after a crash now |
 | survives | the arrays of an answered checkpoint would survive a crash of all runtimes now |
 | prompt | a host answers questions about ready values soon, whatever it computes |
+| fair | a peer's message waits for its turn no longer because others flood (in `floods`) |
 | program order | a host computes the parts of a run in the order of its program, as a schedule may ask |
 | named hosts | a slice that names hosts has as many devices of each, and of no other, whatever is lost |
 | memory | devices never hold much more than their memory (in `shards`); in the end schedulers count none |
@@ -19,6 +20,7 @@
 | events | each client, run and recovery that was published has one end, islands alternate (in `events`) |
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
 | clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
+| tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
 | liveness | when faults have stopped, all requests are answered and all islands are formed |
@@ -218,6 +220,8 @@ class Monitors:
             return None
         entries = [store.arrays.get(array) for array in arrays]
         values = [entry.value for entry in entries if entry is not None and entry.submitted]
+        if sender.node in self._world.floods:
+            return None  # it waits behind its own messages
         ready = [v for v in values if v.payload is not None and v.error is None]
         if len(ready) < len(arrays) or any(value.building is not None for value in ready):
             return None

@@ -42,12 +42,15 @@ from pw.devices.host.replica_memory import Replica
 from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim import (  # they register their own
     mutations_of_branches,  # noqa: F401
+    mutations_of_compilers,  # noqa: F401
+    mutations_of_floods,  # noqa: F401
     mutations_of_moves,  # noqa: F401
     mutations_of_pipelines,  # noqa: F401
     mutations_of_ragged,  # noqa: F401
     mutations_of_reductions,  # noqa: F401
     mutations_of_slices,  # noqa: F401
     mutations_of_streams,  # noqa: F401
+    mutations_of_tenants,  # noqa: F401
     mutations_of_timelines,  # noqa: F401
     mutations_of_views,  # noqa: F401
 )

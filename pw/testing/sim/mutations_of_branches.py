@@ -9,7 +9,9 @@ from typing import Any
 from pw.core.guards import is_skipped
 from pw.core.ids import Address
 from pw.core.messages import EdgeFailed
-from pw.testing.sim.breaking import mutation, tamper
+from pw.core.plan import Execute
+from pw.devices.host.interpreter import _Advance
+from pw.testing.sim.breaking import mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
 
@@ -52,3 +54,44 @@ def _silent(cluster: SimCluster) -> None:
         return [] if is_skipped(message.error) else None
 
     tamper(cluster, EdgeFailed, alter)
+
+
+@mutation("take-over-what-is-held-back", "branches", "oracle")
+def _taken_over(cluster: SimCluster) -> None:
+    """A computation behind a hold takes the buffer over that the value before the hold still needs."""
+
+    def careless(host: SimHost) -> None:
+        guards: Any = host.executor.interpreter._guards
+        go = guards.go
+
+        def taking(launch: Any, instruction: Execute) -> bool:
+            behind = {
+                one.results[0]
+                for one in launch.segment.instructions
+                if isinstance(one, Execute) and one.guard >= 0 and one.args[1:2] == one.args[2:]
+            }
+            if not behind.isdisjoint(instruction.args):
+                launch.segment.kept.pop(launch.position, None)
+            return bool(go(launch, instruction))
+
+        guards.go = taking
+
+    cluster.alterations.append(careless)
+
+
+@mutation("go-on-once", "branches", "liveness", "oracle", "epochs last")
+def _once(cluster: SimCluster) -> None:
+    """A host goes on with work that waits for a value only the first time that one arrives."""
+
+    def careless(host: SimHost) -> None:
+        interpreter: Any = host.executor.interpreter
+        go_on = interpreter.advance_soon
+
+        def once() -> None:
+            go_on()
+            interpreter._is_advancing = True
+
+        interpreter.advance_soon = once
+        rehandle(host.executor, _Advance, lambda handler: lambda *note: interpreter.advance())
+
+    cluster.alterations.append(careless)

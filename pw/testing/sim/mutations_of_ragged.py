@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 
-from pw.core.counted import NUMBER
+from pw.core.counted import NUMBER, unpacked
 from pw.devices.host import backend as ops
 from pw.devices.host.backend import relative
 from pw.testing.sim.breaking import mutation
@@ -93,3 +94,27 @@ def _dirty(cluster: SimCluster) -> None:
             op.parts = [(here, relative(tuple((0, size) for size in whole)), old), *op.parts]
 
     _of_each_op(cluster, unclean)
+
+
+@mutation("take-rows-for-none", "ragged", "oracle", "replicas are equal")
+def _blind(cluster: SimCluster) -> None:
+    """A receiver takes each third small route for one without rows."""
+
+    def blind(host: SimHost) -> None:
+        receiving: Any = host.coordinator.receiving
+        take, seen = receiving._take, count()
+
+        def zeros(incoming: Any, route: Any, buffer: Any) -> None:
+            if incoming.receive.counts is not None and isinstance(buffer, bytes):
+                cells = unpacked(buffer, route, incoming.receive.source, _lead(incoming))[0]
+                if next(seen) % 3 == 2:
+                    buffer = bytes(NUMBER.itemsize * sum(own.size for _, own, _ in cells))
+            take(incoming, route, buffer)
+
+        receiving._take = zeros
+
+    cluster.alterations.append(blind)
+
+
+def _lead(incoming: Any) -> int:
+    return len(incoming.receive.counts.spec.shape)

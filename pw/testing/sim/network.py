@@ -12,11 +12,13 @@ missing heartbeats would show.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pw.core.ids import Address
+from pw.core.mailbox import HELD_MESSAGES
 from pw.core.messages import PeerLost
 from pw.testing.sim.world import Process
 
@@ -75,6 +77,8 @@ class SimNetwork:
         self._silence_of = silence_s
         self._links: dict[str, _Link] = {}
         self._sources: dict[_Wire, _Link] = {}
+        self._held: dict[_Wire, deque[tuple[int, str, int, int, Any]]] = {}
+        """Frames of peers of which many messages wait, as they stand in the kernel's buffers."""
         self._endpoints: dict[str, str] = {}
         self._to_ship: list[_Link] = []
         if endpoint:
@@ -256,6 +260,8 @@ class SimNetwork:
                 link = None
         if link is None:
             self._from_stranger(wire, side, sender, kind, sequence, payload)
+        elif wire in self._held or self.node.holds(link.node, HELD_MESSAGES):
+            self._held.setdefault(wire, deque()).append((side, sender, kind, sequence, payload))
         elif kind == _GOODBYE:
             self._lose(link, "closed", goodbye=False)
         elif link.source is None:
@@ -268,7 +274,18 @@ class SimNetwork:
             link.received += 1
             link.silent_since_s = None
             for actor, address, message in payload:
-                self.node.post(actor, message, address)
+                self.node.deliver(actor, message, address)
+
+    def resume(self, node: str) -> None:
+        """Take the frames of a peer that was held, until it is held again."""
+        link = self._links.get(node)
+        wire = None if link is None else link.source
+        if wire is not None and wire in self._held:
+            frames = self._held.pop(wire)
+            while frames and wire not in self._held:
+                self.frame(wire, *frames.popleft())
+            if frames and wire in self._sources:
+                self._held[wire].extend(frames)
 
     def _from_stranger(
         self, wire: _Wire, side: int, sender: str, kind: int, sequence: int, payload: Any
@@ -316,12 +333,13 @@ class SimNetwork:
         if self._links.get(link.node) is link:
             self._drop(link, goodbye)
             self.node.counters["peers_lost"] += 1
-            self.node.post_to_all(PeerLost(link.node, reason))
+            self.node.tell_all(link.node, PeerLost(link.node, reason))
 
     def _drop(self, link: _Link, goodbye: bool) -> None:
         del self._links[link.node]
         if link.source is not None:
             self._sources.pop(link.source, None)
+            self._held.pop(link.source, None)
         link.pieces = []
         if goodbye and link.incarnation is not None:
             self._transmit(link.out, link.node, _GOODBYE, _UNNUMBERED, None)

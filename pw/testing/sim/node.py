@@ -1,9 +1,9 @@
 """A simulated process: the mailbox, turns and timers of `pw.transport.node.Node`, on virtual time.
 
 A frame, a timer or a completion of the devices goes into the mailbox and requests a turn. A turn
-begins when the process has time, empties the mailbox, and ends with `turn_ended` on the actors
-concerned and one flush of the network. A slow process takes longer for each message, so a turn
-handles more of them. A paused process handles nothing until it wakes.
+begins when the process has time, handles what its bound allows, and ends with `turn_ended` on the
+actors concerned and one flush of the network. A slow process takes longer for each message, so a
+turn handles fewer of peers. A paused process handles nothing until it wakes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from typing import Any, TypeVar
 
 from pw.core.actor import Actor, Alarm, Env, Timer
 from pw.core.ids import Address
+from pw.core.mailbox import EVERY, FEW, TURN_S, Mailbox
 from pw.core.recorder import Recorder
 from pw.testing.sim.network import SimNetwork
 from pw.testing.sim.recording import LoggedRecorder
 from pw.testing.sim.world import Violation, World
 
 A = TypeVar("A", bound=Actor)
+
+INTRUDER = "intruder"
+"""The actor of a client that sends what clients may not send (`faults`)."""
+
+_CALL = "call"
+"""Instead of an actor's name: the message is a completion, and is called."""
 
 MESSAGE_S = 8e-6
 """The time that a process takes for one message."""
@@ -36,6 +43,7 @@ class SimEnv:
         self.address = Address(node.name, actor)
         self.recorder = node.recorder
         self.introduce = node.network.introduce
+        self.tenant_of = node.world.tenant_of
         self.forget = node.network.forget
 
     def send(self, to: Address, message: object) -> None:
@@ -76,6 +84,10 @@ class SimEnv:
         where = f"{self.address.node}/{self.address.actor}"
         self._world.trace.add((self._world.now_s, where, "", f"log {level}: {event} {text}"))
 
+    def audit(self, event: str, **fields: object) -> None:
+        """Note one line about access in the trace."""
+        self.log("audit", event, **fields)
+
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a counter of the node."""
         self._node.counters[counter] += amount
@@ -100,7 +112,9 @@ class SimNode:
     counters: Counter[str] = field(default_factory=Counter)
     recorder: Recorder = field(default_factory=Recorder)
     actors: dict[str, Actor] = field(default_factory=dict)
-    _mailbox: deque[tuple[str, Address | None, Any]] = field(default_factory=deque)
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    arrivals: dict[str, deque[float]] = field(default_factory=dict)
+    """When the messages of each peer came that wait, if a monitor wants to know."""
     _turn_requested: bool = False
     _busy_until_s: float = 0.0
 
@@ -129,18 +143,42 @@ class SimNode:
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox; `sender` is the actor itself if not given."""
         if self.alive:
-            self._mailbox.append((actor, sender, message))
+            self.mailbox.own.append((actor, sender, message))
             if not self._turn_requested:
                 self.request_turn()
 
-    def post_to_all(self, message: object) -> None:
-        """Put a message into the mailbox once for every actor."""
-        for actor in self.actors:
-            self.post(actor, message)
+    def deliver(self, actor: str, message: object, sender: Address) -> None:
+        """Put a message of another node into the mailbox, if its sender's role may send it."""
+        if self.world.permits(sender.node, actor, type(message)):
+            if self.alive:
+                if self.world.waited is not None:
+                    self.arrivals.setdefault(sender.node, deque()).append(self.world.now_s)
+                entry = (actor, sender, message)
+                if len(self.mailbox.own) < FEW and not self.mailbox.waiting:
+                    self.mailbox.own.append(entry)
+                else:
+                    self.mailbox.deliver(sender.node, entry)
+                self.request_turn()
+        elif sender.actor == INTRUDER:
+            self.world.ledger.note("message refused", self.name, sender.node)
+            self.counters["messages_refused"] += 1
+        else:
+            words = f"{sender.node} may not send {type(message).__name__} to {self.name}/{actor}"
+            raise Violation("roles", words)
+
+    def tell_all(self, peer: str, news: object) -> None:
+        """Put news of a peer into the mailbox for every actor, behind the messages of that peer."""
+        if self.alive:
+            self.mailbox.deliver(peer, (EVERY, None, news))
+            self.request_turn()
+
+    def holds(self, peer: str, most: int) -> bool:
+        """Whether more than `most` messages of a peer wait; the network is told when to go on."""
+        return self.mailbox.holds(peer, most)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a completion on the loop."""
-        self.post("", function)
+        self.post(_CALL, function)
 
     def request_turn(self) -> None:
         """Plan a turn for when the process has time."""
@@ -153,7 +191,7 @@ class SimNode:
     def die(self) -> None:
         """End the process."""
         self.alive = False
-        self._mailbox.clear()
+        self.mailbox.clear()
         if self.world.nodes.get(self.name) is self:
             del self.world.nodes[self.name]
 
@@ -166,26 +204,54 @@ class SimNode:
             self.request_turn()
             return
         self._turn_requested = True  # messages sent meanwhile belong to this turn
-        handled = 0
-        mailbox = self._mailbox
-        while mailbox:
-            handled += self._handle(mailbox)
+        handled, cost_s = 0, MESSAGE_S * self.slowness
+        most = max(1, round(TURN_S / cost_s))
+        while self.mailbox.own or (self.mailbox.waiting and handled < most):
+            handled = self._handle(handled, most)
         self._turn_requested = False
         if self.alive:
             self.network.flush()
-            self._busy_until_s = world.now_s + handled * MESSAGE_S * self.slowness
+            self.mailbox.end(world.now_s + handled * cost_s)
+            self._busy_until_s = world.now_s + handled * cost_s
+            while self.mailbox.to_resume:
+                self.network.resume(self.mailbox.to_resume.pop())
+            if self.mailbox:
+                self.request_turn()
 
-    def _handle(self, mailbox: deque[tuple[str, Address | None, Any]]) -> int:
+    def _handle(self, handled: int, most: int) -> int:
+        """Handle messages, of peers up to so many in this turn; returns how many."""
         world, name = self.world, self.name
         note, watched = world.trace.add, world.handled_watchers
         touched: dict[str, Actor] = {}
-        handled = 0
-        while mailbox:
-            actor, sender, message = mailbox.popleft()
+        mailbox, cost_s = self.mailbox, MESSAGE_S * self.slowness
+        own = mailbox.own
+        first = len(own)  # of its own messages, those that go before the next of a peer
+        while True:
+            entry: Any = None
+            if first > 0 and own:
+                first -= 1
+                entry = own.popleft()
+            else:
+                if mailbox.waiting and handled < most:
+                    entry = mailbox.take(world.now_s + handled * cost_s)
+                first = len(own)
+                if entry is None:
+                    if first:
+                        continue
+                    break
+            actor, sender, message = entry
             handled += 1
+            if world.waited is not None and sender is not None and sender.node != name:
+                arrived_s = self.arrivals[sender.node].popleft()
+                now_s = world.now_s + handled * cost_s
+                world.waited(self, sender.node, arrived_s, now_s)
             try:
-                if not actor:
+                if actor == _CALL:
                     message()
+                    continue
+                if actor == EVERY:
+                    own.extendleft([(each, None, message) for each in reversed(self.actors)])
+                    first = len(own)
                     continue
                 target = self.actors.get(actor)
                 if type(message) is Alarm:

@@ -36,6 +36,12 @@ class Profile:
     supervisor_stops: float = 0.0
     """A supervisor stops for a while, and takes nothing from its runtime."""
     client_deaths: float = 0.0
+    intrusions: float = 0.0
+    """A client sends what only hosts and the controller may send."""
+    trespasses: float = 0.0
+    """Clients are of two tenants, and one asks for what clients of the other have."""
+    floods: float = 0.0
+    """A client sends thousands of requests at once."""
     slow_hosts: float = 0.0
     """Share of hosts that are 3 to 30 times slower."""
     clock_skew: float = 0.0
@@ -136,7 +142,7 @@ _CRASHES: dict[str, Any] = {
     "spares": 0.3,
 }
 _RESTARTS: dict[str, Any] = {"restarts": 0.7}
-_CLIENTS: dict[str, Any] = {"client_deaths": 2.0}
+_CLIENTS: dict[str, Any] = {"client_deaths": 2.0, "intrusions": 1.0}
 _DEVICES: dict[str, Any] = {
     "bulk_failure": 0.01,
     "landing_refused": 0.01,
@@ -152,6 +158,9 @@ PROFILES = {
         Profile("tenants", hosts=3, clients=4, span_s=4.0, tenants=True),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
+        Profile("intruders", intrusions=20.0),
+        Profile("trespasses", span_s=12.0, clients=4, trespasses=20.0, restarts=1.5, shares=0.1),
+        Profile("floods", floods=4.0, slow_hosts=0.2),
         Profile("memory", device_memory_bytes=256 << 10, **_CLIENTS),
         Profile("devices", **_DEVICES),
         Profile("network", span_s=20.0, **_NETWORK),

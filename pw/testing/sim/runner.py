@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.faults import Faults
+from pw.testing.sim.floods import Fairness
 from pw.testing.sim.monitors import Monitors
 from pw.testing.sim.mutations import MUTATIONS
 from pw.testing.sim.profiles import Profile
@@ -102,6 +103,7 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
     if mutation is not None:
         MUTATIONS[mutation].install(cluster)
     monitors = Monitors(cluster)
+    Fairness(cluster)
     share = -(-profile.runs // profile.clients)
     kind = Tenant if profile.tenants else SimClient
     clients += [kind(cluster, number, share) for number in range(profile.clients)]

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from pw.core.actor import Actor
 from pw.core.ids import Address
+from pw.core.roles import CLIENT_PREFIX, permits
+from pw.core.tenants import OPERATOR
 from pw.testing.sim.ledger import Ledger
 from pw.testing.sim.profiles import Profile
 from pw.testing.sim.streams import Streams
@@ -44,11 +46,17 @@ class Process(Protocol):
     def paused(self) -> bool:
         """Whether the process is stopped now."""
 
+    def deliver(self, actor: str, message: object, sender: Address) -> None:
+        """Put a message of another node into the mailbox, if its sender may send it."""
+
     def post(self, actor: str, message: object, sender: Address | None = None) -> None:
         """Put a message into the mailbox."""
 
-    def post_to_all(self, message: object) -> None:
-        """Put a message into the mailbox once for every actor."""
+    def tell_all(self, peer: str, news: object) -> None:
+        """Put news of a peer into the mailbox for every actor, behind the messages of that peer."""
+
+    def holds(self, peer: str, most: int) -> bool:
+        """Whether more than `most` messages of a peer wait; the network is told when to go on."""
 
 
 class Violation(Exception):
@@ -74,6 +82,12 @@ class Event:
         """Do not let it happen."""
         self.action = None
         self.args = ()
+
+
+def tenant_of_user(node: str) -> str:
+    """Return the tenant of a user by the name of its node, where users have tenants: one of two."""
+    number = node.removeprefix(CLIENT_PREFIX).partition(".")[0]
+    return f"tenant-{int(number) % 2}"
 
 
 class World:
@@ -106,11 +120,24 @@ class World:
         self.handled_watchers: dict[type, list[Watcher]] = {}
         self.computing: list[Callable[[str, float], None]] = []
         """Called with the name of each computation that begins, and how long it takes, in seconds."""
+        self.tenants: Callable[[str], str] = tenant_of_user
+        """Returns the tenant of a client's node, if users have tenants."""
+        self.permits: Callable[[str, str, type], bool] = permits
+        self.floods: set[str] = set()
+        """Clients that have sent more than their peers can handle."""
+        self.waited: Callable[[Process, str, float, float], None] | None = None
+        """Called with a process, its peer, and when the peer's message came and is handled."""
         self.tamper: Tamper | None = None
         self.checked: Counter[str] = Counter()
         """How often each monitor has checked."""
         self._queue: list[tuple[float, int, Event]] = []
         self._serial = 0
+
+    def tenant_of(self, node: str) -> str:
+        """Return the tenant of a node: the operator, but for users that have tenants."""
+        if self.profile.trespasses and node.startswith(CLIENT_PREFIX):
+            return self.tenants(node)
+        return OPERATOR
 
     def at(self, time_s: float, action: Callable[..., None], *args: Any) -> Event:
         """Plan `action(*args)` for a moment, which must not have passed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
+from pw.client.arrays.ragged import pairs_of
 from pw.client.arrays.sharding import NamedSharding
 from pw.client.arrays.signature import ArrayType
 from pw.client.trace.export import Made, OutShardings, Traced, export, trace
@@ -80,6 +81,8 @@ class JoinedTraced:
     unused: tuple[int, ...]
     """Donated arguments that no piece takes."""
     results: tuple[int, ...]
+    counted: tuple[tuple[int, int], ...] = ()
+    """The positions of the rows and of the counts of each argument that is a `Ragged`."""
 
     @property
     def pieces(self) -> tuple[Traced, ...]:
@@ -163,7 +166,8 @@ def trace_joined(
     made = export(function, arguments, name, mesh, inputs, out_shardings)
     try:
         with mlir.make_ir_context(), ir.Location.unknown():
-            return _cut(made, name, mesh, len(inputs), tuple(donated))
+            cut = _cut(made, name, mesh, len(inputs), tuple(donated))
+            return replace(cut, counted=pairs_of(arguments))
     except ir.MLIRError as error:
         raise TracingError(
             f"{name!r} cannot be cut along the mesh axis {mesh.crossing!r}, which crosses islands: Shardy does "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pw.core.actor import handles
-from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner
+from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner, PlacementError
 from pw.core.ids import Address, client_of, scheduler_of, store_of
 from pw.core.messages import (
     Answered,
@@ -27,6 +27,7 @@ from pw.core.sharding import Box
 from pw.core.ticker import Ticker
 from pw.sched.control.checkpoints.replicas import OFFER_S, Replicas
 from pw.sched.control.clients import Client
+from pw.sched.control.islands import Islands
 from pw.sched.control.sessions import ControlPart, handles_host
 
 
@@ -90,7 +91,7 @@ class Checkpoints(ControlPart):
             ):
                 client.lineage.replicated(number)
                 continue
-            error = objection(client, number)
+            error = objection(client, number, self._islands)
             if array is None or error is not None:
                 copying.error = error
                 continue
@@ -195,7 +196,7 @@ class Checkpoints(ControlPart):
             self._env.send(copying.client.address, Answered(copying.request, copying.error))
 
 
-def objection(client: Client, number: int) -> ErrorReport | None:
+def objection(client: Client, number: int, islands: Islands) -> ErrorReport | None:
     """Return why an array cannot be checkpointed."""
     if client_of(number) != client.number:
         return ErrorReport.of(NotOwner("pw.checkpoint was given an array of another client"))
@@ -204,6 +205,13 @@ def objection(client: Client, number: int) -> ErrorReport | None:
         return ErrorReport.of(
             ArrayDeleted(
                 "pw.checkpoint was given an array that was deleted, or donated to a computation"
+            )
+        )
+    if array.error is None and not islands.is_bound(array.spec):
+        return ErrorReport.of(
+            PlacementError(
+                "pw.checkpoint was given an array on a slice that was released; make checkpoints before "
+                "slices are released"
             )
         )
     return array.error

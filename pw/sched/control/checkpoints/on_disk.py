@@ -96,7 +96,7 @@ class Saves(ControlPart):
             )
             self._env.send(client.address, Answered(message.request, refused))
             return
-        objections = (objection(client, number) for number in message.arrays)
+        objections = (objection(client, number, self._islands) for number in message.arrays)
         error = next((error for error in objections if error is not None), None)
         if error is not None:
             self.under_way[message.checkpoint] = _Save(

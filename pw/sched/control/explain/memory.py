@@ -32,7 +32,9 @@ from pw.core.messages import (
 )
 from pw.core.sharding import DeviceAddress
 from pw.core.sizes import size_in_words
+from pw.core.tenants import OPERATOR
 from pw.sched.control.clients import Client
+from pw.sched.control.explain.hiding import memory_without_others
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
 
 ANSWER_S = 0.8
@@ -116,7 +118,10 @@ class MemoryReports(ControlPart):
         if question is None:
             return
         silent = tuple(host for host, answer in question.hosts.items() if answer is None)
-        answer = Memory(question.request, tuple(self._devices(question)), silent)
+        devices = tuple(self._devices(question))
+        if question.client.tenant != OPERATOR:
+            devices = memory_without_others(devices, self.sessions.sight(question.client.number))
+        answer = Memory(question.request, devices, silent)
         self._env.send(question.client.address, answer)
 
     def _devices(self, question: _Question) -> Iterator[DeviceUse]:
@@ -200,7 +205,13 @@ def with_holders(
     """
     if not holders:
         return error
-    words = "; ".join(_holder(sessions, asker, *holder) for holder in holders)
+    sees = sessions.sight(asker)
+    seen = [holder for holder in holders if sees(client_of(holder[0]))]
+    words = "; ".join(_holder(sessions, asker, *holder) for holder in seen)
+    if hidden_bytes := sum(
+        size_bytes for array, size_bytes in holders if not sees(client_of(array))
+    ):
+        words = "; ".join(filter(None, (words, f"{size_in_words(hidden_bytes)} of other tenants")))
     text = f"{error.message}. The largest arrays there: {words}. `pw memory` shows all"
     return ErrorReport(error.kind, text, error.where, error.traceback)
 

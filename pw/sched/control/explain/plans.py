@@ -10,7 +10,14 @@ import msgspec
 from pw.core.errors import ArgumentError, Error, ErrorReport
 from pw.core.ids import run_name, serial_of
 from pw.core.lower import lower
-from pw.core.messages import Answered, GetPlan, PlannedEdge, PlannedSegment, ProgramPlan
+from pw.core.messages import (
+    Answered,
+    GetPlan,
+    PlannedBranch,
+    PlannedEdge,
+    PlannedSegment,
+    ProgramPlan,
+)
 from pw.core.physical import Physical
 from pw.core.plan import Execute, Plan
 from pw.core.program import Program
@@ -34,23 +41,23 @@ class Plans(ControlPart):
     @handles_client(GetPlan)
     def _get(self, client: Client, message: GetPlan) -> None:
         try:
-            program = self._found(client, message)
-            name, segments, edges = self._described(program)
+            program = self._found(client, self.sessions.seen_by(client), message)
+            name, segments, edges, branches = self._described(program)
         except Error as error:
             answer = Answered(message.request, ErrorReport.of(error))
             self._env.send(client.address, answer)
             return
         number = run_name(program.program)
-        told = ProgramPlan(message.request, name, number, segments, edges)
+        told = ProgramPlan(message.request, name, number, segments, edges, branches)
         self._env.send(client.address, told)
 
-    def _found(self, client: Client, message: GetPlan) -> RegisteredProgram:
+    def _found(self, client: Client, seen: list[Client], message: GetPlan) -> RegisteredProgram:
         if message.program in client.programs:
             return client.programs[message.program]
         for run in self.runs.in_flight.values():
-            if run_name(run.record.order) == message.name:
+            if run_name(run.record.order) == message.name and self.sessions.get(run.client) in seen:
                 return run.record.program
-        programs = [program for one in self.sessions.clients for program in one.programs.values()]
+        programs = [program for one in seen for program in one.programs.values()]
         found = [program for program in programs if program.body.name == message.name]
         if found:
             return found[-1]
@@ -62,7 +69,7 @@ class Plans(ControlPart):
 
     def _described(
         self, program: RegisteredProgram
-    ) -> tuple[str, tuple[PlannedSegment, ...], tuple[PlannedEdge, ...]]:
+    ) -> tuple[str, tuple[PlannedSegment, ...], tuple[PlannedEdge, ...], tuple[PlannedBranch, ...]]:
         body, bindings = program.body, self._islands.bindings
         if program.error is not None:
             raise program.error.exception()
@@ -74,7 +81,8 @@ class Plans(ControlPart):
         edges = edges_of(body, physical, only_transfers=program.only_transfers)
         whole = written(body, edges)
         plan = lower(whole, bindings, physical)
-        return body.name, _segments(whole, plan), _edges(body, edges, physical)
+        segments = _segments(whole, plan)
+        return body.name, segments, _edges(body, edges, physical), _branches(body)
 
 
 def _segments(program: Program, plan: Plan) -> tuple[PlannedSegment, ...]:
@@ -122,6 +130,36 @@ def _edges(program: Program, edges: list[EdgeWay], physical: Physical) -> tuple[
         )
         alike[described] += 1
     return tuple([_times(edge, count) for edge, count in alike.items()])
+
+
+def _branches(program: Program) -> tuple[PlannedBranch, ...]:
+    """Return the branches of a program in the order in which they begin."""
+    guards = dict.fromkeys(
+        (node.guard, node.unless) for node in program.nodes if node.guard is not None
+    )
+    numbers = {guard: number for number, guard in enumerate(guards)}
+    found = []
+    for guard, unless in guards:
+        maker = "" if guard.node >= 0 else f"argument {guard.index}"
+        outer, value = -1, guard
+        if guard.node >= 0:
+            node = program.nodes[guard.node]
+            outer = -1 if node.guard is None else numbers[node.guard, node.unless]
+        while not maker:
+            node = program.nodes[value.node]
+            computation = program.computations[node.computation]
+            if not computation.is_merge:
+                maker = computation.name
+            else:  # of the predicate of an earlier iteration, and false
+                value = node.args[1 + value.index]
+                maker = "" if value.node >= 0 else f"argument {value.index}"
+        names = Counter(
+            program.computations[node.computation].name
+            for node in program.nodes
+            if (node.guard, node.unless) == (guard, unless)
+        )
+        found.append(PlannedBranch(maker, unless, outer, tuple(names.items())))
+    return tuple(found)
 
 
 def _estimates(edge: EdgeWay) -> tuple[tuple[str, float], ...]:

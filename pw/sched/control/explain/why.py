@@ -31,7 +31,9 @@ from pw.core.messages import (
     IslandReport,
     Stalled,
 )
+from pw.core.tenants import OPERATOR
 from pw.sched.control.clients import Client
+from pw.sched.control.explain.hiding import without_others
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, handles_client, handles_host
@@ -51,6 +53,8 @@ class _Question:
     """The run that the question is about; 0 for the oldest launch."""
     hosts_awaited: tuple[str, ...]
     """Hosts from which the asker waits for something."""
+    asker: int
+    """The client that is told; 0 for the log, which is told everything."""
     islands: set[str]
     """Those whose schedulers have not answered."""
     asked: set[str] = field(default_factory=set)
@@ -80,11 +84,12 @@ class Explainer(ControlPart):
             answer = msgspec.structs.replace(explanation, request=message.request)
             self._env.send(client.address, answer)
 
-        self._ask(tell, hosts_awaited=message.hosts)
+        self._ask(tell, asker=client.number, hosts_awaited=message.hosts)
 
     def explain_run(self, run: int, tell: Callable[[str], None]) -> None:
         """Tell in words why a run has not ended, at once or later."""
-        self._ask(lambda explanation: tell(explanation.text), run=run)
+        known = self.runs.in_flight[run]
+        self._ask(lambda explanation: tell(explanation.text), asker=known.client, run=run)
 
     @handles(Stalled)
     def _stalled(self, sender: Address, message: Stalled) -> None:
@@ -103,11 +108,12 @@ class Explainer(ControlPart):
         self,
         tell: Callable[[Explanation], None],
         *,
+        asker: int = 0,
         run: int = 0,
         hosts_awaited: tuple[str, ...] = (),
     ) -> None:
         self._asked += 1
-        question = _Question(tell, run, hosts_awaited, set(self._islands.schedulers))
+        question = _Question(tell, run, hosts_awaited, asker, set(self._islands.schedulers))
         self._questions[self._asked] = question
         for island in sorted(self._islands.schedulers):
             self._env.send(scheduler_of(island), ExplainIsland(self._asked, run))
@@ -177,6 +183,9 @@ class Explainer(ControlPart):
             tuple(silent),
             tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
         )
+        asker = self.sessions.get(question.asker)
+        if question.asker and (asker is None or asker.tenant != OPERATOR):
+            facts = without_others(facts, self.sessions.sight(question.asker))
         lines = story(facts, question.hosts_awaited, question.run, self._run_name)
         question.tell(msgspec.structs.replace(facts, text="\n".join(lines)))
 

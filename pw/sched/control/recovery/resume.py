@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pw.core.errors import ErrorReport, HostLost, ProtocolError
-from pw.core.messages import CreateArray, OfferSource, Resumed, Run
+from pw.core.errors import Error, ErrorReport, HostLost, NotOwner, ProtocolError
+from pw.core.ids import arrays_in, client_of
+from pw.core.message_checks import check_source
+from pw.core.messages import CreateArray, ForgetInputs, OfferSource, Resumed, Run
+from pw.core.sharding import ArraySpec
+from pw.core.spec_checks import check_spec
 from pw.sched.control.array_states import NOWHERE, Array, ArrayState
 from pw.sched.control.checkpoints.replicas import Replicas
-from pw.sched.control.clients import Client
+from pw.sched.control.clients import Client, is_repeat
 from pw.sched.control.recovery.rebuild import Rebuilder
 from pw.sched.control.sessions import ControlPart, handles_client
 from pw.sched.control.shares import Shares
@@ -39,6 +43,16 @@ class Resumptions(ControlPart):
 
     def announced(self, client: Client, message: CreateArray) -> None:
         """The client had uploaded this input."""
+        if client_of(message.array) != client.number or is_repeat(message.array):
+            self._env.count("messages_refused")
+            return
+        try:
+            self._check(client, message.spec)
+            check_source(message.source)
+        except Error:
+            self._env.count("messages_refused")
+            self._env.send(client.address, ForgetInputs((message.array,)))
+            return
         client.lineage.add_input(message.array, message.spec, message.source)
         client.arrays.announced(message.array)
         if isinstance(message.source, OfferSource):
@@ -47,12 +61,15 @@ class Resumptions(ControlPart):
     def ran(self, client: Client, message: Run) -> None:
         """The client had sent this run."""
         assert client.resuming is not None
-        if message.run <= client.last_run:
+        if client_of(message.run) != client.number or message.run <= client.last_run:
             return
         client.last_run = message.run
         program = client.resuming.programs.get(message.program)
         if (
             program is None
+            or any(client_of(one) != client.number or is_repeat(one) for one in message.results)
+            or not all(map(client.owns, arrays_in(message.args)))
+            or len(set(message.results)) < len(message.results)
             or len(message.args) != len(program.body.inputs)
             or len(message.results) != len(program.body.outputs)
             or not client.lineage.origins.keys().isdisjoint(message.results)
@@ -80,6 +97,13 @@ class Resumptions(ControlPart):
             self.slices.expect(loss, _RESTARTED)
         self.rebuilder.proceed(client)
 
+    def _check(self, client: Client, spec: ArraySpec) -> None:
+        """Raise an Error unless an array can be rebuilt as its spec says, on a slice that was told of."""
+        devices = client.slices.devices(spec.placement.slice)
+        if devices is None:
+            raise NotOwner("the devices of an array were given back")
+        check_spec(spec, devices)
+
     def _take_over(self, client: Client, message: Resumed) -> None:
         lineage = client.lineage
         try:
@@ -87,19 +111,26 @@ class Resumptions(ControlPart):
         except ProtocolError:
             known_arrays = ()
         for known in known_arrays:
-            lineage.add_known(known.array, client.one_spec(known.spec))
-        held = set(message.held)
+            try:
+                self._check(client, known.spec)
+            except Error:
+                self._env.count("messages_refused")
+                continue
+            if client_of(known.array) == client.number:
+                lineage.add_known(known.array, client.one_spec(known.spec))
+        own = (n for n in message.held if client_of(n) == client.number and not is_repeat(n))
+        held = dict.fromkeys(own)
         lineage.release([array for array in lineage.origins if array not in held])
         for failed in message.failed:
             if failed.array in held:
                 client.arrays.add(failed.array, Array.failed(failed.error))
             elif failed.array in lineage.origins:
                 lineage.origins[failed.array].error = failed.error
-        for number in message.held:
+        for number in held:
             if number not in client.arrays:
                 origin = lineage.origins.get(number)
                 spec = origin.spec if origin is not None else NOWHERE
                 lost = Array(spec, "", (), ArrayState.LOST, cause=_RESTARTED)
                 client.arrays.add(number, lost)
-        for array in message.copied:
+        for array in filter(client.owns, message.copied):
             lineage.was_replicated(array)

@@ -1,0 +1,227 @@
+"""The small parent of a host's runtime: what `pw-worker` does once it has read its options.
+
+It starts the runtime (`pw.cli.host`) as a child, and restarts it as a new incarnation when an epoch
+has ended or the child has died. A host that is stuck in a collective can only be killed. That is
+why the runtime is a child, and why this process does no work and imports nothing heavy. It kills a
+child whose event loop does not turn, and keeps a child's parcel for the next one
+(`pw.cli.supervision`).
+
+A runtime spends most of its start on importing JAX. So a standby child has imported everything and
+waits for the word to begin: then a host is back in a tenth of a second.
+
+What follows depends on how a child ends:
+
+    told to stop, drained, or an error that
+    would come again                         -> this process ends as well
+    its epoch is over                        -> the next child, at once
+    it crashed or was killed                 -> the next child, after a pause unless it lived long;
+                                                a bounded number of times
+    the controller cannot be reached         -> if it never was: the end; otherwise the next child
+                                                until no controller is found for `reconnect_s`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from pw.cli.process import (
+    EXIT_AGAIN,
+    EXIT_ERROR,
+    EXIT_OK,
+    EXIT_UNAVAILABLE,
+    SILENT_HEARTBEATS,
+    fail,
+)
+from pw.cli.supervision import ChildLink, Parcel, Watch
+from pw.transport.log import log
+
+RUNTIME = "pw.cli.host"
+STOP_S = 1.5
+LEAST_SILENCE_S = 3.0
+"""Shortest silence after which a child is killed: a busy machine may delay a beat or two."""
+CRASHES = 10
+WITHIN_S = 600.0
+LONGEST_PAUSE_S = 2.0
+LONG_LIFE_S = 10.0
+"""A child that crashes after such a life is replaced at once."""
+STANDBY_AFTER_S = 5.0
+"""How long a child runs before a standby child is started."""
+
+
+class _Child:
+    """One runtime process, and the socket to it."""
+
+    def __init__(self, arguments: list[str], watch: Watch) -> None:
+        self.link = ChildLink(watch)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", RUNTIME, *arguments),
+                *("--supervisor-fd", str(self.link.child_descriptor)),
+            ],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[self.link.child_descriptor],
+            start_new_session=True,
+        )
+        self.link.started()
+
+    def end(self) -> None:
+        """End the process, and wait for it."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.link.close()
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """Keeps one runtime child alive.
+
+    Args:
+        name: the host's name, for logs.
+        arguments: command line of the child.
+        reconnect_s: how long to look for a lost controller.
+        heartbeat_s: how often the child beats.
+        spare: the first child, too, only takes the place of a lost host; later children always do.
+        wants_standby: keep a standby child.
+        parent_fd: a pipe; this process ends when the pipe does. -1 for none.
+    """
+
+    _name: str
+    _arguments: list[str]
+    _reconnect_s: float
+    _heartbeat_s: float
+    _spare: bool
+    _wants_standby: bool
+    _parent_fd: int
+    _standby: _Child | None = None
+    _parcel: Parcel | None = None
+
+    def __post_init__(self) -> None:
+        self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * self._heartbeat_s)
+        self._wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+
+    def run(self) -> int:
+        """Restart children until told to stop, or another child would not help."""
+        try:
+            return self._run()
+        finally:
+            if self._standby is not None:
+                self._standby.end()
+
+    def _run(self) -> int:
+        short_lives = 0
+        crashes: list[float] = []
+        lost_since: float | None = None
+        served = False
+        while True:
+            begun_s = time.monotonic()
+            child = self._next_child()
+            child.link.begin(time.time_ns(), self._spare or served, self._parcel)
+            code = self._wait(child)
+            if code is None:
+                child.end()
+                return EXIT_OK
+            if code in (EXIT_OK, EXIT_ERROR):
+                return code
+            now = time.monotonic()
+            short_lives = 0 if now - begun_s > LONG_LIFE_S else short_lives + 1
+            if code == EXIT_UNAVAILABLE:
+                lost_since = (
+                    lost_since or begun_s
+                )  # a child that had a controller has looked for it
+                if not served:
+                    return EXIT_ERROR
+                if now - lost_since >= self._reconnect_s:
+                    fail("pw-worker", "the controller did not come back; giving up")
+                    return EXIT_ERROR
+            else:
+                served, lost_since = True, None
+            if code not in (EXIT_AGAIN, EXIT_UNAVAILABLE):
+                crashes = [moment for moment in crashes if now - moment < WITHIN_S] + [now]
+                if len(crashes) > CRASHES:
+                    fail(
+                        "pw-worker",
+                        f"the runtime crashed {len(crashes)} times within {WITHIN_S:.0f} s, last "
+                        f"with exit code {code}; not starting it again",
+                    )
+                    return EXIT_ERROR
+            pause_s = pause_before(code, short_lives)
+            level = "info" if code == EXIT_AGAIN else "warning"
+            log(level, "runtime ended", self._name, exit_code=code, next_in_s=pause_s)
+            if self._pause(pause_s):
+                return EXIT_OK
+
+    def _new_child(self) -> _Child:
+        watch = Watch(self._heartbeat_s, self._silence_s)
+        return _Child(self._arguments, watch)
+
+    def _next_child(self) -> _Child:
+        child, self._standby = self._standby, None
+        if child is not None and child.process.poll() is not None:
+            child.link.close()
+            child = None
+        return child or self._new_child()
+
+    def _wait(self, child: _Child) -> int | None:
+        """Return the child's exit code, or None when this process must end."""
+        begun_s = time.monotonic()
+        while (code := child.process.poll()) is None:
+            if self._told_to_stop(self._heartbeat_s, child.link):
+                return None
+            self._parcel = child.link.listen(self._parcel)
+            now_s = time.monotonic()
+            # Not earlier, so that two children do not compete for the processor while one starts.
+            if self._wants_standby and not self._standby and now_s - begun_s > STANDBY_AFTER_S:
+                self._standby = self._new_child()
+            if child.link.watch.is_silent(now_s):
+                fields = {"process": child.process.pid, "silence_s": self._silence_s}
+                log("error", "runtime is stuck and is killed", self._name, **fields)
+                child.process.kill()
+                child.process.wait()
+        self._parcel = child.link.listen(self._parcel)
+        child.link.close()
+        return code
+
+    def _pause(self, pause_s: float) -> bool:
+        """Wait; return true at once when this process must end."""
+        end_s = time.monotonic() + pause_s
+        while not self._told_to_stop(max(0.0, end_s - time.monotonic())):
+            if time.monotonic() >= end_s:
+                return False
+        return True
+
+    def _told_to_stop(self, timeout_s: float, link: ChildLink | None = None) -> bool:
+        """Wait for a reason to stop (true), for a message of a child, or for the time (false)."""
+        watched: list[int] = [self._wake_read]
+        if self._parent_fd >= 0:
+            watched.append(self._parent_fd)
+        if link is not None and not link.ended:
+            watched.append(link.fileno())
+        ready = select.select(watched, [], [], timeout_s)[0]
+        if self._parent_fd in ready:
+            return True
+        # A signal writes its number here.
+        numbers = os.read(self._wake_read, 64) if self._wake_read in ready else b""
+        return any(number != signal.SIGCHLD for number in numbers)
+
+
+def pause_before(code: int, short_lives: int) -> float:
+    """Return the seconds before the next child, after this exit code and so many short lives."""
+    if not short_lives or (code == EXIT_AGAIN and short_lives <= CRASHES):
+        return 0.0
+    return min(LONGEST_PAUSE_S, 0.05 * 2.0 ** min(short_lives, 10))

@@ -1,0 +1,48 @@
+"""Checks what decides between branches, and whether a loop goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from pw.client.trace.in_words import in_words
+from pw.client.trace.recorder import Recorder
+from pw.client.trace.tracer import JoinedTracer, ProgramTracer
+from pw.core.errors import ArgumentError
+
+
+def check_is_one_value(pred: Any, said: str) -> None:
+    """Raise ArgumentError if a predicate is a tree, as a list with a boolean in it.
+
+    Args:
+        pred: what the user gives.
+        said: the beginning of the error, up to the predicate.
+    """
+    if pred is None or not jax.tree_util.all_leaves([pred]):
+        raise ArgumentError(f"{said} {in_words(pred)}; compute one, as in x.sum() > 0")
+
+
+def checked_predicate(recorder: Recorder, pred: Any, said: str) -> ProgramTracer:
+    """Return a predicate as a value of the program.
+
+    Raises:
+        ArgumentError: it is no scalar boolean.
+    """
+    check_is_one_value(pred, said)
+    try:
+        tracer = recorder.lift(pred)
+    except ArgumentError:
+        raise ArgumentError(f"{said} {pred!r}; compute one, as in x.sum() > 0") from None
+    if isinstance(tracer, JoinedTracer):
+        tracer = tracer.parts[0]
+    aval, is_boolean = tracer.aval, tracer.aval.dtype == np.bool_
+    if aval.shape or not is_boolean:
+        next_step = (
+            "make one of all, as in x.any() or x.all()"
+            if is_boolean
+            else "compute one, as in x.sum() > 0"
+        )
+        raise ArgumentError(f"{said} {aval.str_short()}; {next_step}")
+    return tracer

@@ -1,0 +1,28 @@
+"""Mutations of the rights of tenants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pw.core.tenants import OPERATOR
+from pw.testing.sim.breaking import mutation
+from pw.testing.sim.cluster import SimCluster
+
+
+@mutation("believe-every-claim", "trespasses", "tenants")
+def _gullible(cluster: SimCluster) -> None:
+    """A client gets whichever number it says that it had."""
+    claims: Any = cluster.claims
+    claims.is_valid = lambda claim, client, tenant: True
+
+
+@mutation("rights-not-checked", "trespasses", "tenants", "oracle")
+def _everybody(cluster: SimCluster) -> None:
+    """Every client has the rights of the operator."""
+    cluster.world.tenants = lambda node: OPERATOR
+
+
+@mutation("believe-every-sender", "intruders", "liveness", "epochs last", "oracle", "census")
+def _credulous(cluster: SimCluster) -> None:
+    """Actors take every message that they have a handler for, whatever its sender is."""
+    cluster.world.permits = lambda node, actor, kind: True

@@ -1,0 +1,193 @@
+"""Clients of one tenant that ask for what clients of another have, and the promise that they get none.
+
+With the profile's `trespasses`, users are of two tenants. A trespasser cancels, deletes, fetches and
+gives back what another tenant's client has, drains hosts, and asks what it may not see. A stranger of
+its tenant claims the number of such a client, if possible before that client itself comes back to
+the next controller. No answer may have anything (`tenants`), and no client of the other tenant may
+notice (`oracle`, `sessions last`, `credits`).
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from pw.core.actor import Actor
+from pw.core.ids import CONTROL, CONTROLLER, Address, run_name, store_of
+from pw.core.messages import (
+    Answered,
+    Attach,
+    Attached,
+    Cancel,
+    CancelRuns,
+    Checkpoint,
+    Delete,
+    DrainHost,
+    Explain,
+    Explanation,
+    Fetch,
+    Fetched,
+    GetMemory,
+    GetPlan,
+    GetStatus,
+    Inquire,
+    Memory,
+    ProgramPlan,
+    ReadRecords,
+    Ready,
+    Records,
+    ReleaseProgram,
+    ReleaseSlice,
+    Status,
+    Wait,
+)
+from pw.testing.sim.node import SimNode
+from pw.testing.sim.world import Violation, World, tenant_of_user
+
+if TYPE_CHECKING:
+    from pw.testing.sim.cluster import SimCluster
+    from pw.testing.sim.workload import SimClient
+
+REQUESTS = 1 << 50
+"""Numbers of a trespasser's requests begin here; sessions have none that are so large."""
+
+
+class Stranger(Actor):
+    """The session of a process that claims another client's number."""
+
+    def receive(self, sender: Address, message: object) -> None:
+        """Nothing: `Trespasses` judges what is sent to it."""
+
+
+class Trespasses:
+    """Sends what trespassers ask for, and judges the answers."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._world: World = cluster.world
+        self._numbers: dict[int, str] = {}
+        """The tenants of all numbers of clients."""
+        self._asked = 0
+        world = self._world
+        world.watch_sent(Attached, self._attached)
+        for kind in (Answered, Fetched, Ready, Status, Explanation, Memory, ProgramPlan, Records):
+            world.watch_sent(kind, self._answered)
+
+    # --- what trespassers do ----------------------------------------------------------------------
+
+    def trespass(self, random: Random, clients: list[SimClient]) -> None:
+        """Have one client ask for everything that a client of another tenant has."""
+        at_work = [
+            client for client in clients if client.node.alive and client.attached is not None
+        ]
+        trespassers = [client for client in at_work if not client.node.paused]
+        if not trespassers:
+            return
+        trespasser = random.choice(trespassers)
+        tenant = tenant_of_user(trespasser.name)
+        victims = [client for client in at_work if tenant_of_user(client.name) != tenant]
+        if not victims:
+            return
+        victim = random.choice(victims)
+        self._world.ledger.injected["trespass"] += 1
+        self._pose_as(random, trespasser, victim)
+        node = trespasser.node
+        for to, message in self._requests(random, victim):
+            node.network.send(to, Address(node.name, "session"), message)
+        node.request_turn()
+
+    def _request(self) -> int:
+        self._asked += 1
+        return REQUESTS + self._asked
+
+    def _requests(self, random: Random, victim: SimClient) -> list[tuple[Address, object]]:
+        assert victim.attached is not None
+        number, request = victim.attached.client, self._request
+        arrays = tuple(victim.arrays)[:4]
+        hosts = [host.name for host in self._cluster.hosts if host.node is not None]
+        asked: list[Any] = [
+            CancelRuns(request(), number),
+            Cancel(arrays),
+            GetStatus(request()),
+            Explain(request()),
+            GetMemory(request()),
+            GetPlan(request(), run_name(victim.serial)),
+            ReadRecords(1, request()),
+        ]
+        if hosts:
+            asked.append(DrainHost(request(), random.choice(hosts)))
+        if arrays:
+            asked += [Delete(arrays), Checkpoint(request(), arrays), Inquire(request(), arrays)]
+        asked += [ReleaseProgram(program) for program in list(victim.programs)[:2]]
+        asked += [ReleaseSlice(slice_) for slice_ in victim.slices]
+        for draft in list(victim.programs.values())[:2]:
+            asked.append(GetPlan(request(), draft.body.name))
+        found: list[tuple[Address, object]] = [(CONTROL, message) for message in asked]
+        for array in arrays:
+            bound = victim.slices.get(victim.arrays[array].placement.slice)
+            for host in dict.fromkeys(at.host for at in bound.devices) if bound else ():
+                store = store_of(host)
+                spec, devices = victim.arrays[array], bound.devices if bound else ()
+                found.append((store, Wait(request(), (array,))))
+                found.append((store, Fetch(request(), array, spec, devices, (0,), None)))
+        return found
+
+    def _pose_as(self, random: Random, trespasser: SimClient, victim: SimClient) -> None:
+        """A stranger of the trespasser's tenant claims the victim's number."""
+        assert trespasser.attached is not None
+        assert victim.attached is not None
+        name = f"client-{trespasser.number}.stranger-{self._request() - REQUESTS}"
+        node = SimNode(self._world, name, 1, "", 1.0, lambda peer: 10.0)
+        node.network.introduce(CONTROLLER, CONTROLLER)
+        session = node.add("session", Stranger)
+        claim = random.choice((b"", trespasser.attached.claim))
+        session.env.send(CONTROL, Attach(name, 1.0, 0, victim.attached.client, claim))
+        self._world.after(random.choice((0.1, 5.0)), self._gone, node)
+
+    def _gone(self, node: SimNode) -> None:
+        if node.alive:
+            node.network.close()
+            node.die()
+
+    # --- what they may not get --------------------------------------------------------------------
+
+    def _attached(self, sender: Address, to: Address, message: Attached) -> None:
+        """A number is always of one tenant."""
+        tenant = tenant_of_user(to.node)
+        if self._numbers.setdefault(message.client, tenant) != tenant:
+            words = (
+                f"{to.node} of tenant {tenant} got the number {message.client} of another tenant"
+            )
+            raise Violation("tenants", words)
+
+    def _answered(self, sender: Address, to: Address, message: Any) -> None:
+        """A trespasser gets errors, or reports that have nothing of the other tenant."""
+        request = message.question if isinstance(message, Records) else message.request
+        if request <= REQUESTS:
+            return
+        self._world.checked["tenants"] += 1
+        tenant = tenant_of_user(to.node)
+        seen: set[int] = set()
+        if isinstance(message, Status):
+            seen = {client.number for client in message.clients}
+        elif isinstance(message, Explanation):
+            seen = {client.client for client in message.clients}
+        elif isinstance(message, Memory):
+            owners = (owner for device in message.devices for owner in device.owners)
+            seen = {owner.client for owner in owners if owner.client}
+        elif isinstance(message, ProgramPlan):
+            seen = {int(message.program.partition(".")[0])}
+        elif not _is_refusal(message):
+            words = f"{to.node} of tenant {tenant} was not refused: {type(message).__name__}"
+            raise Violation("tenants", words)
+        others = {number for number in seen if self._numbers.get(number, tenant) != tenant}
+        if others:
+            words = f"{to.node} of tenant {tenant} saw {type(message).__name__} of {others}"
+            raise Violation("tenants", words)
+
+
+def _is_refusal(message: Any) -> bool:
+    """Whether an answer has an error and nothing else."""
+    if isinstance(message, Records):
+        return message.refused or message.error is not None
+    return isinstance(message, Answered) and message.error is not None

@@ -1,0 +1,105 @@
+"""The identity of a process as its certificate states it: a SPIFFE ID, a URI of the subject's alternative name.
+
+    spiffe://TRUST-DOMAIN/pw/controller/NAME
+    spiffe://TRUST-DOMAIN/pw/worker/NAME
+    spiffe://TRUST-DOMAIN/pw/client/TENANT/NAME
+
+The form of trust domains and names is that of the SPIFFE-ID specification, section 2.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from pw.core.errors import Error
+from pw.core.roles import Role
+
+OPERATOR = "operator"
+"""The tenant that may cancel the runs of all tenants, drain hosts, and see everything."""
+TRUST_DOMAIN = "pw"
+"""The trust domain of an authority that is given none."""
+
+_DOMAIN = re.compile(r"[a-z0-9._-]{1,255}")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
+_URI = re.compile(
+    r"(?i:spiffe)://([^/]*)/pw/(?:(controller|worker)/([^/]+)|(client)/([^/]+)/([^/]+))"
+)
+
+
+def said(moment: float) -> str:
+    """A moment, in seconds since 1970, as errors and tables show it."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+class Identity(NamedTuple):
+    """Role and name of a process, and the tenant of a client, as a certificate states them."""
+
+    role: Role
+    name: str
+    tenant: str
+    """Of a client; empty for other roles."""
+    serial: str
+    """Of the certificate, in lower-case hexadecimal digits."""
+    expires: float
+    """When the certificate expires, in seconds since 1970."""
+    trust_domain: str
+
+    @property
+    def uri(self) -> str:
+        """The SPIFFE ID."""
+        return uri_of(self.role, self.name, self.tenant, self.trust_domain)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name}" + (f" of tenant {self.tenant}" if self.tenant else "")
+
+
+class Subject(NamedTuple):
+    """What a SPIFFE ID states."""
+
+    role: Role
+    name: str
+    tenant: str
+    trust_domain: str
+
+
+def uri_of(role: Role, name: str, tenant: str, trust_domain: str) -> str:
+    """Return the SPIFFE ID of a process.
+
+    Args:
+        tenant: of a client; empty for other roles.
+
+    Raises:
+        Error: a part cannot be in a SPIFFE ID, or a process that is no client has a tenant.
+    """
+    if not _DOMAIN.fullmatch(trust_domain):
+        raise Error(
+            f"{trust_domain!r} is no trust domain: it has lower-case letters, digits, '.', '-' and '_', as in "
+            "cluster.example.com"
+        )
+    for kind, text in (("name", name), *([("tenant", tenant)] if role is Role.CLIENT else [])):
+        if not _NAME.fullmatch(text):
+            raise Error(
+                f"{text!r} is no {kind} of a {role}: it has letters, digits, '.', '-' and '_', at most 200"
+            )
+    if role is Role.CLIENT:
+        return f"spiffe://{trust_domain}/pw/client/{tenant}/{name}"
+    if tenant:
+        raise Error(f"only clients have a tenant; leave it out for the {role} {name}")
+    return f"spiffe://{trust_domain}/pw/{role}/{name}"
+
+
+def subject_of(uri: str) -> Subject | None:
+    """Return what a URI states; None if it is not the SPIFFE ID of a process of pw."""
+    found = _URI.fullmatch(uri)
+    if found is None:
+        return None
+    domain, role, name, client, tenant, client_name = found.groups()
+    kind = Role(client or role)
+    subject = Subject(kind, client_name or name, tenant or "", domain.lower())
+    try:
+        uri_of(*subject)
+    except Error:
+        return None
+    return subject

@@ -1,0 +1,211 @@
+"""A cluster of processes with credentials: all links over TLS, and scripts that get in or do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pw.core.roles import Role
+from pw.transport.authority import Authority
+from tests.daemons import Program, start_module
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import sys, time, numpy as np, pw
+runtime = pw.connect(*sys.argv[1:2], **({"credentials": sys.argv[2]} if sys.argv[2:] else {}))
+while not any(island.formed for island in runtime.ask.status(20.0).islands):
+    time.sleep(0.05)
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+x = np.arange(100_000.0, dtype=np.float32)
+assert np.array_equal(np.asarray(pw.jit(lambda x: 2 * x, mesh=mesh)(x)), 2 * x)
+print("computed", flush=True)
+"""
+
+
+class Closed(NamedTuple):
+    """A cluster with credentials."""
+
+    address: str
+    folder: Path
+    authority: Authority
+    controller: Program
+    start: Callable[..., Program]
+
+    def issue(self, role: Role, name: str, tenant: str = "", **how: str) -> Path:
+        return issue(self.authority, self.folder / f"{role}-{name}.pem", role, name, tenant, **how)
+
+    def script(self, *arguments: object, **variables: str) -> Program:
+        variables |= {"JAX_PLATFORMS": "cpu"}
+        return Program(self.folder, ["-c", SCRIPT, *map(str, arguments)], **variables)
+
+
+def issue(
+    authority: Authority, file: Path, role: Role, name: str, tenant: str = "", **how: str
+) -> Path:
+    file.touch(0o600)
+    file.write_bytes(authority.issue(role, name, tenant, **how))  # type: ignore[arg-type]
+    return file
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+    folder, authority = tmp_path_factory.mktemp("closed"), Authority.create()
+    started: list[Program] = []
+
+    def start(module: str, *arguments: object, **variables: str) -> Program:
+        started.append(start_module(module, *arguments, folder=folder, **variables))
+        return started[-1]
+
+    keys = issue(authority, folder / "controller.pem", Role.CONTROLLER, "one")
+    bind = ("--bind", "tcp://127.0.0.1:0")
+    controller = start("pw.cli.controller", *bind, "--credentials", keys)
+    controller.until_says("listens at")
+    address = re.findall(r"listens at (\S+)", controller.out)[0]
+    keys = issue(authority, folder / "worker.pem", Role.WORKER, "host")
+    worker = start(
+        "pw.cli.worker",
+        *("--controller", address, "--island", "i", "--name", "h", "--no-standby"),
+        PW_CREDENTIALS=str(keys),
+    )
+    try:
+        worker.until_says("island=i")
+        yield Closed(address, folder, authority, controller, start)
+    finally:
+        for one in reversed(started):
+            one.kill()
+
+
+def test_a_script_with_credentials_computes(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "laptop", "research", address=cluster.address)
+    for script in (
+        cluster.script(cluster.address, keys),
+        cluster.script(PW_CREDENTIALS=str(keys)),  # the file names the address
+    ):
+        assert script.end() == 0, script.err
+        assert "computed" in script.out
+    assert "tenant=research name=spiffe://pw/pw/client/research/laptop" in cluster.controller.err
+
+
+def test_a_command_uses_credentials(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "admin", "operator", address=cluster.address)
+    status = cluster.start("pw.cli.main", "status", "--credentials", keys)
+    assert status.end() == 0, status.err
+    assert "h" in status.out
+
+
+@pytest.mark.parametrize("how", ["none", "insecure", "foreign", "worker", "expired"])
+def test_a_script_without_the_right_credentials_is_told_why(cluster: Closed, how: str) -> None:
+    authority, variables, words = cluster.authority, {}, "AccessRefused.*"
+    role, days = Role.CLIENT, 1.0
+    if how == "foreign":
+        authority, words = Authority.create(), words + "of another cluster"
+    elif how == "worker":
+        role, words = (
+            Role.WORKER,
+            "is for the worker me, and a client needs the certificate of a client",
+        )
+    elif how == "expired":
+        days, words = -1.0, "has expired, on .* issue a new one"
+    file = cluster.folder / f"{how}.pem"
+    file.touch(0o600)
+    file.write_bytes(authority.issue(role, "me", days=days))
+    arguments: list[object] = [cluster.address, file]
+    if how == "none":
+        arguments, words = [cluster.address], "no process of this user listens there.*--credentials"
+    elif how == "insecure":
+        arguments, variables = [cluster.address], {"PW_INSECURE": "1"}
+        words += "it uses TLS, and this process does not"
+    script = cluster.script(*arguments, **variables)
+    assert script.end() == 1
+    assert re.search(words, script.err.replace("\n", " ")), script.err
+    assert "computed" not in script.out
+
+
+def test_a_daemon_wants_the_certificate_of_its_role(cluster: Closed) -> None:
+    keys = cluster.issue(Role.CLIENT, "me")
+    for module, arguments in (
+        ("controller", ("--bind", "tcp://127.0.0.1:0")),
+        ("worker", ("--controller", cluster.address, "--island", "i")),
+    ):
+        one = cluster.start(f"pw.cli.{module}", *arguments, "--credentials", keys)
+        assert one.end() == 1
+        assert f"needs the certificate of a {module}" in one.err
+        assert one.err.count("\n") == 1
+
+
+def test_an_insecure_controller_says_what_that_means(cluster: Closed) -> None:
+    for arguments, variables in ((["--insecure"], {}), ([], {"PW_INSECURE": "1"})):
+        one = cluster.start(
+            "pw.cli.controller", "--bind", "tcp://0.0.0.0:0", *arguments, **variables
+        )
+        one.until_says("listens at")
+        assert "insecure node=controller" in one.err
+        assert "neither encrypted nor authenticated" in one.err
+        one.kill()
+
+
+STAY = """
+import threading, pw
+runtime = pw.connect()
+print("here", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_tenants_do_not_see_or_touch_each_other_and_operators_do(cluster: Closed) -> None:
+    def keys(name: str, tenant: str) -> str:
+        return str(cluster.issue(Role.CLIENT, name, tenant, address=cluster.address))
+
+    def command(keys: str, *arguments: object) -> Program:
+        return cluster.start("pw.cli.main", *arguments, "--credentials", keys)
+
+    def clients(keys: str) -> tuple[dict[str, int], int]:
+        told = command(keys, "status", "--json")
+        assert told.end() == 0, told.err
+        document = json.loads(told.out)
+        by_tenant = {client["tenant"]: client["client"] for client in document["clients"]}
+        return by_tenant, document["hidden_clients"]
+
+    red, blue, operator = keys("r", "red"), keys("b", "blue"), keys("o", "operator")
+    stays = Program(cluster.folder, ["-c", STAY], PW_CREDENTIALS=red, JAX_PLATFORMS="cpu")
+    try:
+        stays.until_says("here")
+        seen, hidden = clients(operator)
+        number = seen["red"]
+        assert hidden == 0
+        assert clients(red) == ({"red": number}, 0)
+        assert clients(blue) == ({}, 1)
+        refusals = {
+            "cancel": ([number], "may not cancel runs of client"),
+            "drain": (["h"], "may not drain host h; the tenant 'operator' may"),
+            "trace": (["--seconds", 0.1], "may not read timelines"),
+        }
+        for name, (arguments, words) in refusals.items():
+            refused = command(blue, name, *arguments)
+            assert refused.end() == 1
+            assert f"tenant 'blue' {words}" in refused.err.replace("\n", " ")
+        for allowed in (red, operator):
+            cancelled = command(allowed, "cancel", number)
+            assert cancelled.end() == 0, cancelled.err
+        log = cluster.controller.err
+        assert "refused tenant=blue" in log
+        assert re.search(rf"cancel tenant=red name=\S.* client={number} of=red run=all", log)
+    finally:
+        stays.kill()
+
+
+def test_credentials_without_an_address_are_not_ignored(cluster: Closed) -> None:
+    """A script that was meant for a cluster would compute on an embedded one."""
+    keys = cluster.issue(Role.CLIENT, "homeless")
+    body = "import pw; pw.connect()"
+    script = Program(cluster.folder, ["-c", body], PW_CREDENTIALS=str(keys))
+    assert script.end() == 1
+    assert "no address of a controller" in script.err
+    script = Program(cluster.folder, ["-c", body], PW_CREDENTIALS=str(keys), PW_ADDRESS="")
+    assert script.end() == 0, script.err
