@@ -393,7 +393,7 @@ def test_a_portion_takes_about_as_long_as_it_should(each_s: float, late_s: float
     driver.drive(
         portions, [], max_iterations=None, timeout_s=0.0, name="", clock=lambda: portions.now_s
     )
-    later = portions.lengths[len(portions.lengths) // 2 : -driver.MOST_AHEAD]
+    later = portions.lengths[len(portions.lengths) // 2 : -driver.AHEAD]
     for length in later:
         assert length == 1 or driver.PORTION_S / 2 < length * each_s < driver.PORTION_S * 2
 

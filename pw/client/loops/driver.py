@@ -22,16 +22,9 @@ from pw.core.errors import ComputationTimeout
 AHEAD = 3
 """Portions in flight: one that runs, one that waits, and one on its way."""
 
-MOST_AHEAD = 6
-"""Portions in flight of a loop that has run for a while: hosts need not wait when the client must wait for a
-processor. A short loop would pay for portions behind its end. While other clients wait, the scheduler launches
-fewer."""
-
-AHEAD_AFTER = 4
-"""After how many ended portions one more may be in flight."""
-
-PORTION_S = 0.010
-"""How long a portion should take: other clients, `timeout=` and `pw.cancel` get their turn after it."""
+PORTION_S = 0.050
+"""How long a portion should take. Other clients, `timeout=` and `pw.cancel` get their turn after it; a tenth
+of it is what a portion costs where client and hosts share two cores."""
 
 GROWTH = 4
 """How much longer than an ended portion the next one may be."""
@@ -39,8 +32,8 @@ GROWTH = 4
 MOST = 1 << 20
 """Iterations in a portion."""
 
-REPLICATED_PORTIONS = 4096
-"""After so many portions replicas of the carry are made; the controller keeps four times as many runs."""
+REPLICATED_PORTIONS = 1024
+"""After so many portions replicas of the carry are made; the controller keeps sixteen times as many runs."""
 
 REPLICATED_VALUES = 1 << 18
 """The same for arrays that portions have read and made together."""
@@ -76,7 +69,7 @@ def drive(
     until_s = clock() + timeout_s if timeout_s else None
     ahead: deque[tuple[Array, int, float]] = deque()
     timed: deque[tuple[int, float]] = deque(maxlen=PORTIONS_TIMED)
-    left, done, ended, ended_s = max_iterations, 0, 0, None
+    left, done, ended_s = max_iterations, 0, None
     first, launched = state, 0
     period = max(1, min(REPLICATED_PORTIONS, REPLICATED_VALUES // (2 * len(state) + 1)))
 
@@ -85,8 +78,7 @@ def drive(
 
     try:
         while True:
-            most = min(AHEAD + ended // AHEAD_AFTER, MOST_AHEAD)
-            while len(ahead) < most and left != 0:
+            while len(ahead) < AHEAD and left != 0:
                 count = portions.iterations if left is None else min(portions.iterations, left)
                 if portions.sizes and count not in portions.sizes:
                     count = max(size for size in portions.sizes if size <= count)
@@ -106,7 +98,7 @@ def drive(
             now_s = clock()
             if not goes_on:
                 break
-            done, ended = done + count, ended + 1
+            done += count
             if ended_s is not None:
                 timed.append((count, now_s - max(ended_s, launched_s)))
                 _adapt(portions, timed)
