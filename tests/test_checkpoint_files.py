@@ -317,8 +317,10 @@ def test_nothing_is_left_of_the_checkpoint_of_a_client_that_is_lost(
     def slow(job: Any, *rest: Any) -> None:
         reached.set()
         assert gate.wait(BOUND_S)
-        write(job, *rest)
-        written.set()
+        try:
+            write(job, *rest)  # it fails if the folder is removed at that moment
+        finally:
+            written.set()
 
     monkeypatch.setattr(checkpoint_format, "write", slow)
     client = cluster.client()
