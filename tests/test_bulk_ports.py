@@ -390,9 +390,9 @@ def test_replies_that_are_not_read_are_bounded(
 def test_hundreds_of_slow_strangers_keep_no_good_sender_out(
     bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (chunk_entrance, entrance):
-        monkeypatch.setattr(module, "STRANGERS_OF_ADDRESS", 32 if bound == "of an address" else 500)
-        monkeypatch.setattr(module, "STRANGERS", 64)
+    of_address = 32 if bound == "of an address" else 500
+    monkeypatch.setattr(entrance, "STRANGERS_OF_ADDRESS", of_address)
+    monkeypatch.setattr(entrance, "STRANGERS", 64)
 
     async def scenario() -> None:
         async with host("tls", tmp_path) as (there, endpoint), host("tls", tmp_path) as (here, _):

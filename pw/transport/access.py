@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pw.core.errors import AccessRefused, ErrorReport
 from pw.core.messages import Hello
 from pw.core.roles import role_of
+from pw.core.tenants import OPERATOR
 from pw.transport.credentials import Credentials, Identity
 from pw.transport.log import audit
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 FUTURE_S = 3600.0
 """A newer start on this machine cannot have a clock so far ahead."""
-OPERATOR = "operator"
 _AUDIT_AGAIN_S = 60.0
 _REMEMBERED = 4096
 
@@ -49,7 +49,8 @@ class Access:
         if len(self._audited_s) >= _REMEMBERED:
             self._audited_s.clear()
         self._audited_s[key] = now_s
-        audit("refused", **_fields(identity), node=node or self._node, peer=peer, reason=reason)
+        fields = {} if identity is None else identity.fields
+        audit("refused", **fields, node=node or self._node, peer=peer, reason=reason)
 
     # --- links ---------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ class Access:
             del self._tenants[next(iter(self._tenants))]
         self._tenants[link.node] = OPERATOR if identity is None else identity.tenant
         if identity is not None:
-            audit("login", **_fields(identity), node=link.node, peer=connection.peer)
+            audit("login", **identity.fields, node=link.node, peer=connection.peer)
 
     def tenant_of(self, node: str) -> str:
         """The tenant of a peer that has or had a link; the operator for plain links, else empty."""
@@ -93,7 +94,7 @@ class Access:
         for link in links:
             identity = link.identity
             if identity is not None and credentials.is_revoked(identity):
-                audit("revoked", **_fields(identity), node=link.node, peer=link.out.peer)
+                audit("revoked", **identity.fields, node=link.node, peer=link.out.peer)
                 words = f"the certificate of {identity} is revoked (serial {identity.serial})"
                 found.append((link, ErrorReport.of(AccessRefused(words), where=self._node)))
         return found
@@ -110,9 +111,3 @@ def _is_same(link: Link, identity: Identity | None) -> bool:
     if known is None or identity is None:
         return known is identity
     return known.uri == identity.uri
-
-
-def _fields(identity: Identity | None) -> dict[str, object]:
-    if identity is None:
-        return {}
-    return {"tenant": identity.tenant, "name": identity.uri, "serial": identity.serial}

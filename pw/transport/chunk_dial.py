@@ -11,11 +11,10 @@ from pw.core.roles import Role
 from pw.transport import nearby
 from pw.transport.chunk_stream import Stream, TlsStream, stage
 from pw.transport.chunks import prepare
-from pw.transport.connection import NEEDS_CREDENTIALS
 from pw.transport.endpoints import look_up, parse
 from pw.transport.log import audit
 from pw.transport.peers import is_trusted
-from pw.transport.security import Security
+from pw.transport.security import NO_CREDENTIALS, NOBODY_NEAR, Security
 
 
 class ChunkDialler:
@@ -44,9 +43,7 @@ class ChunkDialler:
             if near is not None:
                 return Stream(near, dialled=True)
             if not self.security.insecure:
-                raise AccessRefused(
-                    f"no process of this user listens there without credentials, and {NEEDS_CREDENTIALS}"
-                )
+                raise AccessRefused(NOBODY_NEAR)
         connection = socket.socket(where.family, socket.SOCK_STREAM)
         try:
             prepare(connection)
@@ -67,9 +64,7 @@ class ChunkDialler:
             AccessRefused: this process takes no tcp connection.
         """
         if connection.family != socket.AF_UNIX and not self.security.takes_tcp:
-            raise AccessRefused(
-                "this process has no credentials, so no process may connect over tcp"
-            )
+            raise AccessRefused(NO_CREDENTIALS)
         return self._stream(connection, dialled=False)
 
     def is_revoked(self, stream: Stream) -> bool:
@@ -77,7 +72,7 @@ class ChunkDialler:
         credentials, peer = self.security.credentials, stream.identity
         if credentials is None or peer is None or not credentials.is_revoked(peer):
             return False
-        audit("revoked", tenant=peer.tenant, name=peer.uri, serial=peer.serial, plane="bulk")
+        audit("revoked", **peer.fields, plane="bulk")
         return True
 
     def _stream(self, connection: socket.socket, dialled: bool) -> Stream:

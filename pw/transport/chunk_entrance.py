@@ -23,7 +23,7 @@ from pw.transport.chunk_dial import ChunkDialler
 from pw.transport.chunk_stream import Stream
 from pw.transport.chunks import HEADER, MAGIC, PREAMBLE, RECEIVE, plane_of, prepare
 from pw.transport.endpoints import listen, reachable_endpoint, unlisten
-from pw.transport.entrance import STRANGERS, STRANGERS_OF_ADDRESS
+from pw.transport.entrance import crowded_out
 from pw.transport.peers import is_trusted
 from pw.transport.pieces import Unwatch, Watch
 
@@ -211,11 +211,7 @@ class ChunkEntrance:
 
     def _make_room(self, host: str) -> None:
         """Drop the oldest stranger if there are too many."""
-        strangers = self._strangers
-        if len(strangers) < min(STRANGERS, STRANGERS_OF_ADDRESS):
-            return
-        same = [one for one in strangers.values() if one.host == host]
-        if len(same) >= STRANGERS_OF_ADDRESS or len(strangers) >= STRANGERS:
-            crowd = same if len(same) >= STRANGERS_OF_ADDRESS else list(strangers.values())
+        oldest = crowded_out({one: one.host for one in self._strangers.values()}, host)
+        if oldest is not None:
             self._reject()
-            self._drop(crowd[0])
+            self._drop(oldest)

@@ -23,6 +23,7 @@ from pw.core.errors import AccessRefused
 from pw.core.roles import Role
 from pw.transport.chunks import PREAMBLE
 from pw.transport.credentials import Credentials, Identity, explain
+from pw.transport.security import NO_TLS
 from pw.transport.tls import HANDSHAKE_BYTES, RECORD_BYTES, NotTls, TlsEnd, TlsError
 
 _PIECE_BYTES = 1 << 18
@@ -35,7 +36,6 @@ _MOST_WORDS = 1 << 10
 _SHORT_BYTES = 1 << 12
 """Shorter lines share a record."""
 _WORTH_WAKING_BYTES = 512 << 10
-NO_TLS = "it does not use TLS, and this process has credentials; all processes of a cluster need them, or none"
 
 
 class Stream:
@@ -179,10 +179,7 @@ class TlsStream(Stream):
     def _identified(self) -> None:
         """Check the peer's certificate; a listener says whether it takes the peer."""
         try:
-            self.identity = identity = self._credentials.identify(self._tls.certificate)
-            if self._role is not None and identity.role is not self._role:
-                words = f"its certificate is that of {identity}, not of a {self._role}"
-                raise AccessRefused(words)
+            self.identity = self._credentials.identify(self._tls.certificate, self._role)
         except AccessRefused as error:
             if not self._dialled:
                 self._keep(self._tls.write(_NO + str(error).encode()[:_MOST_WORDS]))

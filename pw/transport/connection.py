@@ -29,7 +29,7 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol
 
-from pw.core.errors import AccessRefused, Error
+from pw.core.errors import Error
 from pw.core.roles import Role
 from pw.transport import nearby
 from pw.transport.chunks import PREAMBLE
@@ -37,7 +37,7 @@ from pw.transport.codec import MAX_FRAME_BYTES
 from pw.transport.credentials import Credentials, Identity, explain
 from pw.transport.endpoints import SocketAddress, is_here, is_numeric, look_up
 from pw.transport.peers import is_trusted
-from pw.transport.security import CLOSED, Security
+from pw.transport.security import CLOSED, NEEDS_CREDENTIALS, NO_TLS, NOBODY_NEAR, Security
 from pw.transport.tls import NotTls, TlsEnd, TlsError, plain_alert
 from pw.transport.wire import TlsWire, Wire
 from pw.transport.zmtp import Refusal, Zmtp, ZmtpError
@@ -48,11 +48,6 @@ HANDSHAKE_S = 5.0
 RETRY_S, RETRY_MAX_S = 0.05, 1.0
 READ_BYTES, READ_MAX_BYTES = 1 << 16, 1 << 20
 _READS_AT_ONCE = 200
-NEEDS_CREDENTIALS = (
-    "without credentials this process reaches only processes of its own user on this machine; give it "
-    "--credentials (PW_CREDENTIALS), or --insecure (PW_INSECURE=1) on a network that you trust"
-)
-NO_TLS = "it does not use TLS, and this process has credentials; all processes of a cluster need them, or none"
 
 
 class Owner(Protocol):
@@ -217,8 +212,7 @@ class Connection:
             return
         if where.family != socket.AF_UNIX and not self._security.takes_tcp:
             if is_here(where):
-                without = "no process of this user listens there without credentials"
-                self.trouble = f"{without}, and {NEEDS_CREDENTIALS}"
+                self.trouble = NOBODY_NEAR
                 self._end(self.trouble)
             else:
                 reason = f"it is on another machine, and {NEEDS_CREDENTIALS}"
@@ -299,10 +293,7 @@ class Connection:
         try:
             if not wire.shake():
                 return
-            self.identity = identity = credentials.identify(wire.tls.certificate)
-            if self._role is not None and identity.role is not self._role:
-                words = f"its certificate is that of {identity}, not of a {self._role}"
-                raise AccessRefused(words)
+            self.identity = credentials.identify(wire.tls.certificate, self._role)
             early = wire.tls.feed(b"")
         except (BlockingIOError, InterruptedError):
             return

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Credentials", "Identity", "explain", "found"]
 
-VARIABLE, REVOKED_VARIABLE = "PW_CREDENTIALS", "PW_REVOKED"
+CREDENTIALS, REVOKED = "PW_CREDENTIALS", "PW_REVOKED"
 LOOK_S = 1.0
 """How often `refresh` looks at the files, at most."""
 _PROGRAMS = {Role.CONTROLLER: "pw-controller", Role.WORKER: "pw-worker", Role.CLIENT: "a client"}
@@ -108,15 +108,16 @@ class Credentials:
         """The context of an end that listens: TLS 1.3, and the dialler must have a certificate."""
         return self._last.accept
 
-    def identify(self, der: bytes | None) -> Identity:
+    def identify(self, der: bytes | None, role: Role | None = None) -> Identity:
         """The identity of a peer.
 
         Args:
             der: its certificate, from `getpeercert(binary_form=True)`, which has verified the signatures.
+            role: the role that it must have; None for any.
 
         Raises:
             AccessRefused: it has no certificate, or one that states no process of pw, is of another trust
-                domain, or is revoked.
+                domain or role, or is revoked.
         """
         from pw.transport.certificates import identify
 
@@ -130,6 +131,8 @@ class Credentials:
             )
         if self.is_revoked(peer):
             raise AccessRefused(f"the certificate of the {peer} is revoked (serial {peer.serial})")
+        if role is not None and peer.role is not role:
+            raise AccessRefused(f"its certificate is that of {peer}, not of a {role}")
         return peer
 
     def is_revoked(self, identity: Identity) -> bool:
@@ -259,12 +262,12 @@ def found(
         Error: they cannot be used (see `Credentials.read`), or are for another role.
     """
     if not path and address.startswith("tcp://"):
-        path = os.environ.get(VARIABLE)
+        path = os.environ.get(CREDENTIALS)
         if not path and role in (None, Role.CLIENT) and joined_address() == address:
             path = joined_file()
     if not path:
         return None
-    credentials = Credentials.read(path, revoked or os.environ.get(REVOKED_VARIABLE))
+    credentials = Credentials.read(path, revoked or os.environ.get(REVOKED))
     if role is not None:
         credentials.check_role(role)
     return credentials

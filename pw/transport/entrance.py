@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
 
 from pw.core.ids import CONTROLLER
 from pw.transport.access import Access
@@ -16,12 +17,13 @@ from pw.transport.connection import Connection
 from pw.transport.credentials import Identity
 from pw.transport.endpoints import is_off_loopback, is_on_loopback
 from pw.transport.log import Warnings
-from pw.transport.security import Security
+from pw.transport.security import NO_CREDENTIALS, Security
 from pw.transport.tls import plain_alert
+
+Stranger = TypeVar("Stranger")
 
 STRANGERS = 512
 STRANGERS_OF_ADDRESS = 128
-NO_CREDENTIALS = "this process has no credentials, so no process may connect over tcp"
 
 
 class Network(Protocol):
@@ -102,11 +104,23 @@ class Entrance:
         if len(strangers) >= STRANGERS_OF_ADDRESS:
             for known in [one for one in strangers if one.is_open or one.closed]:
                 del strangers[known]
+        oldest = crowded_out(strangers, host)
         strangers[new] = host
-        same = [one for one, address in strangers.items() if address == host]
-        if len(same) <= STRANGERS_OF_ADDRESS and len(strangers) <= STRANGERS:
-            return
-        oldest = same[0] if len(same) > STRANGERS_OF_ADDRESS else next(iter(strangers))
-        del strangers[oldest]
-        self._network.count("connections_crowded_out")
-        self._network.turn_away(oldest)
+        if oldest is not None:
+            del strangers[oldest]
+            self._network.count("connections_crowded_out")
+            self._network.turn_away(oldest)
+
+
+def crowded_out(strangers: Mapping[Stranger, str], host: str) -> Stranger | None:
+    """Return the stranger that leaves when another one of this address comes; None if there is room.
+
+    Args:
+        strangers: the address of each, the oldest first.
+    """
+    if len(strangers) < min(STRANGERS_OF_ADDRESS, STRANGERS):
+        return None
+    same = [one for one, address in strangers.items() if address == host]
+    if len(same) >= STRANGERS_OF_ADDRESS:
+        return same[0]
+    return next(iter(strangers)) if len(strangers) >= STRANGERS else None

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from pw.core.errors import Error
 from pw.core.roles import Role
 
-OPERATOR = "operator"
-"""The tenant that may cancel the runs of all tenants, drain hosts, and see everything."""
 TRUST_DOMAIN = "pw"
 """The trust domain of an authority that is given none."""
 
@@ -50,6 +48,11 @@ class Identity(NamedTuple):
     def uri(self) -> str:
         """The SPIFFE ID."""
         return uri_of(self.role, self.name, self.tenant, self.trust_domain)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Those of an audit line."""
+        return {"tenant": self.tenant, "name": self.uri, "serial": self.serial}
 
     def __str__(self) -> str:
         return f"{self.role} {self.name}" + (f" of tenant {self.tenant}" if self.tenant else "")

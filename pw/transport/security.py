@@ -8,15 +8,22 @@ from typing import NamedTuple
 from pw.core.errors import Error
 from pw.core.roles import Role
 from pw.transport import joined
-from pw.transport.credentials import Credentials, found
+from pw.transport.credentials import CREDENTIALS, Credentials, found
 from pw.transport.log import audit, log
 
-CREDENTIALS, VARIABLE = "PW_CREDENTIALS", "PW_INSECURE"
+INSECURE = "PW_INSECURE"
 _HEAD_BYTES = 1 << 16
 MEANING = (
     "tcp links are neither encrypted nor authenticated: every process that reaches a port of this cluster can "
     "do all that its users can"
 )
+NEEDS_CREDENTIALS = (
+    "without credentials this process reaches only processes of its own user on this machine; give it "
+    "--credentials (PW_CREDENTIALS), or --insecure (PW_INSECURE=1) on a network that you trust"
+)
+NOBODY_NEAR = f"no process of this user listens there without credentials, and {NEEDS_CREDENTIALS}"
+NO_CREDENTIALS = "this process has no credentials, so no process may connect over tcp"
+NO_TLS = "it does not use TLS, and this process has credentials; all processes of a cluster need them, or none"
 
 
 def address_in(credentials: str | os.PathLike[str] | None = None) -> str | None:
@@ -44,9 +51,9 @@ def use_tcp(credentials: str = "", *, insecure: bool = False) -> None:
     _check_one(credentials, insecure)
     if credentials:
         os.environ[CREDENTIALS] = os.path.abspath(credentials)
-        os.environ.pop(VARIABLE, None)
+        os.environ.pop(INSECURE, None)
     elif insecure:
-        os.environ[VARIABLE] = "1"
+        os.environ[INSECURE] = "1"
         os.environ.pop(CREDENTIALS, None)
 
 
@@ -97,12 +104,12 @@ class Security(NamedTuple):
         if not insecure:
             path = None if credentials is None else os.fspath(credentials)
             known = found(address, path or None, revoked or None, role)
-        plain = insecure or (known is None and os.environ.get(VARIABLE, "0") not in ("", "0"))
+        plain = insecure or (known is None and os.environ.get(INSECURE, "0") not in ("", "0"))
         if not plain or not address.startswith("tcp://"):
             return cls(known, insecure=False)
         if warns:
             log("warning", "insecure", role or "pw", address=address, meaning=MEANING)
-            audit("insecure", address=address, reason="--insecure" if insecure else VARIABLE)
+            audit("insecure", address=address, reason="--insecure" if insecure else INSECURE)
         return cls(None, insecure=True)
 
 

@@ -14,8 +14,9 @@ from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.worker_output import is_wanted
 from pw.core.errors import Error
 from pw.core.roles import Role
+from pw.transport.credentials import CREDENTIALS
 from pw.transport.joined import default_address
-from pw.transport.security import CREDENTIALS, Security, address_in
+from pw.transport.security import Security, address_in
 
 _current: Runtime | None = None
 _guard = threading.RLock()

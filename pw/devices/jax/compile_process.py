@@ -135,7 +135,7 @@ class CompileProcess:
         )
 
     def _how(self, bounds: Bounds) -> str:
-        """How the process has ended by itself."""
+        """Say how the process ended."""
         status = self._status(_END_S)
         code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:
