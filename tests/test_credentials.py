@@ -749,6 +749,10 @@ def test_credentials_are_looked_for_in_order(
     assert name("tcp://10.0.0.2:7777") is None
     monkeypatch.setenv("PW_CREDENTIALS", str(named))
     assert name(ADDRESS) == name("tcp://10.0.0.2:7777") == "named"
+    monkeypatch.setenv("PW_CREDENTIALS", "nowhere.pem")
+    with pytest.raises(Error, match=r"nowhere\.pem cannot be read.*named by .*PW_CREDENTIALS"):
+        name(ADDRESS)
+    monkeypatch.setenv("PW_CREDENTIALS", str(named))
     assert name("ipc:///run/pw/controller") is None
     assert name(ADDRESS, given) == name("ipc:///run/pw/controller", given) == "given"
 

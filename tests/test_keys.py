@@ -223,6 +223,9 @@ def test_the_content_of_a_file_is_shown_and_then_its_fault(keys: Pw) -> None:
     assert f"serial {serial('ann.pem')}, spiffe://lab/pw/client/ann/ann" in shown
     assert f"controller at {ADDRESS}" in shown
     assert "PRIVATE" not in shown
+    assert "revoked" not in shown
+    keys("revoke", "ann")
+    assert "revoked 20" in keys("show", "ann.pem")
     Path("ann.pem").chmod(0o644)
     with pytest.raises(Error, match="other users can read"):
         keys("show", "ann.pem")

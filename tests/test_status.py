@@ -117,7 +117,7 @@ def test_tenants_are_shown_where_there_are_several() -> None:
     hiding = msgspec.structs.replace(TOLD, hidden_clients=3, hidden_runs=2)
     assert "tenant" in names(hiding)
     assert (
-        "not shown: 3 clients with 2 runs of other tenants" in ClusterStatus.of(hiding, None).head
+        "not shown: 3 clients of other tenants, with 2 runs" in ClusterStatus.of(hiding, None).head
     )
 
 

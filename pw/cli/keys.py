@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,7 +55,8 @@ def init(
     made = folder.create(trust_domain)
     typer.echo(f"made the authority of the trust domain {made.trust_domain} in {folder.path}")
     typer.echo(
-        "next: pw keys issue controller NAME --address tcp://host:port, then worker and client"
+        "next: pw keys issue controller NAME, pw keys issue worker NAME, and for pw join "
+        "pw keys issue client NAME --address tcp://host:port"
     )
 
 
@@ -104,7 +106,7 @@ def show(
     Exit codes: 0; 1, with one line on standard error, if there is no authority, or the file cannot be used.
     """
     if file is not None:
-        _show_file(file)
+        _show_file(file, _folder(keys).revocations())
         return
     from pw.client.show.tables import Table, plain
 
@@ -135,8 +137,12 @@ def show(
     typer.echo(plain(head, [Table("Certificates", columns, rows)]))
 
 
-def _show_file(path: Path) -> None:
-    """Show what is in a file, and then whether it can be used."""
+def _show_file(path: Path, revoked: Mapping[str, float]) -> None:
+    """Show what is in a file, and then whether it can be used.
+
+    Args:
+        revoked: when certificates were revoked, by serial number; empty without the authority's folder.
+    """
     from pw.transport.certificates import identities_in
     from pw.transport.credentials import Credentials
 
@@ -144,6 +150,8 @@ def _show_file(path: Path) -> None:
     content = private_files.read(file, private=False)
     for one in identities_in(content, str(file)):
         typer.echo(f"{one}, until {said(one.expires)}, serial {one.serial}, {one.uri}")
+        if one.serial in revoked:
+            typer.echo(f"revoked {said(revoked[one.serial])}")
     if address := joined.address_in(content):
         typer.echo(f"controller at {address}")
     Credentials.read(path)

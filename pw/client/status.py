@@ -70,8 +70,9 @@ class ClusterStatus(Shown):
         where = f"controller {self.address}" if self.address else "controller in this process"
         said = f"{where}, pw {self.pw_version} with jax {self.jax_version}, policy {self.policy}"
         if self.hidden_clients:
-            hidden = f"{self.hidden_clients} clients with {self.hidden_runs} runs"
-            said += f"; not shown: {hidden} of other tenants"
+            clients = "1 client" if self.hidden_clients == 1 else f"{self.hidden_clients} clients"
+            runs = "1 run" if self.hidden_runs == 1 else f"{self.hidden_runs} runs"
+            said += f"; not shown: {clients} of other tenants, with {runs}"
         return said
 
     def tables(self) -> tuple[Table, ...]:

@@ -261,13 +261,19 @@ def found(
     Raises:
         Error: they cannot be used (see `Credentials.read`), or are for another role.
     """
+    named = ""
     if not path and address.startswith("tcp://"):
-        path = os.environ.get(CREDENTIALS)
+        path, named = os.environ.get(CREDENTIALS), f"--credentials or {CREDENTIALS}"
         if not path and role in (None, Role.CLIENT) and joined_address() == address:
-            path = joined_file()
+            path, named = joined_file(), "pw join"
     if not path:
         return None
-    credentials = Credentials.read(path, revoked or os.environ.get(REVOKED))
+    try:
+        credentials = Credentials.read(path, revoked or os.environ.get(REVOKED))
+    except Error as error:
+        if not named:
+            raise
+        raise Error(f"{error} (named by {named})") from error
     if role is not None:
         credentials.check_role(role)
     return credentials

@@ -164,7 +164,10 @@ class Zmtp:
     def _greet(self) -> bool:
         greeting = self._data[:_GREETING_BYTES]
         if is_tls(greeting):
-            raise Refusal("it uses TLS, and this process does not")
+            raise Refusal(
+                "it uses TLS, and this process does not; give this process credentials of the cluster "
+                "(--credentials or PW_CREDENTIALS)"
+            )
         if len(greeting) >= _SIGNATURE_BYTES and (greeting[0] != 0xFF or greeting[9] != 0x7F):
             raise ZmtpError("no greeting")
         if len(greeting) > _SIGNATURE_BYTES and greeting[_SIGNATURE_BYTES] < 3:
