@@ -456,7 +456,8 @@ def test_a_slow_handshake_ends(
         cluster.until(lambda: cluster.of(a).counters["connections_malformed"])
         raw.setblocking(True)
         raw.settimeout(10)
-        assert raw.recv(100) == b""
+        with suppress(ConnectionResetError):  # some of what was said may be unread
+            assert raw.recv(100) == b""
 
 
 def test_garbage_disturbs_no_link(cluster: Cluster, audit: Callable[[str], list[str]]) -> None:
