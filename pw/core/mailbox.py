@@ -26,7 +26,7 @@ CREDIT_S = 200e-6
 """How long the messages of a group are handled before those of the next."""
 WORKERS_CREDIT_S = 1e-3
 """The same for a host and for the controller: the work of all clients depends on them."""
-TURN_S = 1e-3
+TURN_S = 0.5e-3
 """A turn of a node that has taken so long takes no more messages of peers."""
 HELD_MESSAGES = 256
 """A peer of which more messages wait is held: nothing more is read from it."""
