@@ -29,11 +29,17 @@ from pw.core.messages import (
     Explain,
     ExplainHost,
     Explanation,
+    GetMemory,
+    HostInfo,
     HostReport,
     InstallProgram,
+    IslandInfo,
     IslandReport,
     Launch,
     LaunchReport,
+    MeasureHost,
+    Memory,
+    RequestFailed,
     WorkReport,
 )
 from pw.core.sharding import Binding, DeviceAddress, Placement
@@ -54,7 +60,9 @@ class Cluster:
 
     def __init__(self, elements: int = SMALL, seed: int = 0) -> None:
         self.world = World(seed)
-        self.world.controller()
+        self.islands: list[IslandInfo] = []
+        """What the resource manager would tell of them."""
+        self.world.controller(island_status=lambda: tuple(self.islands))
         for island in ("a", "b"):
             for rank in range(2):
                 self.world.host(f"{island}{rank}", island, 2)
@@ -237,6 +245,32 @@ def test_a_host_that_a_slice_names_is_named() -> None:
     cluster.world.settle()
     verdict = cluster.verdict()
     assert verdict.startswith("client 1 (client) waits for b1, which its slices name (hosts=), to")
+
+
+def test_a_client_has_few_questions_open() -> None:
+    """Each costs the controller and the hosts time in which other clients wait."""
+    cluster = Cluster()
+    client, other = cluster.client, join(cluster.world, "other")
+    cluster.swallow(ExplainHost, to="b1", first=100)
+    cluster.swallow(MeasureHost, to="b1", first=100)
+    host = HostInfo("b1", "b", "ready", 2, 1, "", False)
+    cluster.islands.append(IslandInfo("b", "ready", "cpu", "", (host,), 1, (), 2, 0, 0, 0))
+    for ask, answer in ((Explain, Explanation), (GetMemory, Memory)):
+        client.received.clear()
+        for request in range(100, 105):
+            client.tell(ask(request))
+        other.tell(ask(105))
+        cluster.world.settle()
+        (refused,) = client.of(RequestFailed)
+        assert refused.request == 104
+        assert "has asked 4 times" in refused.error.message
+        cluster.world.wait(1.0)
+        assert [one.request for one in client.of(answer)] == [100, 101, 102, 103]
+        assert [one.request for one in other.of(answer)] == [105]
+        client.tell(ask(106))
+        cluster.world.settle()
+        cluster.world.wait(1.0)
+        assert [one.request for one in client.of(answer)][4:] == [106]
 
 
 # --- unasked -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain, islice
 
 from pw.core.errors import ErrorReport
 from pw.core.lifecycle import Lifecycle
@@ -209,9 +210,10 @@ class Arrays:
         yield from self.held.items()
         yield from self.discarded.items()
 
-    def arriving(self) -> Iterator[tuple[int, Array]]:
-        """Those that some of their hosts have not reported."""
-        return ((number, array) for number, array in self.all() if array.awaited)
+    def arriving(self, looked_at: int | None = None) -> Iterator[tuple[int, Array]]:
+        """Those of the newest `looked_at` arrays that some of their hosts have not reported."""
+        newest = chain(reversed(self.discarded.items()), reversed(self.held.items()))
+        return ((number, one) for number, one in islice(newest, looked_at) if one.awaited)
 
     def add(self, number: int, array: Array) -> None:
         """The client holds this array from now on."""

@@ -35,6 +35,7 @@ from pw.core.sizes import size_in_words
 from pw.core.tenants import OPERATOR
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.hiding import memory_without_others
+from pw.sched.control.explain.limits import may_ask
 from pw.sched.control.sessions import ControlPart, Sessions, handles_client, handles_host
 
 ANSWER_S = 0.8
@@ -74,6 +75,9 @@ class MemoryReports(ControlPart):
 
     @handles_client(GetMemory)
     def _begin(self, client: Client, message: GetMemory) -> None:
+        theirs = [q for q in self._questions.values() if q.client is client]
+        if not may_ask(self.sessions, client, message, len(theirs)):
+            return
         self._asked += 1
         question = self._questions[self._asked] = _Question(client, message.request)
         for island in self.island_status():

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -34,6 +35,7 @@ from pw.core.messages import (
 from pw.core.tenants import OPERATOR
 from pw.sched.control.clients import Client
 from pw.sched.control.explain.hiding import without_others
+from pw.sched.control.explain.limits import may_ask
 from pw.sched.control.explain.story import story
 from pw.sched.control.runs import Runs
 from pw.sched.control.sessions import ControlPart, handles_client, handles_host
@@ -44,6 +46,8 @@ from pw.sched.island.reports import WORK_TOLD
 ANSWER_S = 0.8
 """How long hosts have to answer."""
 HOSTS_ASKED = 128
+ARRAYS_LOOKED_AT = 4096
+"""The newest arrays of each client: one that has not arrived is nearly always among them."""
 
 
 @dataclass(slots=True)
@@ -80,6 +84,10 @@ class Explainer(ControlPart):
 
     @handles_client(Explain)
     def _explain(self, client: Client, message: Explain) -> None:
+        theirs = [q for q in self._questions.values() if q.asker == client.number and not q.run]
+        if not may_ask(self.sessions, client, message, len(theirs)):
+            return
+
         def tell(explanation: Explanation) -> None:
             answer = msgspec.structs.replace(explanation, request=message.request)
             self._env.send(client.address, answer)
@@ -221,7 +229,7 @@ class Explainer(ControlPart):
             yield f"{len(client.arrays.lost)} lost arrays to be made again{when}"
         if client.backlog and not client.recovering:
             yield self.stream.obstacle(client, client.backlog[0]) or "its turn"
-        for number, array in list(client.arrays.arriving())[:WORK_TOLD]:
+        for number, array in islice(client.arrays.arriving(ARRAYS_LOOKED_AT), WORK_TOLD):
             hosts = ", ".join(sorted(array.awaited))
             before = f" ({array.history})" if array.past else ""
             yield f"array {serial_of(number)} to arrive on {hosts}{before}"
