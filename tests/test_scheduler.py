@@ -47,6 +47,7 @@ from pw.core.plan import Execute, HostPlan, HostSegment
 from pw.core.program import Computation, Program
 from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Sharding
 from pw.sched.island import window
+from pw.sched.island.install_queues import AT_ONCE
 from pw.sched.island.launching import UNKNOWN_AT_ONCE
 from pw.sched.island.policy import POLICIES
 from pw.sched.island.quarantine import STRIKES
@@ -641,6 +642,64 @@ def test_a_program_that_no_message_to_a_host_can_hold_is_refused(
     assert (refused.program, refused.install) == (number, 3)
     assert "no frame holds it" in refused.error.message
     assert not bench.scheduler.programs.installed[number].compiling
+
+
+def test_hosts_get_a_few_programs_of_a_client_at_once() -> None:
+    """The others wait until hosts have answered; one that is released meanwhile is never sent."""
+    bench = Bench()
+    bench.tell(AddClient(1, 1.0, 0), AddClient(2, 1.0, 0))
+    body = Program("p", (), (), (), ())
+    plans = tuple(HostPlan(host, (), (), (), ()) for host in bench.hosts)
+
+    def sent() -> list[int]:
+        return [m.program for m in bench.world.to(executor_of("h0"), Install)]
+
+    def answer(program: int, *hosts: str) -> None:
+        for host in hosts:
+            bench.tell(Installed(1, program, None, install=1), sender=executor_of(host))
+
+    theirs = [client_id(1, 100 + n) for n in range(AT_ONCE + 4)]
+    for program in theirs:
+        bench.tell(InstallProgram(program, body, plans, (), install=1))
+    assert sent() == theirs[:AT_ONCE]
+    other = client_id(2, 1)
+    bench.tell(InstallProgram(other, body, plans, (), install=1))
+    assert sent() == [*theirs[:AT_ONCE], other], "clients do not wait for one another"
+    bench.tell(UninstallProgram(theirs[AT_ONCE], ("h0", "h1")))
+    bench.tell(UninstallProgram(theirs[0], ("h0", "h1")))
+    answer(theirs[0], "h0")
+    assert len(sent()) == AT_ONCE + 1, "its other host compiles it"
+    answer(theirs[0], "h1")
+    assert sent()[AT_ONCE + 1 :] == [theirs[AT_ONCE + 1]], "the released one is not sent"
+    bench.tell(InstallProgram(theirs[-1], body, plans, (), install=2))
+    answer(theirs[1], "h0", "h1")
+    answer(theirs[2], "h0", "h1")
+    installs = [(m.program, m.install) for m in bench.world.to(executor_of("h0"), Install)]
+    assert installs[AT_ONCE + 2 :] == [(theirs[-2], 1), (theirs[-1], 2)], "the newest of each"
+
+
+def test_a_program_that_is_installed_again_stays_as_it_is() -> None:
+    """Runs that were submitted before still wait; they could not go on while hosts compile it."""
+    bench = Bench()
+    bench.tell(AddClient(1, 1.0, 0))
+    body, number = Program("p", (), (), (), ()), client_id(1, 1)
+    plans = tuple(HostPlan(host, (), (), (), ()) for host in bench.hosts)
+    bench.tell(InstallProgram(number, body, plans, (), install=1))
+    for host in bench.hosts:
+        bench.tell(Installed(1, number, None, install=1), sender=executor_of(host))
+    bench.tell(bench.submission(1, depends=(3,)), UninstallProgram(number, ("h0", "h1")))
+    bench.tell(InstallProgram(number, body, plans, (), install=2, again=True))
+    answers = [m.install for m in bench.world.to(CONTROL, ProgramInstalled)]
+    assert answers == [1, 2]
+    assert len(bench.world.to(executor_of("h0"), Install)) == 1, "hosts have it"
+    bench.tell(SegmentLaunched(client_id(1, 1001), 3))
+    assert len(bench.launches()) == 1
+    assert not bench.world.to(executor_of("h0"), Discard), "it was wanted again"
+    bench.tell(UninstallProgram(number, ("h0", "h1")))
+    (discard,) = bench.world.to(executor_of("h0"), Discard)
+    assert discard.programs == (number,)
+    bench.tell(InstallProgram(number, body, plans, (), install=3, again=True))
+    assert len(bench.world.to(executor_of("h0"), Install)) == 2, "hosts have forgotten it"
 
 
 def test_deletes_never_overtake_runs() -> None:

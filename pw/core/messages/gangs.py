@@ -110,6 +110,8 @@ class InstallProgram(Base, frozen=True, tag=68):
     """The number of this installation: a program that is lowered again is installed again."""
     tenant: str = ""
     """Of the client."""
+    again: bool = False
+    """All but `install` is as in the installation before."""
 
 
 class ProgramInstalled(Base, frozen=True, tag=69):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 
 import msgspec
 
@@ -58,6 +59,8 @@ class RegisteredProgram:
     """Records of its runs."""
     slices: frozenset[int] = field(init=False)
     """All slices that it touches."""
+    _lowered_for: list[Binding] = field(default_factory=list)
+    """How its slices were bound when it was lowered last."""
     _bound: dict[int, Binding | None] | None = None
     """How the slices of the results were bound when `_homes` was computed."""
     _homes: list[Home] | None = None
@@ -108,6 +111,9 @@ class RegisteredProgram:
         self.installing = set(by_island)
         self.installs += 1
         self.error = None
+        bound = [bindings[number] for number in sorted(self.slices)]
+        again = len(bound) == len(self._lowered_for) and all(map(is_, bound, self._lowered_for))
+        self._lowered_for = bound
         return [
             (
                 island,
@@ -118,6 +124,7 @@ class RegisteredProgram:
                     self.artifacts,
                     memory.get(island),
                     self.installs,
+                    again=again,
                 ),
             )
             for island, plans in by_island.items()

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from pw.core.errors import ErrorReport
 from pw.core.messages import InstallProgram
 from pw.core.plan import Execute
 from pw.core.sharding import Binding
@@ -36,6 +37,10 @@ class InstalledProgram:
     """Hosts that have not answered for the newest installation."""
     estimates_us: dict[int, float]
     """Device time of each segment that has ended once."""
+    epoch: int = 0
+    """The island's epoch in which hosts compiled it."""
+    error: ErrorReport | None = None
+    """Why a host could not."""
 
     def measured(self, segment: int, device_time_us: int) -> None:
         """A launch of a segment took so long."""

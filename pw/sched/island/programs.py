@@ -20,6 +20,7 @@ from pw.core.messages import (
     RemoveClient,
 )
 from pw.sched.island.admission import Admission
+from pw.sched.island.install_queues import InstallQueues
 from pw.sched.island.installed_program import UNKNOWN, InstalledProgram, names_of, sites_of
 from pw.sched.island.members import Members
 from pw.sched.island.quarantine import Quarantine
@@ -37,6 +38,7 @@ class Programs(Part):
     admission: Admission
     quarantine: Quarantine
     installed: dict[int, InstalledProgram] = field(default_factory=dict, init=False)
+    queues: InstallQueues = field(default_factory=InstallQueues, init=False)
 
     def __getitem__(self, number: int) -> InstalledProgram:
         """Return a program; `UNKNOWN` if it is not installed."""
@@ -47,6 +49,7 @@ class Programs(Part):
         if self[number].install != install:
             return False
         self.installed.pop(number, None)
+        self.queues.drop(number)
         self.quarantine.uninstall(number)
         if self.admission.memory is not None:
             self.admission.memory.uninstall(number)
@@ -62,41 +65,54 @@ class Programs(Part):
         if not self.members.hosts or not self.members.include(p.host for p in message.plans):
             self.env.count("messages_stale")
             return
+        known = self[number]
+        if message.again and known.epoch == self.members.epoch and not known.compiling:
+            # Hosts have it, and earlier runs that still wait here need it as it is.
+            known.install = message.install
+            self._answer(number, message.install, known.error)
+            return
         if self.admission.memory is not None:
             self.admission.memory.install(number, body.name, message.memory)
         if (refusal := self.quarantine.install(number, body)) is not None:
             self._answer(number, message.install, refusal)
             return
-        program = self._remember(message)
-        compact = Compact.of(body)
-        try:
-            for plan in message.plans:
-                what = (number, compact, Compact.of(plan), message.artifacts, message.install)
-                install = Install(self.members.epoch, *what, message.tenant)
-                self.env.send(executor_of(plan.host), install)
-        except Error as error:  # it exceeds the size of a message: refuse the program's runs
-            program.compiling.clear()
-            report = ErrorReport.of(error)
-            words = f"{body.name!r} cannot be sent to its hosts: {report.message}"
-            report = msgspec.structs.replace(report, message=words)
-            self._answer(number, message.install, report)
+        self._remember(message)
+        self.queues.put(message)
+        self._send(client_of(number))
 
-    def _remember(self, message: InstallProgram) -> InstalledProgram:
+    def _send(self, client: int) -> None:
+        """Send hosts what they may compile of a client now."""
+        for message in self.queues.take(client):
+            number, body, plans = message.program, Compact.of(message.body), message.plans
+            what = (message.artifacts, message.install, message.tenant)
+            try:
+                for plan in plans:
+                    install = Install(self.members.epoch, number, body, Compact.of(plan), *what)
+                    self.env.send(executor_of(plan.host), install)
+            except Error as error:  # it exceeds the size of a message: refuse the program's runs
+                self.queues.answered(number, message.install, *[plan.host for plan in plans])
+                report = ErrorReport.of(error)
+                words = f"{message.body.name!r} cannot be sent to its hosts: {report.message}"
+                self._ended(number, msgspec.structs.replace(report, message=words))
+
+    def _remember(self, message: InstallProgram) -> None:
         earlier = self.installed.pop(message.program, UNKNOWN)
-        program = self.installed[message.program] = InstalledProgram(
+        self.installed[message.program] = InstalledProgram(
             names_of(message),
             {at: self.window.footprint(where) for at, where in sites_of(message).items()},
             message.install,
             {plan.host for plan in message.plans},
             {} if earlier is UNKNOWN else earlier.estimates_us,
+            self.members.epoch,
         )
-        return program
 
     @handles(Installed)
     def _installed(self, sender: Address, message: Installed) -> None:
         program = self[message.program]
         if not self.members.is_current(message.epoch, sender):
             return
+        self.queues.answered(message.program, message.install, sender.node)
+        self._send(client_of(message.program))
         if message.install != program.install or not program.compiling:
             self.env.count("messages_stale")
             return
@@ -104,19 +120,26 @@ class Programs(Part):
         if self.admission.memory is not None:
             self.admission.memory.add_temporaries(message.program, message.temporary_bytes)
         if message.error is not None or not program.compiling:
-            program.compiling.clear()
             self.quarantine.compiled(message.program)
-            self._answer(message.program, message.install, message.error)
+            self._ended(message.program, message.error)
+
+    def _ended(self, number: int, error: ErrorReport | None) -> None:
+        program = self[number]
+        program.compiling.clear()
+        program.error = error
+        self._answer(number, program.install, error)
 
     def _answer(self, program: int, install: int, error: ErrorReport | None) -> None:
         self.env.send(CONTROL, ProgramInstalled(self.island, program, error, install))
 
     @handles(IslandLost)
     def _epoch_ended(self, sender: Address, message: IslandLost) -> None:
+        self.queues.clear()
         for program in self.installed.values():
             program.compiling.clear()
 
     @handles(RemoveClient)
     def _client_removed(self, sender: Address, message: RemoveClient) -> None:
+        self.queues.forget(message.client)
         for number in [n for n in self.installed if client_of(n) == message.client]:
             del self.installed[number]

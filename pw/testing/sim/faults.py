@@ -12,7 +12,7 @@ from random import Random
 
 from pw.core.ids import CONTROLLER, Address
 from pw.testing.sim.cluster import SimCluster
-from pw.testing.sim.floods import flood
+from pw.testing.sim.floods import flood, flood_of_programs
 from pw.testing.sim.host import SUPERVISOR_STOPPED, SimHost
 from pw.testing.sim.intruders import forged
 from pw.testing.sim.network import HEARTBEAT_S
@@ -195,11 +195,16 @@ class Faults:
         self._trespasses.trespass(random, self._clients)
 
     def _flood(self, random: Random) -> None:
-        """A client sends thousands of requests at once to all its peers."""
-        node = random.choice(self._clients).node
+        """A client sends thousands of requests at once to all its peers, or hundreds of programs."""
+        flooder = random.choice(self._clients)
+        node = flooder.node
         if node.alive and not node.paused:
-            self._note("flood", node.name)
-            flood(random, node)
+            if random.random() < 0.5:
+                self._note("flood", node.name)
+                flood(random, node)
+            else:
+                self._note("flood of programs", node.name)
+                flood_of_programs(random, flooder)
             for client in self._clients:
                 if client.node is not node:
                     self._world.after(random.uniform(1e-3, 6e-3), self._call_beside, client)

@@ -1,23 +1,40 @@
 """Clients that send far more than a node can handle, and what others notice of it.
 
-`flood` sends a few thousand requests to the controller and to the hosts that a client knows.
-`Fairness` checks that no message of another peer waits long for its turn, at any node.
+`flood` sends a few thousand requests to the controller and to the hosts that a client knows;
+`flood_of_programs` registers some hundred programs, and releases them.
+`Fairness` checks that no message of another peer waits long for its turn, at any node, and that no
+host has more than a few programs of one client to compile.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from random import Random
 
-from pw.core.ids import CONTROL, CONTROLLER, Address
-from pw.core.messages import GetStats, GetStatus
+from pw.core.compact import Compact
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, client_of
+from pw.core.messages import (
+    GetStats,
+    GetStatus,
+    Install,
+    Installed,
+    RegisterProgram,
+    ReleaseProgram,
+)
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.workload import SimClient
 from pw.testing.sim.world import Process, Violation
 
 FAIR_S = 5e-3
 """How long a message of a peer that does not flood waits at most, times the node's slowness.
 
-A turn takes 1 ms, and the turns of the other peers are shorter.
+A turn takes 0.5 ms, and the turns of the other peers are shorter.
 """
+COMPILING = 8
+"""Programs of one client that a host has to compile at most."""
+_FIRST_PROGRAM = 1 << 38
+"""The session never gives this serial number, nor a larger one."""
+_PROGRAMS = 300
 _REQUESTS = 3000
 _IN_A_FRAME = 40
 
@@ -38,13 +55,55 @@ def flood(random: Random, node: Process) -> None:
     network.flush()
 
 
+def flood_of_programs(random: Random, client: SimClient) -> None:
+    """Register copies of a client's programs as fast as it can; release each, early or late."""
+    drafts = list(client.programs.values())
+    if client.attached is None or not drafts:
+        return
+    node, number = client.node, client.attached.client
+    node.world.floods.add(node.name)
+    sender, network = Address(node.name, "session"), node.network
+    kept: list[int] = []
+    for _ in range(random.randint(_PROGRAMS // 2, _PROGRAMS)):
+        program = client_id(number, _FIRST_PROGRAM + random.getrandbits(32))
+        draft = random.choice(drafts)
+        register = RegisterProgram(program, Compact.of(draft.body), draft.artifacts)
+        network.send(CONTROL, sender, register)
+        kept.append(program)
+        if random.random() < 0.5:
+            network.send(CONTROL, sender, ReleaseProgram(kept.pop(random.randrange(len(kept)))))
+        if random.random() < 1 / _IN_A_FRAME:
+            network.flush()
+    for program in kept:
+        network.send(CONTROL, sender, ReleaseProgram(program))
+    network.flush()
+
+
 class Fairness:
-    """Checks how long messages of peers wait, at every node, in worlds where clients flood."""
+    """Checks what other clients may notice of floods, in worlds where clients flood."""
 
     def __init__(self, cluster: SimCluster) -> None:
         self._world = cluster.world
+        self._compiling: defaultdict[tuple[str, int, int], set[tuple[int, int]]]
+        self._compiling = defaultdict(set)
+        """What hosts have to compile in an epoch for a client: programs, and their installations."""
         if self._world.profile.floods:
             self._world.waited = self._waited
+            self._world.watch_sent(Install, self._to_compile)
+            self._world.watch_sent(Installed, self._compiled)
+
+    def _to_compile(self, sender: Address, to: Address, message: Install) -> None:
+        client = client_of(message.program)
+        compiling = self._compiling[to.node, message.epoch, client]
+        compiling.add((message.program, message.install))
+        self._world.checked["fair"] += 1
+        if len(compiling) > COMPILING:
+            words = f"{to.node} has to compile {len(compiling)} programs of client {client} at once"
+            raise Violation("fair", words)
+
+    def _compiled(self, sender: Address, to: Address, message: Installed) -> None:
+        what = sender.node, message.epoch, client_of(message.program)
+        self._compiling[what].discard((message.program, message.install))
 
     def _waited(self, node: Process, peer: str, arrived_s: float, now_s: float) -> None:
         world = self._world
