@@ -40,6 +40,11 @@ def credentials_of(node: str, folder: Path, **how: Any) -> Credentials:
     return Credentials.read(file)
 
 
+def wire_bytes(size: int) -> int:
+    """About how many bytes so many plain bytes take with TLS; at least as many as they do."""
+    return size + (size >> 9) + 64
+
+
 class Recorder(Actor):
     """Keeps what it receives, and can be told what to do with it."""
 

@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pw
+
 ROOT = Path(__file__).resolve().parent.parent
 
 PRELUDE = """
@@ -41,6 +43,11 @@ def after(x, steps):
 """A step with a collective, for gangs of two hosts on each of two islands; `after` computes it in numpy."""
 
 
+def two_gangs() -> pw.LocalCluster:
+    """A cluster for `TWO_GANGS`: two islands of two hosts."""
+    return pw.LocalCluster(islands=2, hosts_per_island=2, devices_per_host=1, connect=False)
+
+
 def start_client(address: str, body: str, **variables: str) -> subprocess.Popen[str]:
     """Run `body` (after the usual imports) in a process connected to `address`."""
     environment = os.environ | {"PW_ADDRESS": address, "PYTHONPATH": str(ROOT)} | variables
@@ -64,3 +71,9 @@ def finish(client: subprocess.Popen[str], timeout_s: float = 90.0) -> str:
         raise AssertionError(f"the client hung\n{output}\n{errors}") from None
     assert client.returncode == 0, f"exit code {client.returncode}\n{output}\n{errors}"
     return output
+
+
+def two_clients_say_ok(address: str, body: str) -> None:
+    """Run `body` in two processes at once; each must print "ok" and nothing else."""
+    clients = [start_client(address, body) for _ in range(2)]
+    assert [finish(client).strip() for client in clients] == ["ok", "ok"]

@@ -25,7 +25,7 @@ from pw.core.sharding import ArraySpec, Binding, DeviceAddress, Placement, Shard
 from pw.devices.host.backend import Build, Op
 from pw.devices.jax.backend import JaxBackend
 from pw.testing import InProcessCluster
-from tests.scripts import TWO_GANGS, finish, start_client
+from tests.scripts import TWO_GANGS, two_clients_say_ok, two_gangs
 
 ONES = np.ones(4, np.float32)
 
@@ -409,8 +409,5 @@ print("ok")
 
 @pytest.mark.processes
 def test_gangs_of_two_islands_skip_alike() -> None:
-    with pw.LocalCluster(
-        islands=2, hosts_per_island=2, devices_per_host=1, connect=False
-    ) as cluster:
-        clients = [start_client(cluster.address, GANGS) for _ in range(2)]
-        assert [finish(client).strip() for client in clients] == ["ok", "ok"]
+    with two_gangs() as cluster:
+        two_clients_say_ok(cluster.address, GANGS)

@@ -746,7 +746,6 @@ def test_credentials_are_looked_for_in_order(
         return credentials and credentials.own.name
 
     assert name(ADDRESS) == "joined"
-    assert name("tcp://10.0.0.2:7777") is None
     monkeypatch.setenv("PW_CREDENTIALS", str(named))
     assert name(ADDRESS) == name("tcp://10.0.0.2:7777") == "named"
     monkeypatch.setenv("PW_CREDENTIALS", "nowhere.pem")
@@ -755,6 +754,31 @@ def test_credentials_are_looked_for_in_order(
     monkeypatch.setenv("PW_CREDENTIALS", str(named))
     assert name("ipc:///run/pw/controller") is None
     assert name(ADDRESS, given) == name("ipc:///run/pw/controller", given) == "given"
+
+
+@pytest.mark.parametrize(
+    ("joined", "address", "may_be_plain", "is_used"),
+    [
+        ("tcp://10.0.0.1:7777", "tcp://main.example:7777", False, True),
+        ("tcp://10.0.0.1:7777", "tcp://[2001:db8::1]:8888", False, True),
+        ("tcp://10.0.0.1:7777", "tcp://main.example:7777", True, False),
+        ("tcp://10.0.0.1:7777", "tcp://10.0.0.1:7777", True, True),
+        ("tcp://10.0.0.1:7777", "tcp://127.0.0.1:7777", False, False),
+        ("tcp://127.0.0.1:7777", "tcp://localhost:7777", False, True),
+        ("tcp://127.0.0.1:7777", "tcp://[::1]:8888", False, False),
+        ("tcp://10.0.0.1:7777", "ipc:///run/pw/controller", False, False),
+    ],
+)
+def test_a_joined_cluster_may_have_several_addresses(
+    home: Path,
+    issued: Callable[..., Path],
+    joined: str,
+    address: str,
+    may_be_plain: bool,
+    is_used: bool,
+) -> None:
+    write(joined_file(), issued(Role.CLIENT, "ann", "", 1, joined).read_bytes())
+    assert (found(address, may_be_plain=may_be_plain) is not None) is is_used
 
 
 def test_the_role_and_the_revocation_list_are_taken_into_account(

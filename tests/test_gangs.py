@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import pw
-from tests.scripts import finish, start_client
+from tests.scripts import finish, start_client, two_gangs
 
 pytestmark = pytest.mark.processes
 
@@ -70,9 +69,7 @@ print("ok")
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with pw.LocalCluster(
-        islands=2, hosts_per_island=2, devices_per_host=1, connect=False
-    ) as cluster:
+    with two_gangs() as cluster:
         yield cluster.address
 
 

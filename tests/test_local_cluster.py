@@ -103,7 +103,7 @@ def test_logs_are_lines_of_time_level_event_and_pairs(ending: dict[str, Program]
     script = ending["leaves the block"]
     script.end()
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
-    line = when + r" (INFO|WARNING) pw: [\w ]+( \w+=('.*?'|\".*?\"|\S+))+"
+    line = when + r" (INFO|WARNING) pw(\.audit)?: [\w ]+( \w+=('.*?'|\".*?\"|\S+))+"
     lines = script.err.splitlines()
     assert [text for text in lines if not re.fullmatch(line, text)] == []
     for event in ("listening node=controller", "host registered node=controller actor=resources"):

@@ -18,6 +18,7 @@ from pw.core.roles import TABLE, Role, permits, role_of
 from pw.transport.link import incarnation
 from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork
+from tests.daemons import until
 
 ERROR = ErrorReport.of(PlacementError("forged"))
 LINKS = (m.Hello, m.Refused, m.Heartbeat, m.Goodbye)
@@ -96,7 +97,7 @@ def test_a_client_that_forges_messages_does_no_harm() -> None:
                 return node, intruder
 
             node, intruder = thread.call(enter)
-            until(lambda: intruder.of(m.Attached))
+            until(lambda: intruder.of(m.Attached), "the intruder is attached")
             (peers,) = [directory.peers for directory in intruder.of(m.Directory)[-1:]]
             numbers = [info.number for info in pw.status().clients]
 
@@ -130,10 +131,3 @@ def test_a_client_that_forges_messages_does_no_harm() -> None:
             thread.call(node.close)
         finally:
             thread.stop()
-
-
-def until(condition: Any) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

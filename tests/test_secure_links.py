@@ -23,9 +23,9 @@ from pw.transport import credentials as credentials_module
 from pw.transport.authority import Authority
 from pw.transport.credentials import Credentials
 from pw.transport.stream_network import StreamNetwork
-from pw.transport.tls import TlsEnd, wire_bytes
+from pw.transport.tls import TlsEnd
 from pw.transport.wire import TlsWire
-from tests.cluster import Cluster, Recorder, authority, make_cluster, numbers
+from tests.cluster import Cluster, Recorder, authority, make_cluster, numbers, wire_bytes
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ from pw.transport.tls import (
     TlsEnd,
     TlsError,
     plain_alert,
-    wire_bytes,
 )
-from tests.cluster import credentials_of
+from tests.cluster import credentials_of, wire_bytes
 
 
 @pytest.fixture(scope="module")

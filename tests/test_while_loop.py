@@ -17,7 +17,7 @@ import pw
 from pw.client.loops import driver
 from pw.testing import InProcessCluster
 from tests.daemons import until
-from tests.scripts import TWO_GANGS, finish, start_client
+from tests.scripts import TWO_GANGS, finish, start_client, two_clients_say_ok, two_gangs
 from tests.stage import interrupted_in_its_wait
 
 ONES = np.ones(4, np.float32)
@@ -562,9 +562,6 @@ print("ok")
 
 @pytest.mark.processes
 def test_gangs_of_two_islands_and_two_clients() -> None:
-    with pw.LocalCluster(
-        islands=2, hosts_per_island=2, devices_per_host=1, connect=False
-    ) as cluster:
-        clients = [start_client(cluster.address, GANGS + BOTH) for _ in range(2)]
-        assert [finish(client).strip() for client in clients] == ["ok", "ok"]
+    with two_gangs() as cluster:
+        two_clients_say_ok(cluster.address, GANGS + BOTH)
         assert finish(start_client(cluster.address, GANGS + DYING)).strip() == "ok"

@@ -31,7 +31,7 @@ GC_ALLOCATIONS = 10_000
 """The threshold of the youngest generation: allocations minus deallocations."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMAT = "%(asctime)s %(levelname)s pw: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 CREDENTIALS_HELP = (
     "This process's certificate and key, and the cluster's authority: a file of `pw keys issue`, or a folder "
     "with tls.crt, tls.key and ca.crt. With them all tcp links are encrypted, and their ends known. By default "
@@ -152,7 +152,7 @@ def check_private(address: str) -> None:
 
 
 def configure_logging(level: str) -> None:
-    """One line a record on standard error: `time LEVEL pw: event key=value ...`."""
+    """One line a record on standard error: `time LEVEL logger: event key=value ...`."""
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),

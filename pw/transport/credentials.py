@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from pw.core.errors import AccessRefused, Error
 from pw.core.roles import Role
 from pw.transport import private_files
+from pw.transport.endpoints import is_on_loopback
 from pw.transport.identity import Identity, said
 from pw.transport.joined import address_in, joined_address, joined_file
 from pw.transport.log import log
@@ -248,15 +249,20 @@ def found(
     path: str | Path | None = None,
     revoked: str | Path | None = None,
     role: Role | None = None,
+    *,
+    may_be_plain: bool = False,
 ) -> Credentials | None:
     """The credentials of this process for the cluster whose controller is at `address`; None if it has none.
 
     They are those of `path`, else of PW_CREDENTIALS, else, for a client, those that `pw join` has installed, if
-    they are for this address. The last two are for tcp addresses only: unix sockets need none.
+    this may be the cluster that was joined. The last two are for tcp addresses only: unix sockets need none.
 
     Args:
+        address: of the controller; it may have several.
+        path: a file or folder.
         revoked: a file with revocation lists; by default that of PW_REVOKED.
         role: of this process; None for any.
+        may_be_plain: whether a cluster at another address than the joined one may use plain tcp.
 
     Raises:
         Error: they cannot be used (see `Credentials.read`), or are for another role.
@@ -264,7 +270,7 @@ def found(
     named = ""
     if not path and address.startswith("tcp://"):
         path, named = os.environ.get(CREDENTIALS), f"--credentials or {CREDENTIALS}"
-        if not path and role in (None, Role.CLIENT) and joined_address() == address:
+        if not path and role in (None, Role.CLIENT) and _may_be_joined(address, may_be_plain):
             path, named = joined_file(), "pw join"
     if not path:
         return None
@@ -277,6 +283,20 @@ def found(
     if role is not None:
         credentials.check_role(role)
     return credentials
+
+
+def _may_be_joined(address: str, may_be_plain: bool) -> bool:
+    """Whether the controller at a tcp address may be that of the cluster that this user has joined.
+
+    It may have several names and addresses. Without credentials a process reaches only its own machine; there
+    each port is a controller of its own.
+    """
+    joined = joined_address()
+    if address == joined or not joined or may_be_plain:
+        return address == joined
+    if not is_on_loopback(address):
+        return True
+    return is_on_loopback(joined) and address.rpartition(":")[2] == joined.rpartition(":")[2]
 
 
 # --- what a failed connection means ------------------------------------------------------------------

@@ -181,10 +181,11 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
 
 
 def is_on_loopback(endpoint: str) -> bool:
-    """Whether a numeric tcp endpoint can be dialled on its own machine only."""
+    """Whether a tcp endpoint, numeric or at localhost, can be dialled on its own machine only."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
-        return endpoint.startswith("tcp://") and ipaddress.ip_address(host).is_loopback
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return endpoint.startswith("tcp://") and is_loopback
     except ValueError:
         return False
 

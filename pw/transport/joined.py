@@ -24,9 +24,8 @@ def joined_file() -> Path:
 def joined_address() -> str:
     """The address of the cluster that this user has joined; empty if none."""
     try:
-        with joined_file().open("rb") as file:
-            return address_in(file.read(_HEAD_BYTES))
-    except (OSError, RuntimeError):  # no such file, or a user without a home
+        return address_of(joined_file())
+    except RuntimeError:  # a user without a home
         return ""
 
 
@@ -38,6 +37,15 @@ def default_address() -> str:
     """
     address = os.environ.get("PW_ADDRESS")
     return joined_address() if address is None else address
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """The address in a credentials file; empty if it names none, or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return address_in(file.read(_HEAD_BYTES))
+    except OSError:
+        return ""
 
 
 def address_in(pem: bytes) -> str:

@@ -12,7 +12,6 @@ from pw.transport.credentials import CREDENTIALS, Credentials, found
 from pw.transport.log import audit, log
 
 INSECURE = "PW_INSECURE"
-_HEAD_BYTES = 1 << 16
 MEANING = (
     "tcp links are neither encrypted nor authenticated: every process that reaches a port of this cluster can "
     "do all that its users can"
@@ -35,11 +34,7 @@ def address_in(credentials: str | os.PathLike[str] | None = None) -> str | None:
     path = credentials or ("" if "PW_ADDRESS" in os.environ else os.environ.get(CREDENTIALS))
     if not path or not os.path.isfile(path):
         return None
-    try:
-        with open(path, "rb") as file:
-            return joined.address_in(file.read(_HEAD_BYTES)) or None
-    except OSError:  # `Security.of` says it
-        return None
+    return joined.address_of(path) or None  # `Security.of` says if it cannot be read
 
 
 def use_tcp(credentials: str = "", *, insecure: bool = False) -> None:
@@ -101,10 +96,11 @@ class Security(NamedTuple):
         """
         _check_one(credentials, insecure)
         known = None
+        may_be_plain = os.environ.get(INSECURE, "0") not in ("", "0")
         if not insecure:
             path = None if credentials is None else os.fspath(credentials)
-            known = found(address, path or None, revoked or None, role)
-        plain = insecure or (known is None and os.environ.get(INSECURE, "0") not in ("", "0"))
+            known = found(address, path or None, revoked or None, role, may_be_plain=may_be_plain)
+        plain = insecure or (known is None and may_be_plain)
         if not plain or not address.startswith("tcp://"):
             return cls(known, insecure=False)
         if warns:

@@ -320,7 +320,10 @@ class StreamNetwork:
 
     def _untimely(self, connection: Connection, peer: str) -> bool:
         self._node.counters["frames_malformed"] += 1
-        return self._warnings.once(connection, "frame without a hello", peer)
+        meaning = "one of the two has restarted or closed the link, and connects again"
+        return self._warnings.once(
+            connection, "message after the end of a link", peer, meaning=meaning
+        )
 
     def _from_peer(self, link: Link, frame: codec.Frame) -> None:
         numbered = frame.sequence != UNNUMBERED

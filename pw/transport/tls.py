@@ -42,11 +42,6 @@ def plain_alert() -> bytes:
     return bytes((_ALERT, 3, 3, 0, 2, 2, _ACCESS_DENIED))
 
 
-def wire_bytes(size: int) -> int:
-    """About how many bytes so many plain bytes take on the wire; at least as many as they do."""
-    return size + (size >> 9) + 64
-
-
 class TlsEnd:
     """One end of a TLS connection.
 

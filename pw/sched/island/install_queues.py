@@ -63,7 +63,7 @@ class InstallQueues:
                 self.forget(client_of(program))
 
     def drop(self, program: int) -> None:
-        """Nobody needs the installs of a program any more that still wait."""
+        """Do not send the installs of a program that still wait."""
         queue = self._queues.get(client_of(program))
         if queue is not None and queue.waiting:
             queue.waiting = deque(m for m in queue.waiting if m.program != program)
