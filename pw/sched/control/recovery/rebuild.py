@@ -84,7 +84,7 @@ class Rebuilder(ControlPart):
     def _look(self) -> bool:
         """Hosts may have come that have what clients miss."""
         for client in list(self.sessions.clients):
-            if client.arrays.lost:
+            if client.arrays.lost or client.wanted:
                 self.proceed(client)
         return False
 
