@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pw.sched.control.shares import ALONE_S
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.faults import Faults
 from pw.testing.sim.floods import Fairness
@@ -120,7 +121,9 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
     faults.heal()
     for client in clients:
         client.final = True
-    if not world.run(world.now_s + LIVENESS_S, budget, done):
+    # A client whose recovery waited for one giver that is gone may then wait for another.
+    patience_s = LIVENESS_S + (2 * ALONE_S if profile.shares else 0.0)
+    if not world.run(world.now_s + patience_s, budget, done):
         raise Violation("liveness", _stuck(cluster, clients))
     if not world.run(world.now_s + FORMED_S, budget, cluster.formed):
         raise Violation("liveness", "islands are not formed though all hosts are up")
