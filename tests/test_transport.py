@@ -10,24 +10,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
-from pw.core.errors import ConnectionFailed, ProtocolError
+from pw.core.errors import ConnectionFailed, ErrorReport, ProtocolError
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
     Fetched,
     Hello,
     PeerLost,
     Ready,
+    RequestFailed,
     SegmentLaunched,
 )
+from pw.core.roles import Role
 from pw.transport import codec, connection, endpoints, listening, nearby, peers
 from pw.transport import link as link_module
 from pw.transport import node as node_module
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.link import Versions
+from pw.transport.stream_network import StreamNetwork
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
 
@@ -216,6 +220,65 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
     sockets.until(lambda: len(b.received) >= 300)
     assert not b.lost
     assert numbers(b) == list(range(300))
+
+
+def network(cluster: Cluster, recorder: Recorder) -> StreamNetwork:
+    found = cluster.of(recorder).network
+    assert isinstance(found, StreamNetwork)
+    return found
+
+
+def unread(
+    sockets: Cluster, monkeypatch: pytest.MonkeyPatch, silence_s: float
+) -> tuple[Recorder, Recorder, connection.Connection]:
+    """A client that sends 3000 messages and does not read the answers; and where it would read them."""
+    monkeypatch.setattr(link_module, "UNREAD_BYTES", 1 << 17)
+    roles = {"quiet": Role.CLIENT}
+    monkeypatch.setattr(link_module, "role_of", lambda node: roles.get(node, Role.WORKER))
+    quick = {"heartbeat_s": 0.02, "send_buffer_bytes": 1}
+    hub = sockets.node("hub", silence_s=silence_s, **quick)
+    client = sockets.node("quiet", silence_s=60.0, **quick)
+    sockets.introduce(hub, client)
+    client.env.send(hub.env.address, Ready(-1))
+    sockets.until(lambda: hub.received)
+    hub.env.send(client.env.address, Ready(-1))
+    sockets.until(lambda: client.received)
+    words = ErrorReport("Error", "x" * 4000)
+
+    def answer(sender: Address, message: Any) -> None:
+        hub.env.send(client.env.address, RequestFailed(message.request, words))
+
+    hub.react = answer
+    answers = network(sockets, client).links["hub"].source
+    assert answers is not None
+    answers.hold()
+    for number in range(3000):
+        client.env.send(hub.env.address, Ready(number))
+        sockets.of(client).network.flush()
+    link = network(sockets, hub).links["quiet"]
+    sockets.until(lambda: link.unread_bytes)
+    assert len(hub.received) < 3000
+    return hub, client, answers
+
+
+def test_a_client_that_does_not_read_is_not_read(
+    sockets: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the answers to what it asks would fill the memory. When it reads, it gets them all."""
+    hub, client, answers = unread(sockets, monkeypatch, 60.0)
+    waited = network(sockets, hub).links["quiet"].out.waiting_bytes
+    assert waited < 1 << 20
+    answers.resume()
+    sockets.until(lambda: len(client.received) == 3001)
+    assert [one.request for one in client.of(RequestFailed)] == list(range(3000))
+    assert not hub.lost
+
+
+def test_a_client_that_never_reads_again_is_lost(
+    sockets: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, _, _ = unread(sockets, monkeypatch, 0.4)
+    sockets.until(lambda: hub.lost)
 
 
 NO_HEARTBEATS = {"heartbeat_s": 60.0, "silence_s": 200.0}

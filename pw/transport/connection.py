@@ -143,6 +143,11 @@ class Connection:
         """Whether frames wait until the socket is writable."""
         return self._wire is not None and self._wire.is_blocked
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes of frames that wait, because the peer reads more slowly than this process sends."""
+        return 0 if self._wire is None else self._wire.waiting_bytes
+
     def send(self, frame: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""
         if not self._open:

@@ -11,6 +11,7 @@ from pw.core.ids import Address
 from pw.core.installed import DISTRIBUTION, version
 from pw.core.mailbox import HELD_MESSAGES
 from pw.core.messages import PROTOCOL_VERSION, Hello
+from pw.core.roles import Role, role_of
 from pw.transport.connection import Connection
 from pw.transport.credentials import Identity
 from pw.transport.network import Mailroom
@@ -19,6 +20,8 @@ LONGEST_SILENCE_S = 600.0
 """A longer silence in a peer's hello is ignored."""
 HELD_BYTES = 4 << 20
 """A peer is held, until all are handled, when the frames of those that wait have so many bytes."""
+UNREAD_BYTES = 16 << 20
+"""A client that has not read so much is held until it has read half of that."""
 _SENDERS_REMEMBERED = 1024
 
 
@@ -95,6 +98,8 @@ class Link:
     pieces_bytes: int = 0
     unhandled_bytes: int = 0
     """Of frames from the peer since none of its messages waited."""
+    unread_bytes: int = 0
+    """What waits for the peer to read, as it was last looked at; 0 unless the peer is held for that."""
     _addresses: dict[str, Address] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,6 +115,10 @@ class Link:
     def took(self, frame_bytes: int, node: Mailroom) -> None:
         """A frame of the peer is with the node; read no more from the peer if much of it waits there."""
         self.unhandled_bytes += frame_bytes
+        if self.out.waiting_bytes > UNREAD_BYTES and role_of(self.node) is Role.CLIENT:
+            assert self.source is not None
+            self.unread_bytes = self.out.waiting_bytes
+            self.source.hold()
         if node.backlog <= HELD_MESSAGES and self.unhandled_bytes <= HELD_BYTES:
             return
         is_large = self.unhandled_bytes > HELD_BYTES
@@ -123,6 +132,21 @@ class Link:
     def is_held(self) -> bool:
         """Whether nothing is read from the peer now."""
         return self.source is not None and self.source.held
+
+    def may_be_silent(self) -> bool:
+        """Whether the peer's silence since the last look means nothing, because it was not read.
+
+        A client that is held for what it has not read must go on reading; it is read again in time.
+        """
+        if not self.is_held or not self.unread_bytes:
+            return self.is_held
+        before, self.unread_bytes = self.unread_bytes, self.out.waiting_bytes
+        if self.unread_bytes <= UNREAD_BYTES // 2:
+            self.unread_bytes = 0
+            assert self.source is not None
+            self.source.resume()
+            return True
+        return self.unread_bytes < before
 
     @property
     def last_heard_s(self) -> float:

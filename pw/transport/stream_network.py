@@ -444,7 +444,7 @@ class StreamNetwork:
         self._tick_handle = self._loop.call_later(self._heartbeat_s, self._tick)
         self._end_revoked()
         for link in list(self.links.values()):
-            if was_away or link.is_held:  # we have not read, so their silence means nothing
+            if link.may_be_silent() or was_away:
                 link.excuse(away_s)
             if reason := link.complaint(now_s, self._connect_s):
                 self._lose(link, reason, Goodbye())

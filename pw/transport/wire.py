@@ -33,13 +33,15 @@ class Wire:
         self.socket = connected
         self.receive: Callable[[int], bytes | None] = connected.recv
         """Returns received bytes, b"" at the end; raises BlockingIOError and other OSErrors."""
+        self.waiting_bytes = 0
+        """Of messages that the socket has not taken."""
         self._loop = loop
         self._waiting: deque[bytes | memoryview] = deque()
 
     def send(self, data: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""
         if self.is_blocked:
-            self._waiting.append(data)
+            self._wait(data)
             return False
         try:
             sent = self.socket.send(data)
@@ -49,9 +51,13 @@ class Wire:
             return True
         if sent == len(data):
             return True
-        self._waiting.append(memoryview(data)[sent:])
+        self._wait(memoryview(data)[sent:])
         self._block()
         return False
+
+    def _wait(self, data: bytes | memoryview) -> None:
+        self._waiting.append(data)
+        self.waiting_bytes += len(data)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; blocks up to `linger_s` to send the bytes that wait."""
@@ -86,7 +92,9 @@ class Wire:
         """Send all that waits. Raises OSError: BlockingIOError if the socket does not take it."""
         waiting = self._waiting
         while waiting:
-            self._sent(waiting, self.socket.sendmsg(list(islice(waiting, _WRITES_AT_ONCE))))
+            size = self.socket.sendmsg(list(islice(waiting, _WRITES_AT_ONCE)))
+            self.waiting_bytes -= size
+            self._sent(waiting, size)
 
     def _sent(self, queue: deque[bytes | memoryview], size: int) -> None:
         """Remove so many bytes from the front of a queue."""
@@ -138,7 +146,7 @@ class TlsWire(Wire):
     def send(self, data: bytes) -> bool:
         """Send now, or in order when the socket is writable; False if it is not."""
         if self.is_blocked or len(data) > _ENCRYPTED_BYTES:
-            self._waiting.append(data)
+            self._wait(data)
             return not self.is_blocked and self._try()
         tls = self.tls
         tls.encrypt(data)
@@ -187,6 +195,7 @@ class TlsWire(Wire):
                 piece = piece[:room]
             pieces.append(piece)
             size += len(piece)
+        self.waiting_bytes -= size
         self._encrypted.append(self.tls.write(b"".join(pieces)))
         return True
 
