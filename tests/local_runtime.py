@@ -38,6 +38,9 @@ class QuietThread:
     def wait_for_hosts(self) -> None:
         pass
 
+    def trouble(self) -> str:
+        return ""
+
     def counters(self) -> dict[str, int]:
         return {}
 

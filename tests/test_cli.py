@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,32 @@ def test_another_version_is_refused(
 def test_a_worker_does_not_wait_for_ever_for_a_controller(lonely: tuple[Program, Program]) -> None:
     worker, _ = lonely
     fails(worker, "pw-worker", "the controller could not be reached at tcp://127.0.0.1:9")
+
+
+def test_what_is_in_the_way_of_the_controller_is_said(start: Start) -> None:
+    ways = {
+        (
+            "tcp://127.0.0.1:9",
+            "1",
+        ): "within 1 s: Connection refused; is pw-controller running there",
+        ("tcp://nowhere.invalid:9", "1"): r"the name of its host cannot be looked up \(",
+        (
+            "tcp://127.0.0.1:9",
+            "0",
+        ): "without credentials this process reaches only .* --credentials",
+    }
+    for (address, insecure), words in ways.items():
+        how = ("--address", address, "--timeout", 1)
+        fails(start("pw.cli.main", "status", *how, PW_INSECURE=insecure), "pw", words)
+
+
+def test_a_gateway_says_that_its_port_is_taken(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = start("pw.cli.main", "gateway", "--bind", f"tcp://127.0.0.1:{port}")
+        fails(
+            gateway, "pw", f":{port}: Address already in use; stop what uses it, or choose another"
+        )
 
 
 # --- pw status, pw version -----------------------------------------------------------------------------

@@ -20,13 +20,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pw.core.errors import AccessRefused, Error
+from pw.client.connection.runtime import Runtime
+from pw.client.connection.threads import remote
+from pw.core.errors import AccessRefused, ConnectionFailed, Error
 from pw.core.roles import Role, role_of
 from pw.transport import credentials as module
 from pw.transport import private_files
 from pw.transport.authority import Authority
 from pw.transport.credentials import Credentials, Identity, explain, found
 from pw.transport.joined import joined_address, joined_file
+from pw.transport.security import Security
 
 ADDRESS = "tcp://10.0.0.1:7777"
 
@@ -382,6 +385,20 @@ def test_a_certificate_that_expires_soon_is_logged_once(
     now_s = 2.0
     assert not ours.refresh()
     assert caplog.text.count("credentials expire soon") == warns
+    assert bool(ours.end_in_words) is warns
+
+
+def test_a_user_is_warned_when_the_certificate_expires_soon(
+    issued: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Credentials(issued(Role.CLIENT, "ann"), None)
+    later = ours.own.expires - 86400
+    monkeypatch.setattr(time, "time", lambda: later)
+    with (
+        pytest.warns(UserWarning, match="expires 20.* ask for a new one, then run `pw join`"),
+        pytest.raises(ConnectionFailed, match=r"within 0 s: Connection refused; is pw-controller"),
+    ):
+        Runtime(remote("tcp://127.0.0.1:9", security=Security(ours)), 1.0, 0, connect_s=0.3)
 
 
 def test_a_new_authority_takes_over_while_both_are_trusted(tmp_path: Path) -> None:

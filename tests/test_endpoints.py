@@ -129,6 +129,8 @@ def test_an_address_to_advertise_that_makes_no_sense() -> None:
     listener = listen("tcp://127.0.0.1:0")
     with pytest.raises(ConnectionFailed):
         reachable_endpoint(listener, "host:port")
+    with pytest.raises(ConnectionFailed, match="is not HOST or HOST:PORT"):
+        reachable_endpoint(listener, "tcp://127.0.0.1:1")
     unlisten(listener)
 
 

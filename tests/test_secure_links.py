@@ -132,6 +132,7 @@ def test_a_revoked_certificate_is_refused(
     assert words in refused(cluster, b)
     (line,) = audit("refused")
     assert words in line
+    assert f"name={stolen.own.uri} serial={stolen.own.serial}" in line
     assert a.received == []
 
 
@@ -396,13 +397,41 @@ def test_a_link_ends_when_its_certificate_is_revoked(
         meet(cluster, a, one)
     cluster.until(lambda: numbers(a) == [0, 0])
     lists.write_bytes(authority().revoke(stolen.own.serial))
-    words = f"the certificate of worker stolen is revoked (serial {stolen.own.serial})"
+    serial = stolen.own.serial
+    words = f"the certificate of worker stolen is revoked (serial {serial}); it needs a new one"
     assert words in refused(cluster, b)
     assert a.lost == [("b", words)]
     (line,) = audit("revoked")
     assert "node=b" in line
     c.env.send(a.env.address, Ready(1))
     cluster.until(lambda: numbers(a) == [0, 0, 1])
+
+
+def test_a_process_with_a_new_certificate_connects_again_when_the_old_one_is_revoked(
+    cluster: Cluster,
+    issue: Callable[..., Credentials],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(credentials_module, "LOOK_S", 0.0)
+    lists, file = tmp_path / "crl.pem", tmp_path / "own.pem"
+    lists.write_bytes(authority().revoke())
+    ours = Credentials.read(write(file, Role.WORKER, "b"))
+    old = ours.own.serial
+    a = cluster.node("a", credentials=issue(Role.WORKER, "a", revoked=lists), heartbeat_s=0.02)
+    b = cluster.node("b", listens=False, credentials=ours)
+    meet(cluster, a, b)
+    cluster.until(lambda: numbers(a) == [0])
+    write(file, Role.WORKER, "b")
+    lists.write_bytes(authority().revoke(old))
+    cluster.until(lambda: b.lost)
+    ((peer, reason),) = b.lost
+    assert peer == "a"
+    assert reason.endswith("this process has a new certificate, and connects again")
+    assert not b.of(PeerRefused)
+    b.env.send(a.env.address, Ready(1))
+    cluster.until(lambda: numbers(a) == [0, 1])
+    assert ours.own.serial != old
 
 
 # --- strangers -------------------------------------------------------------------------------------------

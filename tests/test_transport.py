@@ -542,7 +542,7 @@ def test_a_host_on_the_loopback_is_no_host_for_other_machines(
             each.env.introduce(name, endpoint)
     (warning,) = caplog.messages
     assert warning == (
-        "no other machine can dial this host, unless it gets another --bind "
+        "no other machine can dial this peer, unless it gets another --bind "
         "node=outside peer=local endpoint=tcp://127.0.0.1:1"
     )
 

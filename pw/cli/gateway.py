@@ -32,6 +32,10 @@ from pw.transport.endpoints import parse
 from pw.transport.private import PrivateFolder
 from pw.transport.security import Security
 
+PLAIN = (
+    "JAX's protocol is not encrypted, and credentials do not change that; listen at 127.0.0.1 and use ssh -L, "
+    "or give --insecure on a network that you trust"
+)
 CONNECTING = 4
 """Sessions that are begun at the same time."""
 
@@ -79,6 +83,11 @@ class _Sessions:
         self._address = runtime.endpoint or ""
         return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
 
+    def close(self) -> None:
+        """End the first session if no connection has come for it."""
+        if self._first is not None:
+            self._first[2]()
+
     def begin(self) -> _Session:
         """Begin a session, or give the first one away."""
         first, self._first = self._first, None
@@ -116,7 +125,7 @@ def serve(
         Error: it cannot listen there, or there are not so many devices.
     """
     configure_logging("error")
-    check_bind(bind, Security(None, insecure=insecure))
+    check_bind(bind, Security(None, insecure=insecure), PLAIN)
     security = Security.of(address, credentials, insecure=insecure, role=Role.CLIENT)
     where = parse(bind).address
     loop = uvloop.new_event_loop()
@@ -135,6 +144,7 @@ def serve(
                 raise
             os.write(announce_fd, f"{ERROR}{error}\n".encode())  # the script raises it
             raise SystemExit(1) from None
+        cluster.callback(sessions.close)
         waiting = cluster.enter_context(ThreadPoolExecutor(CONNECTING, "pw-connect"))
 
         async def connect() -> _Session:
@@ -147,7 +157,10 @@ def serve(
         try:
             port = listening.result()
         except OSError as error:
-            raise Error(f"cannot listen on {bind}: {error}") from error
+            words = os.strerror(error.errno) if error.errno else str(error)
+            raise Error(
+                f"cannot listen on {bind}: {words}; stop what uses it, or choose another --bind"
+            ) from error
         shown = f"unix:{where}" if isinstance(where, str) else f"{where[0]}:{port}"
         if announce_fd >= 0:
             os.write(announce_fd, f"grpc://{shown}\n".encode())

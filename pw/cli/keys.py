@@ -215,5 +215,5 @@ def join(
         typer.echo(f"this user had joined the cluster at {before}, and has left it")
     typer.echo(
         f"the credentials are in {installed}: pw and pw.connect() use them when no address is given and "
-        "PW_ADDRESS is not set. To leave the cluster, remove that file."
+        "PW_ADDRESS is not set. `pw status` shows the cluster. To leave it, remove that file."
     )

@@ -9,6 +9,7 @@ import json
 import os
 import platform as python_platform
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -223,7 +224,9 @@ def cancel(
     insecure: Insecure = False,
     timeout: Timeout = 3.0,
 ) -> None:
-    """Cancel runs of any client: their results, and all that needs them, fail with `Cancelled`.
+    """Cancel runs: their results, and all that needs them, fail with `Cancelled`.
+
+    Only an operator may cancel runs of other tenants.
 
     Queued runs never start. Started runs have a second to end; then their island is formed again, and other
     clients keep their arrays there.
@@ -443,6 +446,7 @@ app.command()(keys.join)
 def main() -> None:
     """Entry point of `pw`."""
     configure_logging("error")
+    warnings.formatwarning = lambda message, *_args, **_kinds: f"pw: warning: {message}\n"
     run_app("pw", app)
 
 

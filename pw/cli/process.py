@@ -16,7 +16,7 @@ import typer
 
 from pw.core.errors import ConnectionFailed, Error
 from pw.core.sizes import parse_size
-from pw.transport.endpoints import parse_bind
+from pw.transport.endpoints import is_here, look_up, parse, parse_bind
 from pw.transport.security import CLOSED, Security
 
 EXIT_OK = 0
@@ -81,7 +81,9 @@ def run_app(program: str, app: typer.Typer) -> NoReturn:
         code: Any = app(prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
         say = getattr(error, "format_message", error.__str__)
-        fail(program, f"{say().rstrip('.')}; see {program} --help")
+        words = say().replace("Value error, ", "").rstrip(".")
+        context = getattr(error, "ctx", None)
+        fail(program, f"{words}; see {context.command_path if context else program} --help")
         code = EXIT_ERROR
     except Error as error:
         fail(program, str(error))
@@ -105,26 +107,37 @@ def size_of(given: str, option: str = "--device-memory") -> int | None:
         raise typer.BadParameter(f"{option} {error}") from error
 
 
-def check_bind(bind: str, security: Security = CLOSED) -> None:
-    """Raise BadParameter if `bind` is no endpoint, Error if it is off the loopback and `security` is none."""
+def check_bind(bind: str, security: Security = CLOSED, ways: str = TWO_WAYS) -> None:
+    """Raise BadParameter if `bind` is no endpoint, Error with `ways` if it is off the loopback and plain."""
     try:
         place, _ = parse_bind(bind)
     except ConnectionFailed as error:
-        words = f"cannot listen on {bind!r}; it looks like tcp://127.0.0.1:7777"
+        words = (
+            f"cannot listen on {bind!r}; it looks like tcp://127.0.0.1:7777, or tcp://127.0.0.1:7000-7100 for "
+            "the first free port of a range"
+        )
         raise typer.BadParameter(words) from error
     if isinstance(place.address, tuple) and not (any(security) or _is_loopback(place.address[0])):
-        raise Error(f"{bind} can be reached from other machines: {TWO_WAYS}")
+        raise Error(f"{bind} can be reached from other machines: {ways}")
 
 
 def check_reachable(controller: str, bind: str) -> None:
     """Raise Error if a host of a cluster on several machines would listen only on its own machine."""
     if controller.startswith("tcp://") and bind.startswith("tcp://"):
         there, here = (endpoint[6:].rpartition(":")[0] for endpoint in (controller, bind))
-        if _is_loopback(here) and not _is_loopback(there):
+        if _is_loopback(here) and not _is_loopback(there) and not _names_this_machine(controller):
             raise Error(
                 f"the controller at {controller} is on another machine, but {bind} can be reached from "
                 "this one only; give --bind tcp://ADDRESS:0 with an address of this machine"
             )
+
+
+def _names_this_machine(endpoint: str) -> bool:
+    """Whether an endpoint is of this machine, or cannot be looked up, which dialling it says."""
+    try:
+        return is_here(look_up(parse(endpoint)))
+    except (ConnectionFailed, OSError):
+        return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -78,8 +78,18 @@ class Access:
         if len(self._tenants) >= _REMEMBERED:
             del self._tenants[next(iter(self._tenants))]
         self._tenants[link.node] = OPERATOR if identity is None else identity.tenant
+        if self._credentials is not None:
+            link.shown_serial = self._credentials.own.serial
         if identity is not None:
             audit("login", **identity.fields, node=link.node, peer=connection.peer)
+
+    def has_another_certificate(self, link: Link) -> bool:
+        """Whether this process has another certificate than the one that it has shown on a link."""
+        credentials = self._credentials
+        if credentials is None or not link.shown_serial:
+            return False
+        credentials.refresh()
+        return credentials.own.serial != link.shown_serial
 
     def tenant_of(self, node: str) -> str:
         """The tenant of a peer that has or had a link; the operator for plain links, else empty."""
@@ -96,6 +106,7 @@ class Access:
             if identity is not None and credentials.is_revoked(identity):
                 audit("revoked", **identity.fields, node=link.node, peer=link.out.peer)
                 words = f"the certificate of {identity} is revoked (serial {identity.serial})"
+                words += "; it needs a new one"
                 found.append((link, ErrorReport.of(AccessRefused(words), where=self._node)))
         return found
 

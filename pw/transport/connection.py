@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -70,6 +71,11 @@ class Owner(Protocol):
         """Takes the socket of a connection that is for chunks: `BulkPlane.adopt`."""
 
 
+def _words(error: BaseException) -> str:
+    """An error of the system without its number."""
+    return str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+
+
 class Connection:
     """Sends and receives whole messages without ever blocking.
 
@@ -94,13 +100,13 @@ class Connection:
     ) -> None:
         self.closed = False
         self.identity: Identity | None = None
-        """What the peer's certificate says; None without TLS."""
+        """What the peer's certificate says, also of one that was refused; None without TLS."""
         self.peer = "local"
         """The address of a tcp peer, as host:port."""
         self.heard_s = loop.time()
         """When bytes came that were not one whole message; of those, the owner knows."""
         self.trouble = ""
-        """What the user can do about a failure to dial; empty if that is unknown."""
+        """Why the last try to dial has failed, and what the user can do; empty if none has."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
@@ -205,7 +211,7 @@ class Connection:
         if error is None:
             self._connect(answer.result())
         else:
-            self._end(str(error))
+            self._end(f"the name of its host cannot be looked up ({_words(error)})")
 
     def _connect(self, where: SocketAddress) -> None:
         self._set_timer()
@@ -217,8 +223,7 @@ class Connection:
             return
         if where.family != socket.AF_UNIX and not self._security.takes_tcp:
             if is_here(where):
-                self.trouble = NOBODY_NEAR
-                self._end(self.trouble)
+                self._end(NOBODY_NEAR)
             else:
                 reason = f"it is on another machine, and {NEEDS_CREDENTIALS}"
                 self._loop.call_soon(self._refused, reason)
@@ -228,7 +233,7 @@ class Connection:
             self._dialled.setblocking(False)
             code = self._dialled.connect_ex(where.address)
         except OSError as error:
-            self._end(str(error))
+            self._end(_words(error))
             return
         if code == errno.EINPROGRESS:
             self._loop.add_writer(self._dialled, self._connected)
@@ -242,7 +247,7 @@ class Connection:
             self._loop.remove_writer(dialled)
             code = dialled.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self._end(errno.errorcode[code])
+            self._end(os.strerror(code))
         elif not is_trusted(dialled):
             self._end("another user's process listens there")
         else:
@@ -312,6 +317,7 @@ class Connection:
         except (TlsError, OSError) as error:
             self._end(str(error))
         except Error as error:
+            self.identity = credentials.shown(wire.tls.certificate)
             if listens:
                 self._zmtp.refuse(str(error))
                 self._say()
@@ -413,6 +419,7 @@ class Connection:
         """Dial again, or close for good if the connection has been open or was accepted."""
         self._hang_up()
         if self._where is not None and not self._open:
+            self.trouble = reason
             self._timer = self._loop.call_later(self._retry_s, self._dial)
             self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         else:

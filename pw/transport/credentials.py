@@ -136,6 +136,15 @@ class Credentials:
             raise AccessRefused(f"its certificate is that of {peer}, not of a {role}")
         return peer
 
+    def shown(self, der: bytes | None) -> Identity | None:
+        """What a certificate says, of a peer that `identify` refuses; None if that is not an identity."""
+        from pw.transport.certificates import identify
+
+        try:
+            return identify(der) if der else None
+        except AccessRefused:
+            return None
+
     def is_revoked(self, identity: Identity) -> bool:
         """Whether the certificate of an identity is revoked."""
         return identity.serial in self._last.revoked
@@ -190,9 +199,15 @@ class Credentials:
         self._last = replace(self._last, revoked=revoked)
         return True
 
+    @property
+    def end_in_words(self) -> str:
+        """When the certificate expires, if a tenth of its life is left, at most a week; else empty."""
+        soon = time.time() > self._last.bundle.renew
+        return f"{self._path} expires {said(self.own.expires)}" if soon else ""
+
     def _warn_of_expiry(self) -> None:
-        if time.time() > self._last.bundle.renew:
-            self._warn("credentials expire soon", f"{self._path} expires {said(self.own.expires)}")
+        if words := self.end_in_words:
+            self._warn("credentials expire soon", words)
 
     def _warn(self, event: str, reason: str) -> None:
         if self._warned != reason:

@@ -170,6 +170,8 @@ def reachable_endpoint(listener: socket.socket, advertise: str | None) -> str:
         return f"ipc://{name}" if isinstance(name, str) else f"ipc://@{name[1:].decode()}"
     host, port = name[:2]
     if advertise:
+        if "/" in advertise:
+            raise ConnectionFailed(f"--advertise {advertise!r} is not HOST or HOST:PORT")
         if ":" not in advertise.partition("]")[2] and advertise.count(":") != 1:
             advertise = tcp_endpoint(advertise.strip("[]"), port).removeprefix("tcp://")
         where = parse(f"tcp://{advertise}")

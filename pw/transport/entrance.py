@@ -72,7 +72,8 @@ class Entrance:
     def refused(self, peer: str, identity: Identity | None, reason: str) -> None:
         """A stranger is refused."""
         self._network.count("connections_refused")
-        self._warnings.once(reason, "a connection is refused", self._network.name, reason=reason)
+        fields = {} if identity is None else {"name": identity.uri}
+        self._warnings.once(reason, "a connection is refused", peer, **fields, reason=reason)
         self._access.refused(peer, identity, reason)
 
     def ended(self, reason: str) -> None:
@@ -84,7 +85,7 @@ class Entrance:
         """Warn if a host of a cluster on several machines can be dialled only on its own."""
         away = is_off_loopback(self._network.endpoint) and is_on_loopback(endpoint)
         if away and node != CONTROLLER:
-            words = "no other machine can dial this host, unless it gets another --bind"
+            words = "no other machine can dial this peer, unless it gets another --bind"
             self._warnings.once(("loopback", node), words, node, endpoint=endpoint)
 
     def refused_user(self) -> None:

@@ -90,6 +90,8 @@ class Link:
     """None until the peer's hello has come."""
     identity: Identity | None = None
     """What the peer's certificate says; None on links without TLS."""
+    shown_serial: str = ""
+    """Of the certificate that this process has shown to the peer; empty before the peer's hello."""
     silence_s: float = 0.0
     """How long the peer may be silent; known once its hello has come."""
     sent: int = 0

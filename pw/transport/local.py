@@ -120,6 +120,10 @@ class LocalNetwork:
         """No peer has a certificate here."""
         return None
 
+    def trouble_of(self, node: str) -> str:
+        """All nodes are of this process."""
+        return ""
+
     def tenant_of(self, node: str) -> str:
         """All nodes are of this process."""
         return "operator"

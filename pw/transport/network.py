@@ -66,6 +66,9 @@ class Network(Protocol):
     def identity_of(self, node: str) -> Identity | None:
         """The identity of a peer with a link; None for a link without TLS, or without a link."""
 
+    def trouble_of(self, node: str) -> str:
+        """What is in the way of a link to `node`; empty if there is one, or that is not known."""
+
     def tenant_of(self, node: str) -> str:
         """The tenant of a peer: "operator" on links without TLS; empty if it never had a link."""
 

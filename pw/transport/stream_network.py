@@ -186,6 +186,11 @@ class StreamNetwork:
         link = self.links.get(node)
         return None if link is None else link.identity
 
+    def trouble_of(self, node: str) -> str:
+        """What is in the way of a link to `node`; empty if there is one, or that is not known."""
+        link = self.links.get(node)
+        return "" if link is None or link.incarnation is not None else link.out.trouble
+
     def close(self) -> None:
         """Say goodbye to all peers; takes at most about 0.2 s."""
         if self._closed:
@@ -342,12 +347,21 @@ class StreamNetwork:
                     self._lose(link, "closed")
                     return
                 if isinstance(message, Refused):
-                    self._refuse(link.node, message.error, link)
+                    self._dismissed(link, message.error)
                     return
                 if isinstance(message, Hello):
                     node.counters["frames_malformed"] += 1
             elif numbered:
                 node.deliver(to_actor, message, link.address(from_actor))
+
+    def _dismissed(self, link: Link, error: ErrorReport) -> None:
+        """A peer ends a link; for good, unless this process has another certificate by now."""
+        if self._access.has_another_certificate(link):
+            self._lose(
+                link, f"{error.message}; this process has a new certificate, and connects again"
+            )
+        else:
+            self._refuse(link.node, error, link)
 
     # --- hellos --------------------------------------------------------------------------------
 

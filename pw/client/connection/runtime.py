@@ -41,7 +41,7 @@ from pw.client.session.uploads import KEEP_BYTES
 from pw.client.show.live import About, patiently
 from pw.client.show.worker_output import WorkerOutput, is_wanted
 from pw.core.compact import Compact
-from pw.core.errors import ConnectionFailed, Disconnected, Error, ErrorReport
+from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error, ErrorReport
 from pw.core.ids import client_id
 from pw.core.messages import (
     AllocateSlice,
@@ -115,10 +115,11 @@ class Runtime:
             answer = attached.result(connect_s)
             self._thread.wait_for_hosts()
         except TimeoutError:
+            trouble = self._thread.trouble()
             self._thread.close()
             raise ConnectionFailed(
-                f"no answer from a controller at {self._thread.address} within {connect_s:.0f} s; "
-                "is pw-controller running there?"
+                f"no answer from a controller at {self._thread.address} within {connect_s:.0f} s"
+                f"{trouble and ': '}{trouble}; is pw-controller running there?"
             ) from None
         except BaseException:
             self._thread.close()
@@ -209,7 +210,8 @@ class Runtime:
         """Refuse all further calls with this error, unless `close` came first; called by the session."""
         with self._lock:
             if self._closing is None:
-                words = f"{error}. This session is over; pw.connect() begins another"
+                how = " with other credentials" if isinstance(error, AccessRefused) else ""
+                words = f"{error}. This session is over; pw.connect(){how} begins another"
                 self._ended = ErrorReport(type(error).__name__, words)
                 self._closing = error
                 self._run_credits.close()

@@ -20,6 +20,9 @@ class SessionThread(Protocol):
     def wait_for_hosts(self) -> None:
         """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
 
+    def trouble(self) -> str:
+        """What is in the way of a link to the controller; empty if that is not known."""
+
     def counters(self) -> dict[str, int]:
         """Return this process's counters."""
 

@@ -9,6 +9,7 @@ import secrets
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -160,6 +161,10 @@ class SessionOnNode:
             )
         ready.result()
 
+    def trouble(self) -> str:
+        """What is in the way of a link to the controller; empty if that is not known."""
+        return self._thread.call(lambda: self._node.network.trouble_of(CONTROLLER))
+
     def _tick(self) -> None:
         if not self._closed:
             self._runtime.tick()
@@ -243,6 +248,11 @@ def remote(
             )
         folder = private_folder(address)
         credentials, insecure = security or Security.of(address, role=Role.CLIENT)
+        if credentials is not None and (words := credentials.end_in_words):
+            words = (
+                f"the certificate in {words}; ask for a new one, then run `pw join` with its file"
+            )
+            warnings.warn(words, stacklevel=2)
         thread = beside or LoopThread("pw-session")
         stop = thread.stop if beside is None else _leave_it
 
