@@ -126,7 +126,11 @@ print("up", flush=True)
 
 ENDS = {
     # Those that work until they are killed come first: all are started at the same time.
-    "gets Ctrl-C": (PENDING + "np.asarray(x); time.sleep(60)", signal.SIGINT, -signal.SIGINT),
+    "gets Ctrl-C": (
+        PENDING + "np.asarray(x)\nwhile True: time.sleep(0.1)",
+        signal.SIGINT,
+        -signal.SIGINT,
+    ),
     "gets SIGKILL": (PENDING + "time.sleep(60)", signal.SIGKILL, -signal.SIGKILL),
     "ends with nothing pending": (SUM.format(devices=2) + "print('up')", None, 0),
     "ends while work is pending": (PENDING, None, 0),

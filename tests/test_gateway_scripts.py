@@ -49,10 +49,15 @@ for _ in range(20):
 print("up", flush=True)
 """
 
+WAITING = """
+while True:  # another thread may get the signal, and does not wake this one from a long sleep
+    time.sleep(0.1)
+"""
+
 ENDS = {
     # Those that work until they are killed come first: all are started at the same time.
-    "gets Ctrl-C": (WORKING + "time.sleep(60)", signal.SIGINT, -signal.SIGINT),
-    "gets SIGKILL": (WORKING + "time.sleep(60)", signal.SIGKILL, -signal.SIGKILL),
+    "gets Ctrl-C": (WORKING + WAITING, signal.SIGINT, -signal.SIGINT),
+    "gets SIGKILL": (WORKING + WAITING, signal.SIGKILL, -signal.SIGKILL),
     "is the paper's program": (PAPER + "print('up')", None, 0),
     "ends while work is pending": (WORKING, None, 0),
     "raises": (WORKING + "raise KeyError('mine')", None, 1),

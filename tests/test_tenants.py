@@ -207,6 +207,7 @@ def test_an_explanation_names_no_work_of_other_tenants() -> None:
         queued = [work.run for report in told.work for work in (*report.heads, *report.oldest)]
         assert bool(queued) is sees
         assert ("chain" in told.text) is sees
+        assert told.text.endswith("\nnot shown: 1 run of other tenants") is not sees
         names = {client.name for client in told.clients}
         assert ("red" in names) is sees
         assert asker.env.address.node in names

@@ -192,9 +192,14 @@ class Explainer(ControlPart):
             tuple(self._about(client, used[client.number]) for client in self.sessions.clients),
         )
         asker = self.sessions.get(question.asker)
+        hidden = 0
         if question.asker and (asker is None or asker.tenant != OPERATOR):
-            facts = without_others(facts, self.sessions.sight(question.asker))
-        lines = story(facts, question.hosts_awaited, question.run, self._run_name)
+            sees = self.sessions.sight(question.asker)
+            facts = without_others(facts, sees)
+            hidden = sum(runs for number, runs in used.items() if not sees(number))
+        lines = [*story(facts, question.hosts_awaited, question.run, self._run_name)]
+        if hidden:
+            lines.append(f"not shown: {hidden} run{'' if hidden == 1 else 's'} of other tenants")
         question.tell(msgspec.structs.replace(facts, text="\n".join(lines)))
 
     def _run_name(self, number: int) -> str:
