@@ -206,6 +206,8 @@ class SimNetwork:
         wire.last_s[side] = arrives_s
         for _ in range(copies):
             world.at(arrives_s, self._arrive, wire, side, target, kind, sequence, payload)
+        if not copies and kind == _HELLO:  # its peer gives up, and both connect again
+            world.held_until_s = max(world.held_until_s, world.now_s + CONNECT_S)
         if not copies and sequence != _UNNUMBERED:
             world.after(random.uniform(0.1, HEARTBEAT_S), self._beat, target, wire)
 
