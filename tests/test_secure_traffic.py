@@ -9,9 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from examples.train_lm.model import ModelConfig, init_params
 from pw.core.roles import Role
 from pw.transport.authority import Authority
 from tests.daemons import Program, start_module
@@ -90,7 +94,7 @@ class Capture:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def cluster(folder: Path, devices: str = "1") -> Iterator[tuple[str, dict[str, str]]]:
     """Two islands of one host, each process at its own address; yields the controller's, and variables for a
     client."""
     authority, started = Authority.create(), list[Program]()
@@ -119,11 +123,17 @@ def cluster(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
                 let_in(Role.WORKER, island),
                 *("--controller", address, "--bind", f"tcp://{at}:0"),
                 *("--island", island, "--name", island, "--no-standby", "--compile-cache", ""),
+                *("--devices", devices),
             )
         yield address, let_in(Role.CLIENT, "me")
     finally:
         for one in reversed(started):
             one.kill()
+
+
+def parameters() -> list[np.ndarray[Any, Any]]:
+    """Those with which the demo begins: they travel to the islands, and trained ones back."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(init_params(ModelConfig(), 0))]
 
 
 def send_in_clear(listens: str, dials: str) -> None:
@@ -153,3 +163,22 @@ def test_no_byte_of_an_array_travels_in_clear(tmp_path: Path) -> None:
     assert len(seen) > 4 * 50_000 * len(MARKER)  # to a, to b, and twice back
     assert MARKER not in seen
     assert MARKER[::-1] not in seen
+
+
+def test_the_demo_runs_encrypted(tmp_path: Path) -> None:
+    sent = [leaf for leaf in parameters() if leaf.any()]
+    capture = Capture()
+    try:
+        with cluster(tmp_path, devices="2") as (address, variables):
+            command = ["-m", "examples.train_lm", "--steps", "1"]
+            demo = Program(tmp_path, command, **variables, PW_ADDRESS=address, JAX_PLATFORMS="cpu")
+            try:
+                demo.end()
+                assert "the first 1 losses differ by at most" in demo.out, demo.err
+                assert re.search(r"\(relative\): ok", demo.out), demo.out
+            finally:
+                demo.kill()
+    finally:
+        seen = capture.end()
+    assert len(seen) > 2 * sum(leaf.nbytes for leaf in sent)
+    assert not any(row.tobytes()[:64] in seen for leaf in sent for row in leaf[::16])

@@ -1,4 +1,6 @@
-"""The command: a cluster of two islands on this machine, the paper's program, a language model.
+"""The command: the paper's program and a language model, on a cluster of two islands on this machine.
+
+With PW_ADDRESS it runs on that cluster, which needs two islands with two devices each.
 
 The loop keeps a few steps in flight and reads the loss of the oldest, so the islands never wait for
 this process. The reference and the sampling run in this process with plain JAX, after the cluster
@@ -7,6 +9,8 @@ has stopped, because they would use the same cores.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import runpy
 import sys
 import time
@@ -29,8 +33,10 @@ from examples.train_lm.model import ModelConfig, OptimizerConfig, Params, count_
 from examples.train_lm.pipeline import build_pipeline, rows
 from examples.train_lm.report import TrainingProgress
 
-ISLANDS = ("island-0", "island-1")
+ISLANDS = 2
 HOSTS_PER_ISLAND = 2
+PATIENCE_S = 10.0
+"""How long to wait for the islands of PW_ADDRESS."""
 MICRO_BATCHES = 4
 ROWS = 8
 """Rows of a micro-batch, divided among the hosts of an island."""
@@ -90,6 +96,28 @@ def train(
     return losses, pipeline.params(state)
 
 
+def islands_that_fit() -> tuple[str, str]:
+    """The names of two islands with devices for a stage each. Raises SystemExit if there are none soon."""
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        status = pw.status()
+        fits = [
+            island.name
+            for island in status.islands
+            if island.state == "ready"
+            and sum(host.devices for host in island.hosts) >= HOSTS_PER_ISLAND
+        ]
+        if len(fits) >= ISLANDS:
+            return fits[0], fits[1]
+        if time.monotonic() > until_s:
+            sys.exit(
+                f"the cluster at {status.address} has {len(fits)} islands with {HOSTS_PER_ISLAND} devices; "
+                f"this needs {ISLANDS}: start more with pw-worker --devices {HOSTS_PER_ISLAND}, or unset "
+                "PW_ADDRESS"
+            )
+        time.sleep(0.2)
+
+
 def run_on_cluster(
     console: Console,
     model: ModelConfig,
@@ -100,20 +128,22 @@ def run_on_cluster(
     steps: int | None,
     deadline_s: float,
 ) -> Trained:
-    """Starts a cluster, runs the quickstart and the training on it, and fetches the results."""
+    """Runs the quickstart and the training on a cluster, and fetches the results."""
     started_s = time.monotonic()
-    with pw.LocalCluster(
-        islands=len(ISLANDS), hosts_per_island=HOSTS_PER_ISLAND, devices_per_host=1
-    ):
+    cluster: Any = contextlib.nullcontext()
+    if not os.environ.get("PW_ADDRESS"):
+        cluster = pw.LocalCluster(ISLANDS, HOSTS_PER_ISLAND, devices_per_host=1)
+    with cluster:
+        islands = islands_that_fit()
         console.print(
-            f"{len(ISLANDS)} islands of {HOSTS_PER_ISLAND} hosts are up "
+            f"{' and '.join(islands)}, of {HOSTS_PER_ISLAND} devices each, are up "
             f"after {time.monotonic() - started_s:.1f} s"
         )
         console.print("\n[bold]The paper's program[/bold] (examples/quickstart.py)")
         runpy.run_path(str(QUICKSTART))
 
         console.print("\n[bold]A language model[/bold] over two islands, one step as scheduled:")
-        pipeline = build_pipeline(model, optimizer, ISLANDS, HOSTS_PER_ISLAND, MICRO_BATCHES)
+        pipeline = build_pipeline(model, optimizer, islands, HOSTS_PER_ISLAND, MICRO_BATCHES)
         console.print(str(pipeline.schedule), highlight=False, markup=False)
         console.print("  (F forward, B backward, U update; a group is an island)\n")
         with TrainingProgress(
@@ -193,7 +223,9 @@ def main(
     )
     controller = trained.stats["controller"]
     between_hosts = sum(
-        counters["bulk_sent_bytes"] for node, counters in trained.stats.items() if "host" in node
+        counters["bulk_sent_bytes"]
+        for node, counters in trained.stats.items()
+        if node not in ("controller", "client")
     )
     console.print(
         f"pw.stats(): {between_hosts / 1e6:,.0f} MB sent by hosts on the bulk plane, "
