@@ -7,7 +7,7 @@ wait for no more than these.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,7 +27,8 @@ class _Queue:
 
     sent: dict[_Install, set[str]] = field(default_factory=dict)
     """The hosts that have not answered yet."""
-    waiting: deque[InstallProgram] = field(default_factory=deque)
+    waiting: OrderedDict[int, InstallProgram] = field(default_factory=OrderedDict)
+    """By program, in the order in which they are sent."""
 
 
 class InstallQueues:
@@ -39,14 +40,15 @@ class InstallQueues:
 
     def put(self, message: InstallProgram) -> None:
         """Put an install behind the others of its client, instead of an earlier one that waits."""
-        self.drop(message.program)
-        self._queues.setdefault(client_of(message.program), _Queue()).waiting.append(message)
+        queue = self._queues.setdefault(client_of(message.program), _Queue())
+        queue.waiting[message.program] = message
+        queue.waiting.move_to_end(message.program)
 
     def take(self, client: int) -> Iterator[InstallProgram]:
         """Yield what may be sent to hosts now; it counts as sent."""
         queue = self._queues.get(client)
         while queue is not None and queue.waiting and len(queue.sent) < self.at_once:
-            message = queue.waiting.popleft()
+            _, message = queue.waiting.popitem(last=False)
             hosts = {plan.host for plan in message.plans}
             queue.sent[message.program, message.install] = hosts
             yield message
@@ -65,8 +67,8 @@ class InstallQueues:
     def drop(self, program: int) -> None:
         """Do not send the installs of a program that still wait."""
         queue = self._queues.get(client_of(program))
-        if queue is not None and queue.waiting:
-            queue.waiting = deque(m for m in queue.waiting if m.program != program)
+        if queue is not None:
+            queue.waiting.pop(program, None)
 
     def forget(self, client: int) -> None:
         """A client has left."""
