@@ -100,6 +100,11 @@ class Cluster:
         (node,) = [node for node in self.nodes if node._actors.get("session") is recorder]
         return node
 
+    def network(self, recorder: Recorder) -> StreamNetwork:
+        found = self.of(recorder).network
+        assert isinstance(found, StreamNetwork)
+        return found
+
     def endpoint(self, recorder: Recorder) -> str:
         return getattr(self.of(recorder).network, "endpoint", "here")
 

@@ -316,18 +316,14 @@ def test_a_worker_does_not_wait_for_ever_for_a_controller(lonely: tuple[Program,
 
 
 def test_what_is_in_the_way_of_the_controller_is_said(start: Start) -> None:
-    ways = {
-        (
-            "tcp://127.0.0.1:9",
-            "1",
-        ): "within 1 s: Connection refused; is pw-controller running there",
-        ("tcp://nowhere.invalid:9", "1"): r"the name of its host cannot be looked up \(",
-        (
-            "tcp://127.0.0.1:9",
-            "0",
-        ): "without credentials this process reaches only .* --credentials",
-    }
-    for (address, insecure), words in ways.items():
+    refused, here = "Connection refused; is pw-controller running there", "tcp://127.0.0.1:9"
+    unknown = r"the name of its host cannot be looked up \("
+    closed = "without credentials this process reaches only .* --credentials"
+    for address, insecure, words in (
+        (here, "1", f"within 1 s: {refused}"),
+        ("tcp://nowhere.invalid:9", "1", unknown),
+        (here, "0", closed),
+    ):
         how = ("--address", address, "--timeout", 1)
         fails(start("pw.cli.main", "status", *how, PW_INSECURE=insecure), "pw", words)
 

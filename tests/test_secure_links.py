@@ -22,7 +22,6 @@ from pw.transport import certificates, connection, entrance, nearby
 from pw.transport import credentials as credentials_module
 from pw.transport.authority import Authority
 from pw.transport.credentials import Credentials
-from pw.transport.stream_network import StreamNetwork
 from pw.transport.tls import TlsEnd
 from pw.transport.wire import TlsWire
 from tests.cluster import Cluster, Recorder, authority, make_cluster, numbers, wire_bytes
@@ -59,12 +58,6 @@ def write(file: Path, role: Role, name: str, tenant: str = "", of: Authority | N
     return file
 
 
-def network(recorder: Recorder, cluster: Cluster) -> StreamNetwork:
-    found = cluster.of(recorder).network
-    assert isinstance(found, StreamNetwork)
-    return found
-
-
 def meet(cluster: Cluster, listener: Recorder, dialler: Recorder) -> None:
     dialler.env.introduce(listener.env.address.node, cluster.endpoint(listener))
     dialler.env.send(listener.env.address, Ready(0))
@@ -78,13 +71,13 @@ def test_both_ends_know_each_other(
         "client-b", listens=False, credentials=issue(Role.CLIENT, "laptop", "research")
     )
     meet(cluster, a, b)
-    cluster.until(lambda: network(a, cluster).identity_of("client-b"))
+    cluster.until(lambda: cluster.network(a).identity_of("client-b"))
     a.env.send(b.env.address, Ready(1))
     cluster.until(lambda: numbers(b) == [1])
-    there = network(a, cluster).identity_of("client-b")
+    there = cluster.network(a).identity_of("client-b")
     assert there is not None
     assert (there.role, there.name, there.tenant) == (Role.CLIENT, "laptop", "research")
-    assert str(network(b, cluster).identity_of("a")) == "worker one"
+    assert str(cluster.network(b).identity_of("a")) == "worker one"
     assert a.env.tenant_of("client-b") == "research"
     assert a.env.tenant_of("a") == "operator"
     assert a.env.tenant_of("client-c") == ""
@@ -95,7 +88,7 @@ def test_both_ends_know_each_other(
     cluster.of(b).close()
     cluster.until(lambda: a.lost)
     assert a.env.tenant_of("client-b") == "research"
-    assert network(a, cluster).identity_of("client-b") is None
+    assert cluster.network(a).identity_of("client-b") is None
 
 
 def test_links_without_tls_have_the_operators_rights(tmp_path: Path) -> None:
@@ -329,7 +322,7 @@ def test_a_name_that_is_dialled_is_not_given_to_another_identity(
     a = cluster.node("a", heartbeat_s=0.02)
     b = cluster.node("b", credentials=issue(Role.WORKER, "b"))
     meet(cluster, b, a)
-    dialled = network(a, cluster).links["b"]
+    dialled = cluster.network(a).links["b"]
     cluster.until(lambda: dialled.out.is_open)
     thief = cluster.node("b", 2**62, listens=False, credentials=issue(Role.WORKER, "thief"))
     meet(cluster, a, thief)
@@ -371,7 +364,7 @@ def test_new_links_use_new_credentials_and_old_links_live_on(
     cluster.until(lambda: numbers(a) == [0, 0])
     serials = []
     for one in (b, c):
-        there = network(one, cluster).identity_of("a")
+        there = cluster.network(one).identity_of("a")
         assert there is not None
         serials.append(there.serial)
     assert serials == [first, ours.own.serial]
@@ -447,7 +440,7 @@ def test_idle_strangers_do_not_keep_a_good_process_out(cluster: Cluster) -> None
     with ExitStack() as strangers:
         for _ in range(500):
             strangers.enter_context(dial(cluster.endpoint(a)))
-        counters, known = cluster.of(a).counters, network(a, cluster).connections
+        counters, known = cluster.of(a).counters, cluster.network(a).connections
         cluster.until(
             lambda: counters["connections_crowded_out"] == 500 - entrance.STRANGERS_OF_ADDRESS
         )

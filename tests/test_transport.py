@@ -31,7 +31,6 @@ from pw.transport import link as link_module
 from pw.transport import node as node_module
 from pw.transport.endpoints import LOOPBACK, address_towards, parse
 from pw.transport.link import Versions
-from pw.transport.stream_network import StreamNetwork
 from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
 
@@ -222,12 +221,6 @@ def test_a_peer_that_is_held_is_not_lost_for_its_silence(
     assert numbers(b) == list(range(300))
 
 
-def network(cluster: Cluster, recorder: Recorder) -> StreamNetwork:
-    found = cluster.of(recorder).network
-    assert isinstance(found, StreamNetwork)
-    return found
-
-
 def unread(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch, silence_s: float
 ) -> tuple[Recorder, Recorder, connection.Connection]:
@@ -249,13 +242,13 @@ def unread(
         hub.env.send(client.env.address, RequestFailed(message.request, words))
 
     hub.react = answer
-    answers = network(sockets, client).links["hub"].source
+    answers = sockets.network(client).links["hub"].source
     assert answers is not None
     answers.hold()
     for number in range(3000):
         client.env.send(hub.env.address, Ready(number))
         sockets.of(client).network.flush()
-    link = network(sockets, hub).links["quiet"]
+    link = sockets.network(hub).links["quiet"]
     sockets.until(lambda: link.unread_bytes)
     assert len(hub.received) < 3000
     return hub, client, answers
@@ -266,7 +259,7 @@ def test_a_client_that_does_not_read_is_not_read(
 ) -> None:
     """Else the answers to what it asks would fill the memory. When it reads, it gets them all."""
     hub, client, answers = unread(sockets, monkeypatch, 60.0)
-    waited = network(sockets, hub).links["quiet"].out.waiting_bytes
+    waited = sockets.network(hub).links["quiet"].out.waiting_bytes
     assert waited < 1 << 20
     answers.resume()
     sockets.until(lambda: len(client.received) == 3001)
@@ -278,7 +271,10 @@ def test_a_client_that_never_reads_again_is_lost(
     sockets: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, _, _ = unread(sockets, monkeypatch, 0.4)
+    wire = sockets.network(hub).links["quiet"].out._wire
+    assert wire is not None
     sockets.until(lambda: hub.lost)
+    assert not wire.waiting_bytes, "what was dropped does not wait"
 
 
 NO_HEARTBEATS = {"heartbeat_s": 60.0, "silence_s": 200.0}

@@ -59,6 +59,10 @@ class Wire:
         self._waiting.append(data)
         self.waiting_bytes += len(data)
 
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self.waiting_bytes = 0
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close the socket; blocks up to `linger_s` to send the bytes that wait."""
         self._loop.remove_reader(self.socket)
@@ -67,7 +71,7 @@ class Wire:
             with contextlib.suppress(OSError):
                 self.socket.settimeout(linger_s)
                 self._send_rest()
-        self._waiting.clear()
+        self._drop_waiting()
         self.socket.close()
 
     def _send_rest(self) -> None:
@@ -84,7 +88,7 @@ class Wire:
             self._loop.add_writer(self.socket, self._writable)
             return
         except OSError:
-            self._waiting.clear()
+            self._drop_waiting()
         self.is_blocked = False
         self._loop.remove_writer(self.socket)
 
@@ -172,7 +176,7 @@ class TlsWire(Wire):
             self._block()
             return False
         except OSError:
-            self._waiting.clear()
+            self._drop_waiting()
             self._encrypted.clear()
         return True
 
