@@ -19,8 +19,9 @@ from pw.devices.host.backend import Backend, Value
 from pw.devices.host.replica_memory import Replica
 from pw.devices.host.replicas import Gathering, Replicas
 
-DROPPED_KEPT = 65_536
-"""Dropped arrays that are remembered, so that a late request gets the reason."""
+DROPPED_KEPT = 8192
+"""Dropped arrays that are remembered, some 400 bytes each, so that a request that is on its way gets the
+reason."""
 
 
 @dataclass(slots=True, eq=False)
