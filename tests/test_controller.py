@@ -31,6 +31,7 @@ from pw.core.messages import (
     Uploaded,
 )
 from pw.core.program import Node, Output, Program, Value
+from pw.sched.control import uploads
 from pw.sched.control.runs import CREDITS_S
 from tests.actors import FakeHost, World
 from tests.scripted import LARGE, SMALL, Client, chain, copy, digest, join, split
@@ -358,6 +359,27 @@ def test_an_upload_that_fails_fails_the_runs_that_wait_for_it() -> None:
     assert client.failed[z] == client.failed[y]
     assert not any(host.backend.executed for host in stage.hosts)
     stage.check_idle()
+
+
+def test_arrays_that_are_deleted_and_never_uploaded_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(uploads, "DISCARDED_KEPT", 5)
+    stage = Stage()
+    client = stage.client
+    program = client.program(chain([stage.spec]))
+    arrays = [client.id() for _ in range(20)]
+    for array in arrays:
+        client.specs[array] = stage.spec
+        client.tell(CreateArray(array, stage.spec))
+        if array == arrays[0]:
+            (y,) = client.run(program, array)
+        client.delete(array)
+        stage.world.settle()
+        assert len(stage.world.client(client.number).arrays.discarded) <= 6
+    assert stage.failure(y).kind == "ProtocolError"
+    late = client.upload(X, stage.spec)
+    np.testing.assert_array_equal(client.value(client.run(program, late)[0]), X + 1)
 
 
 def test_deletes_do_not_overtake_runs_that_wait_for_the_compiler() -> None:

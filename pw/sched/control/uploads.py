@@ -44,6 +44,9 @@ from pw.sched.control.recovery.replay import Replays
 from pw.sched.control.run_ends import RunEnds
 from pw.sched.control.sessions import ControlPart, handles_client, handles_host
 
+DISCARDED_KEPT = 16_384
+"""Arrays of a client that it has deleted and whose upload has not ended."""
+
 
 @dataclass(eq=False)
 class Uploads(ControlPart):
@@ -75,6 +78,7 @@ class Uploads(ControlPart):
         if slice_ not in client.slices.owned or home is None:
             self._refuse(client, message, reported, self._nowhere(client, message))
             return
+        self._bound_discarded(client)
         island, hosts = home
         spec = client.one_spec(message.spec)
         array = Array(spec, island, hosts, ArrayState.ARRIVING, frozenset(hosts))
@@ -95,6 +99,21 @@ class Uploads(ControlPart):
             message.bound != was_bound and array.awaited
         ):  # it went to the hosts of an earlier binding
             self._env.send(client.address, UploadAgain(message.array, message.array))
+
+    def _bound_discarded(self, client: Client) -> None:
+        """Give up the oldest upload of a deleted array if there are too many: its bytes may never come."""
+        discarded = client.arrays.discarded
+        if len(discarded) <= DISCARDED_KEPT:
+            return
+        number, array = next(iter(discarded.items()))
+        error = ErrorReport.of(
+            ProtocolError(
+                f"the array {array.spec.short} was deleted before its bytes were sent, as were "
+                f"{DISCARDED_KEPT} later ones"
+            )
+        )
+        for host in tuple(array.awaited):
+            self._reported(client, number, array, host, error)
 
     def _nowhere(self, client: Client, message: CreateArray) -> Error:
         """Return why an array has no devices."""
