@@ -76,7 +76,12 @@ def test_shares_of_device_time_converge(times_us: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("red", "blue"),
-    [((1.0,), (1.0,)), ((1.0,), (1.0, 1.0, 1.0, 1e6)), ((1.0, 1.0, 2.0), (1e6,)), ((1e-3,), (1e3,))],
+    [
+        ((1.0,), (1.0,)),
+        ((1.0,), (1.0, 1.0, 1.0, 1e6)),
+        ((1.0, 1.0, 2.0), (1e6,)),
+        ((1e-3,), (1e3,)),
+    ],
 )
 def test_tenants_divide_devices_whatever_their_clients_are(
     red: tuple[float, ...], blue: tuple[float, ...]

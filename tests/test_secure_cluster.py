@@ -27,6 +27,30 @@ assert np.array_equal(np.asarray(pw.jit(lambda x: 2 * x, mesh=mesh)(x)), 2 * x)
 print("computed", flush=True)
 """
 
+GREEDY = """
+import os, sys, time, pathlib, numpy as np, pw
+keys, me, other, share, calls = sys.argv[1], *map(pathlib.Path, sys.argv[2:4]), *map(float, sys.argv[4:6])
+try:
+    pw.connect(credentials=keys, share=share)
+except pw.AccessRefused as error:
+    print(f"refused: {error}", flush=True)
+    pw.connect(credentials=keys, share=8)
+mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=1).devices, ("x",))
+call = pw.jit(lambda x: (x @ x @ x @ x) / 1e9, mesh=mesh)
+x = call(np.ones((400, 400), np.float32))
+x.block_until_ready()
+me.touch()
+while not other.exists():
+    time.sleep(0.01)
+in_flight, done = [call(x) for _ in range(4)], 0
+while done < calls and other.exists():
+    in_flight.append(call(x))
+    in_flight.pop(0).block_until_ready()
+    done += 1
+me.unlink()
+print(f"did {done} calls", flush=True)
+"""
+
 
 class Closed(NamedTuple):
     """A cluster with credentials."""
@@ -63,8 +87,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
         return started[-1]
 
     keys = issue(authority, folder / "controller.pem", Role.CONTROLLER, "one")
+    rules = ("--policy", "share", "--max-share", 8, "--tenant-shares", "research=2,rivals=1")
     bind = ("--bind", "tcp://127.0.0.1:0")
-    controller = start("pw.cli.controller", *bind, "--credentials", keys)
+    controller = start("pw.cli.controller", *bind, *rules, "--credentials", keys)
     controller.until_says("listens at")
     address = re.findall(r"listens at (\S+)", controller.out)[0]
     keys = issue(authority, folder / "worker.pem", Role.WORKER, "host")
@@ -90,6 +115,24 @@ def test_a_script_with_credentials_computes(cluster: Closed) -> None:
         assert script.end() == 0, script.err
         assert "computed" in script.out
     assert "tenant=research name=spiffe://pw/pw/client/research/laptop" in cluster.controller.err
+
+
+def test_a_tenant_that_asks_for_all_gets_its_own_share(cluster: Closed) -> None:
+    files = [cluster.folder / name for name in ("fair-works", "greedy-works")]
+
+    def client(name: str, tenant: str, own: list[Path], share: float, calls: float) -> Program:
+        keys = cluster.issue(Role.CLIENT, name, tenant, address=cluster.address)
+        arguments = map(str, (GREEDY, keys, *own, share, calls))
+        return Program(cluster.folder, ["-c", *arguments], JAX_PLATFORMS="cpu")
+
+    fair = client("ann", "research", files, 1, 150)
+    greedy = client("eve", "rivals", files[::-1], 1e6, 1e6)
+    assert (fair.end(), greedy.end()) == (0, 0), fair.err + greedy.err
+    assert "refused: share=1e+06 is more than" in greedy.out
+    assert "share=8 or less (pw-controller --max-share)" in greedy.out
+    calls, theirs = (int(re.findall(r"did (\d+) calls", one.out)[0]) for one in (fair, greedy))
+    assert calls == 150
+    assert theirs < calls, "two thirds are of the tenant research"
 
 
 def test_a_command_uses_credentials(cluster: Closed) -> None:

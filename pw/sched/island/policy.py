@@ -6,7 +6,6 @@ use. It does not decide which launches may go.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from pw.sched.island.client_queue import ClientQueue
@@ -81,27 +80,25 @@ class ProportionalShare(Policy):
         """Order by passes; on several devices the one counts where a client is furthest ahead."""
         if len(queues) < 2:
             return queues
-        lowest: dict[int, float] = {}
-        passes = []
-        for queue in queues:
-            stake = queue.stake
-            tenants, clients = [], []
-            for account in queue.accounts:
-                within = account.within(stake.tenant)
-                tenants.append((id(account), _claimed(account, stake.tenant, stake.tenant_share)))
-                clients.append((id(within), _claimed(within, stake.client, stake.share)))
-            for where, claimed in (*tenants, *clients):
-                if claimed < lowest.get(where, math.inf):
-                    lowest[where] = claimed
-            passes.append((tenants, clients))
-        ahead = [
-            (
-                max(claimed - lowest[where] for where, claimed in tenants),
-                max(claimed - lowest[where] for where, claimed in clients),
-                queue.head_arrival,
+        of_tenants = [0.0] * len(queues)
+        if len({queue.stake.tenant for queue in queues}) > 1:
+            of_tenants = _leads(
+                [
+                    [(a, queue.stake.tenant, queue.stake.tenant_share) for a in queue.accounts]
+                    for queue in queues
+                ]
             )
-            for (tenants, clients), queue in zip(passes, queues, strict=True)
-        ]
+        of_clients = _leads(
+            [
+                [
+                    (a.within(queue.stake.tenant), queue.stake.client, queue.stake.share)
+                    for a in queue.accounts
+                ]
+                for queue in queues
+            ]
+        )
+        arrivals = [queue.head_arrival for queue in queues]
+        ahead = list(zip(of_tenants, of_clients, arrivals, strict=True))
         return [queues[at] for at in sorted(range(len(ahead)), key=ahead.__getitem__)]
 
     def launched(self, queue: ClientQueue, time_us: float) -> None:
@@ -145,6 +142,16 @@ class ProportionalShare(Policy):
 def _claimed(account: Account, key: str | int, share: float) -> float:
     """The pass of a tenant or client, with as much of the past as it may claim."""
     return max(account.passes.get(key, account.now), account.now - CLAIM_US / share)
+
+
+def _leads(claims: Sequence[Sequence[tuple[Account, str | int, float]]]) -> list[float]:
+    """Return how far each is ahead of the last one, on the account where it is furthest ahead."""
+    passes = [[(id(one), _claimed(one, key, share)) for one, key, share in each] for each in claims]
+    lowest: dict[int, float] = {}
+    for each in passes:
+        for where, claimed in each:
+            lowest[where] = min(claimed, lowest.get(where, claimed))
+    return [max(claimed - lowest[where] for where, claimed in each) for each in passes]
 
 
 def _advance(account: Account, key: str | int, share: float, time_us: float) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
+from pw.core.messages import AddClient
 from pw.core.tenants import OPERATOR
-from pw.testing.sim.breaking import mutation
+from pw.testing.sim.breaking import mutation, rehandle
 from pw.testing.sim.cluster import SimCluster
 
 
@@ -26,3 +30,13 @@ def _everybody(cluster: SimCluster) -> None:
 def _credulous(cluster: SimCluster) -> None:
     """Actors take every message that they have a handler for, whatever its sender is."""
     cluster.world.permits = lambda node, actor, kind: True
+
+
+@mutation("shares-of-clients-alone", "divided", "shares")
+def _one_level(cluster: SimCluster) -> None:
+    """The scheduler divides devices among clients by what they ask for, whatever their tenants."""
+
+    def wrap(handler: Callable[..., None]) -> Callable[..., None]:
+        return lambda sender, message: handler(sender, replace(message, tenant=OPERATOR))
+
+    cluster.on_spawn.append(lambda scheduler: rehandle(scheduler, AddClient, wrap))
