@@ -114,7 +114,9 @@ def test_a_script_with_credentials_computes(cluster: Closed) -> None:
     ):
         assert script.end() == 0, script.err
         assert "computed" in script.out
-    assert "tenant=research name=spiffe://pw/pw/client/research/laptop" in cluster.controller.err
+    log = cluster.controller.err
+    assert "tenant=research name=spiffe://pw/pw/client/research/laptop" in log
+    assert re.search(r"client attached .*name='python -c, pid \d+, research/laptop'", log)
 
 
 def test_a_tenant_that_asks_for_all_gets_its_own_share(cluster: Closed) -> None:

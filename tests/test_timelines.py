@@ -22,6 +22,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.client.connection.script import process_name
 from pw.client.session.timelines import Source
 from pw.client.timeline import chrome
 from pw.client.timeline.resolve import records_in, resolved
@@ -592,7 +593,7 @@ def test_a_host_that_is_killed_leaves_what_it_has_not_sent(tmp_path: Path) -> No
         told = watching.communicate(timeout=30)[0]
         assert "clocks agree within" in told
         assert rows(opened(path))["host island-0-host-0: device 0"]
-        assert f"pid {os.getpid()}" in path.read_text()
+        assert process_name() in path.read_text()
 
         with pw.trace(tmp_path / "t.json") as timeline:
             for call in calls:

@@ -175,6 +175,7 @@ class Controller(Actor):
             "info",
             "client left",
             client=client.number,
+            name=client.name,
             reason=reason,
             arrays=len(client.arrays),
             runs=self.runs.used_credits()[client.number],
