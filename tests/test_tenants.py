@@ -291,17 +291,29 @@ def test_the_error_of_a_run_without_room_names_no_arrays_of_other_tenants() -> N
     assert "(client 1, red)" in told
 
 
-def test_only_operators_read_what_processes_record() -> None:
+def test_records_name_the_programs_of_the_reader_s_tenant_only() -> None:
     stage = Stage()
-    records = stage.ask(stage.red, ReadRecords(1, 1), Records)
-    assert records.error is not None
-    assert "tenant 'red' may not read timelines" in records.error.message
-    assert not stage.world.recorders[CONTROLLER].on
-    stage.red.tell_host("h0", ReadRecords(1, 2))
-    stage.world.settle()
-    assert stage.red.of(Records)[-1].error is not None
-    assert not stage.world.recorders["h0"].on
-    assert stage.ask(stage.op, ReadRecords(1, 1), Records).error is None
+    readers = (stage.scarlet, stage.blue, stage.op)
+    for client in readers:
+        assert stage.ask(client, ReadRecords(1, 1), Records).names == ()
+    recorder = stage.world.recorders[CONTROLLER]
+    stage.work(stage.red)
+    for client in readers:
+        names = [name for _, name in stage.ask(client, ReadRecords(1, 2, stop=True), Records).names]
+        assert names == (["", "i"] if client is stage.blue else ["chain", "i"])
+    assert not recorder.on
+    place, program = recorder.name("step", RED, "0,1 "), recorder.name("step", RED)
+    public, other = recorder.name("h0"), recorder.name("step", BLUE, "0,1 ")
+    assert len({place, program, public, other}) == 4
+    known = recorder.names(0, BLUE)[-4:]
+    assert known == ((place, "0,1 "), (program, ""), (public, "h0"), (other, "0,1 step"))
+
+
+def test_hosts_know_whose_the_programs_are_that_they_record() -> None:
+    stage = Stage()
+    stage.work(stage.red)
+    programs = stage.host.executor.programs
+    assert {program.tenant for program in programs.values()} == {RED}
 
 
 # --- numbers --------------------------------------------------------------------------------------

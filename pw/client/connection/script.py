@@ -20,7 +20,7 @@ def script_name() -> str:
     if "kernel_launcher" in os.path.basename(program):
         # The first is set by Jupyter's server, the second by Visual Studio Code.
         name = os.environ.get("JPY_SESSION_NAME") or getattr(main, "__vsc_ipynb_file__", "")
-        name = os.path.basename(name) or "notebook"
+        name = os.path.basename(str(name)) or "notebook"
     elif (spec := getattr(main, "__spec__", None)) is not None:
         name = spec.name.removesuffix(".__main__")
     elif program in ("-c", "-", ""):

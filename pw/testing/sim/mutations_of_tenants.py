@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pw.core.messages import AddClient
+from pw.core.messages import AddClient, Install
 from pw.core.tenants import OPERATOR
-from pw.testing.sim.breaking import mutation, rehandle
+from pw.testing.sim.breaking import mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
 
 
@@ -24,6 +24,12 @@ def _gullible(cluster: SimCluster) -> None:
 def _everybody(cluster: SimCluster) -> None:
     """Every client has the rights of the operator."""
     cluster.world.tenants = lambda node: OPERATOR
+
+
+@mutation("names-for-all", "trespasses", "tenants")
+def _open_book(cluster: SimCluster) -> None:
+    """Hosts take all programs for those of one tenant, and give it the names of all computations."""
+    tamper(cluster, Install, lambda random, to, message: [replace(message, tenant="tenant-0")])
 
 
 @mutation("believe-every-sender", "intruders", "liveness", "epochs last", "oracle", "census")
