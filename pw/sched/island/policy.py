@@ -131,7 +131,7 @@ class ProportionalShare(Policy):
             account.passes[stake.tenant] = max(account.passes.get(stake.tenant, 0.0), account.now)
 
     def forget(self, stake: Stake, accounts: Sequence[Account]) -> None:
-        """Drop the client's passes; its tenant keeps its own, whoever of it comes next."""
+        """Drop the client's passes; its tenant keeps its own, for its later clients."""
         for account in accounts:
             if (within := account.tenants.get(stake.tenant)) is not None:
                 within.passes.pop(stake.client, None)
