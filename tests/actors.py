@@ -27,7 +27,7 @@ from pw.core.messages import (
     StartCoordination,
 )
 from pw.core.recorder import Recorder as Recordings
-from pw.core.tenants import OPERATOR
+from pw.core.tenants import NO_RULES, OPERATOR, ShareRules
 from pw.core.tickets import Tickets
 from pw.devices.host.coordinator import ShardCoordinator
 from pw.devices.host.executor import HostExecutor
@@ -272,6 +272,7 @@ class World:
         first_client: int = 1,
         credits_at_once: int = 1,
         island_status: Callable[[], tuple[IslandInfo, ...]] = tuple,
+        rules: ShareRules = NO_RULES,
     ) -> Controller:
         """The actors of a controller process; it keeps no credits, or no world would come to rest."""
         tickets = TICKETS if first_client == 1 else Tickets(first_client.to_bytes(4, "big"))
@@ -297,6 +298,7 @@ class World:
                 lambda: dict(self.counters),
                 first_client=first_client,
                 credits_at_once=credits_at_once,
+                rules=rules,
             ),
         )
         return self.control

@@ -34,6 +34,7 @@ class QuietThread:
     """What a runtime asks of its session's thread, but for what it posts there."""
 
     has_frames = True
+    certificate = ""
 
     def wait_for_hosts(self) -> None:
         pass

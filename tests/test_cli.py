@@ -18,6 +18,7 @@ import pytest
 
 from pw.cli.host import DESCRIPTORS, take_descriptors
 from pw.client.connection.runtime import Runtime
+from pw.client.connection.script import process_name
 from pw.client.connection.threads import remote
 from pw.core.messages import SliceBound
 from pw.core.program import Node, Output, Value
@@ -359,7 +360,7 @@ def test_status_is_a_document_or_tables(cluster: Cluster, start: Start) -> None:
         assert host["process"] in cluster.workers[host["node"]].family()
         assert host["endpoint"].startswith("tcp://127.0.0.1:")
     (client,) = [client for client in status["clients"] if client["arrays"]]
-    assert (client["name"], client["arrays"], client["programs"]) == (f"pid {os.getpid()}", 1, 1)
+    assert (client["name"], client["arrays"], client["programs"]) == (process_name(), 1, 1)
     assert (
         f"pid {document.process.pid}" not in document.out
     )  # the asking process was not asked about

@@ -162,7 +162,9 @@ def test_the_end_of_its_gateway_is_an_error_for_a_script(
     scripts += [killed, other]
     for script in scripts:
         script.until_says("up", 90)
-    assert len(status().clients) == 3
+    pids = [script.process.pid for script in scripts]
+    names = {one.name for one in status().clients if not one.is_me}
+    assert names == {f"python -c, pid {pid}" for pid in pids}, "not those of their gateways"
     (gateway,) = [pid for pid in killed.family() if "pw.cli.gateway" in command_line(pid)]
     send(gateway, signal.SIGKILL)
     killed.go_on()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from pw.core.messages import UploadEnded
+from pw.core.messages import RemoveClient, UploadEnded
 from pw.sched.island import window
 from pw.sched.island.launching import UNKNOWN_AT_ONCE
 from pw.sched.island.policy import ProportionalShare
-from pw.sched.island.window import Account
+from pw.sched.island.window import Account, Stake
 from tests.test_scheduler import Bench, runs_on
 
 
@@ -50,10 +50,13 @@ class Wants:
 
     client: int
     accounts: Sequence[Account]
-    share: float = 1.0
     priority: int = 0
     head_arrival: int = 0
     waits_since_s: float = 0.0
+
+    @property
+    def stake(self) -> Stake:
+        return Stake(self.client)
 
 
 @pytest.mark.parametrize("times_us", [(300, 1000, 5000), (5000, 300, 1000), (2000, 2000, 2000)])
@@ -69,6 +72,59 @@ def test_shares_of_device_time_converge(times_us: tuple[int, ...]) -> None:
     used = island.used_us - before
     for client, share in ((1, 1), (2, 2), (3, 4)):
         assert used[client] / used.total() == pytest.approx(share / 7, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("red", "blue"),
+    [
+        ((1.0,), (1.0,)),
+        ((1.0,), (1.0, 1.0, 1.0, 1e6)),
+        ((1.0, 1.0, 2.0), (1e6,)),
+        ((1e-3,), (1e3,)),
+    ],
+)
+def test_tenants_divide_devices_whatever_their_clients_are(
+    red: tuple[float, ...], blue: tuple[float, ...]
+) -> None:
+    """Two thirds are red's; within a tenant, the shares of its clients count."""
+    shares = dict(enumerate((*red, *blue), 1))
+    island = Island("share", {client: 1000 + 400 * client for client in shares})
+    for client, share in shares.items():
+        tenant = ("red", 2.0) if client <= len(red) else ("blue", 1.0)
+        island.bench.client(client, share, 0, *tenant)
+    island.submit(*list(shares) * 900)
+    island.work(100)
+    before = Counter(island.used_us)
+    while sum(island.used_us.values()) - sum(before.values()) < 1_000_000:
+        island.work(1)
+    used = island.used_us - before
+    of_red = {client: used[client] for client in shares if client <= len(red)}
+    assert sum(of_red.values()) / used.total() == pytest.approx(2 / 3, abs=0.02)
+    for client in of_red:
+        part = shares[client] / sum(red)
+        assert of_red[client] / sum(of_red.values()) == pytest.approx(part, abs=0.04)
+
+
+def test_a_tenant_pays_for_clients_that_have_left() -> None:
+    """Else it would use a new client for each call that takes long, and owe nothing."""
+    island = Island("share", {1: 1000, 2: 1000})
+    for client in (1, 2):
+        island.bench.client(client, 1.0, 0, "red", 1.0)
+    island.submit(*[1, 2] * 1500)
+    island.work(10)
+    for client in range(3, 43):
+        island.time_us[client] = 40_000
+        island.bench.client(client, 1.0, 0, "blue", 1.0)
+        island.submit(client)
+        while client not in island.bench.owners()[island.done :]:
+            island.work(1)
+        island.bench.tell(RemoveClient(client))
+    red = island.used_us.pop(1) + island.used_us.pop(2)
+    assert red == pytest.approx(sum(island.used_us.values()), rel=0.15)
+    (account,) = island.bench.scheduler.queues.window.accounts()
+    assert account.passes.keys() == {"red", "blue"}
+    assert account.tenants.keys() <= {"red", "blue"}
+    assert account.within("blue").passes.keys() <= {42}
 
 
 def test_a_client_that_idled_does_not_claim_the_past() -> None:
@@ -139,7 +195,7 @@ def test_a_client_that_was_alone_elsewhere_has_its_share_here() -> None:
     for _ in range(1000):
         policy.launched(alone, 1000.0)
         policy.launched(theirs, 1000.0)
-    policy.rejoin(1, (here,))
+    policy.rejoin(mine.stake, here, only_of_tenant=False)
     served = Counter()
     for _ in range(100):
         contenders = [mine, theirs]
@@ -148,7 +204,8 @@ def test_a_client_that_was_alone_elsewhere_has_its_share_here() -> None:
         served[chosen.client] += 1
     assert abs(served[1] - served[2]) <= 2
     both = Wants(3, (here, there))
-    policy.rejoin(3, both.accounts)
+    for account in both.accounts:
+        policy.rejoin(both.stake, account, only_of_tenant=False)
     for _ in range(90):
         contenders = [mine, theirs, alone, both]
         chosen = policy.order(contenders, 0.0)[0]

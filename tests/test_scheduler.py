@@ -227,8 +227,9 @@ class Bench:
             )
         self.world.drain("controller")
 
-    def client(self, number: int, share: float = 1.0, priority: int = 0) -> None:
-        self.tell(AddClient(number, share, priority))
+    def client(self, number: int, share: float = 1.0, priority: int = 0, *tenant: Any) -> None:
+        """Add a client, perhaps with its tenant and the tenant's share."""
+        self.tell(AddClient(number, share, priority, *tenant))
         body = Program("p", (Computation("f", b"", Placement(7, ()), (), ()),), (), (), ())
         self.tell(InstallProgram(client_id(number, 1), body, (), ()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import time
 import types
@@ -19,6 +20,7 @@ from rich.console import Console
 import pw
 from pw.cli.requests import status_document
 from pw.client.connection import current
+from pw.client.connection.script import process_name, script_name
 from pw.client.show import tables
 from pw.client.status import ClusterStatus
 from pw.core.messages import ClientInfo, HostInfo, IslandInfo, RunInfo, Status
@@ -165,6 +167,32 @@ def test_it_is_html_in_which_nothing_is_code() -> None:
     assert "no runs" in html_of(ClusterStatus.of(quiet, None))
 
 
+@pytest.mark.parametrize(
+    ("program", "module", "name"),
+    [
+        ("/home/ann/train.py", "", "train.py"),
+        ("/venv/examples/train_lm.py", "examples.train_lm", "examples.train_lm"),
+        ("/venv/pytest/__main__.py", "pytest.__main__", "pytest"),
+        ("-c", "", "python -c"),
+        ("", "", "python"),
+        ("/venv/ipykernel_launcher.py", "ipykernel_launcher", "Study.ipynb"),
+        ("/home/ann/a\nb\udc80.py", "", "a?b?.py"),
+    ],
+)
+def test_clients_are_called_after_their_scripts(
+    program: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = types.ModuleType("__main__")
+    main.__spec__ = importlib.machinery.ModuleSpec(module, None) if module else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr("sys.argv", [program])
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/Study.ipynb")
+    assert script_name() == name
+    if name.endswith(".ipynb"):
+        monkeypatch.delenv("JPY_SESSION_NAME")
+        assert script_name() == "notebook"
+
+
 def test_the_status_of_a_cluster(cluster: InProcessCluster) -> None:
     other = cluster.client(share=2.5, priority=7)
     status = pw.status()
@@ -172,7 +200,7 @@ def test_the_status_of_a_cluster(cluster: InProcessCluster) -> None:
     assert {host.state for host in status.hosts} == {"ready"}
     assert status.devices == 4
     me = next(client for client in status.clients if client.is_me)
-    assert me.number == current.runtime().client
+    assert (me.number, me.name) == (current.runtime().client, process_name())
     asked = next(client for client in status.clients if client.number == other.client)
     assert (asked.share, asked.priority, asked.is_me) == (2.5, 7, False)
     other.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pw.core.compact import Compact
-from pw.core.errors import ErrorReport
+from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import CONTROL, CONTROLLER, client_id, run_name, session_of
 from pw.core.messages import (
     Answered,
@@ -43,7 +43,7 @@ from pw.core.messages import (
     Status,
     WorkReport,
 )
-from pw.core.tenants import OPERATOR, Claims, may_touch
+from pw.core.tenants import NO_SECRET, OPERATOR, Claims, ShareRules, may_touch, shares_of_tenants
 from pw.sched.control.explain.hiding import OTHERS, memory_without_others, without_others
 from pw.sched.control.explain.memory import with_holders
 from tests.actors import Recorder, World
@@ -104,6 +104,47 @@ def test_only_its_tenant_and_operators_may_touch_what_a_client_has(
     tenant: str, other: str, may: bool
 ) -> None:
     assert may_touch(tenant, other) is may
+
+
+# --- shares and priorities ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "priority", "words"),
+    [
+        (4.5, 0, "share=4 or less (pw-controller --max-share)"),
+        (1.0, 3, "priority=2 or less (pw-controller --max-priority)"),
+        (4.0, 2, ""),
+    ],
+)
+def test_shares_and_priorities_have_bounds(share: float, priority: int, words: str) -> None:
+    """A client that comes back to a controller with lower bounds goes on, within them."""
+    world = World(1)
+    world.controller(rules=ShareRules(4.0, 2, {RED: 3.0}))
+    world.host("h0", "i", 1)
+    world.tenants = {"new": RED, "back": RED}
+    world.settle()
+    new, back = (world.add(session_of(name), Recorder) for name in ("new", "back"))
+    new.env.send(CONTROL, Attach("new", share, priority))
+    back.env.send(CONTROL, Attach("back", share, priority, 900, NO_SECRET.claim(900, RED)))
+    world.settle()
+    assert [error.error.message for error in new.of(Evicted) if words in error.error.message] == [
+        error.reason for error in new.of(Evicted)
+    ]
+    assert {error.error.kind for error in new.of(Evicted)} == (
+        {"AccessRefused"} if words else set()
+    )
+    asked = {} if words else {"new": (share, priority)}
+    shown = {one.name: (one.share, one.priority) for one in world.control.sessions.clients}
+    assert shown == {"back": (min(share, 4.0), min(priority, 2))} | asked
+    assert world.schedulers["i"].queues.clients[900].stake == (900, min(share, 4.0), RED, 3.0)
+
+
+@pytest.mark.parametrize("text", ["red", "red=", "red=0", "red=-1", "red=inf", "=1", "red=1,red=2"])
+def test_shares_of_tenants_are_positive_numbers(text: str) -> None:
+    assert shares_of_tenants("red=2, blue=0.5,") == {"red": 2.0, "blue": 0.5}
+    with pytest.raises(ArgumentError, match="no share of a tenant; write each tenant once"):
+        shares_of_tenants(text)
 
 
 # --- cancelling and draining ----------------------------------------------------------------------
@@ -250,17 +291,29 @@ def test_the_error_of_a_run_without_room_names_no_arrays_of_other_tenants() -> N
     assert "(client 1, red)" in told
 
 
-def test_only_operators_read_what_processes_record() -> None:
+def test_records_name_the_programs_of_the_reader_s_tenant_only() -> None:
     stage = Stage()
-    records = stage.ask(stage.red, ReadRecords(1, 1), Records)
-    assert records.error is not None
-    assert "tenant 'red' may not read timelines" in records.error.message
-    assert not stage.world.recorders[CONTROLLER].on
-    stage.red.tell_host("h0", ReadRecords(1, 2))
-    stage.world.settle()
-    assert stage.red.of(Records)[-1].error is not None
-    assert not stage.world.recorders["h0"].on
-    assert stage.ask(stage.op, ReadRecords(1, 1), Records).error is None
+    readers = (stage.scarlet, stage.blue, stage.op)
+    for client in readers:
+        assert stage.ask(client, ReadRecords(1, 1), Records).names == ()
+    recorder = stage.world.recorders[CONTROLLER]
+    stage.work(stage.red)
+    for client in readers:
+        names = [name for _, name in stage.ask(client, ReadRecords(1, 2, stop=True), Records).names]
+        assert names == (["", "i"] if client is stage.blue else ["chain", "i"])
+    assert not recorder.on
+    place, program = recorder.name("step", RED, "0,1 "), recorder.name("step", RED)
+    public, other = recorder.name("h0"), recorder.name("step", BLUE, "0,1 ")
+    assert len({place, program, public, other}) == 4
+    known = recorder.names(0, BLUE)[-4:]
+    assert known == ((place, "0,1 "), (program, ""), (public, "h0"), (other, "0,1 step"))
+
+
+def test_hosts_know_whose_the_programs_are_that_they_record() -> None:
+    stage = Stage()
+    stage.work(stage.red)
+    programs = stage.host.executor.programs
+    assert {program.tenant for program in programs.values()} == {RED}
 
 
 # --- numbers --------------------------------------------------------------------------------------

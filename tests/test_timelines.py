@@ -22,6 +22,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.client.connection.script import process_name
 from pw.client.session.timelines import Source
 from pw.client.timeline import chrome
 from pw.client.timeline.resolve import records_in, resolved
@@ -30,7 +31,7 @@ from pw.core import recorder as kinds
 from pw.core.ids import CONTROLLER, Address, client_id, client_of, store_of
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import LIMIT, WIDTH, Recorder
-from pw.core.timeline import LEASE_S, PART, Recordings
+from pw.core.timeline import AT_ONCE, LEASE_S, PART, Recordings
 from pw.testing import InProcessCluster
 from tests.actors import FakeEnv, World
 from tests.daemons import until
@@ -151,6 +152,18 @@ def test_records_without_room_are_dropped_and_counted() -> None:
     assert len(host.recorder.values) == LIMIT * WIDTH
     assert host.read().dropped == 7
     assert host.read().dropped == 0
+
+
+def test_a_client_records_so_many_timelines_at_once() -> None:
+    host = Host()
+    for timeline in range(AT_ONCE):
+        host.read(timeline=timeline)
+    error = host.read(timeline=AT_ONCE).error
+    assert error is not None
+    assert f"{AT_ONCE} timelines at once; end one" in error.message
+    assert host.read(CLIENTS[1]).error is None
+    host.read(timeline=0, stop=True)
+    assert host.read(timeline=AT_ONCE).error is None
 
 
 def test_a_process_that_is_no_client_gets_nothing() -> None:
@@ -592,7 +605,7 @@ def test_a_host_that_is_killed_leaves_what_it_has_not_sent(tmp_path: Path) -> No
         told = watching.communicate(timeout=30)[0]
         assert "clocks agree within" in told
         assert rows(opened(path))["host island-0-host-0: device 0"]
-        assert f"pid {os.getpid()}" in path.read_text()
+        assert process_name() in path.read_text()
 
         with pw.trace(tmp_path / "t.json") as timeline:
             for call in calls:

@@ -11,6 +11,7 @@ from pw.core.messages import InstallProgram
 from pw.core.plan import Execute, Free, HostPlan, HostSegment
 from pw.core.program import Computation, Kind, Program
 from pw.core.sharding import Binding, DeviceAddress, Placement
+from pw.core.tenants import OPERATOR
 from pw.sched.island import window
 from pw.sched.island.installed_program import sites_of
 from pw.sched.island.policy import ProportionalShare
@@ -118,7 +119,9 @@ def test_a_client_owes_nothing_for_devices_that_it_never_used() -> None:
     ahead.tidy()
     assert len(both.groups) == 1
     (account,) = both.accounts
-    assert account.passes[1] == account.now, "on the other device it was never served"
-    assert account.passes[2] < account.now, "on this one it waits"
+    clients = account.within(OPERATOR)
+    assert clients.passes[1] == clients.now, "on the other device it was never served"
+    assert clients.passes[2] < clients.now, "on this one it waits"
     ahead.footprint((0,))
-    assert [account.passes.keys() for account in both.accounts] == [{1, 2}] * 2
+    within = [account.within(OPERATOR) for account in both.accounts]
+    assert [clients.passes.keys() for clients in within] == [{1, 2}] * 2

@@ -23,7 +23,7 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
-from pw.core.tenants import NO_SECRET, Claims
+from pw.core.tenants import NO_RULES, NO_SECRET, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.core.waits import RECONNECT_S, RECOVERY_S
 from pw.core.watchdog import STALL_S
@@ -93,6 +93,7 @@ def add_controller(
     secret: bytes,
     claims: Claims = NO_SECRET,
     policy: str = "fifo",
+    rules: ShareRules = NO_RULES,
     bind_host: str = "127.0.0.1",
     recovery_s: float = RECOVERY_S,
     stall_s: float = STALL_S,
@@ -108,6 +109,7 @@ def add_controller(
             to hosts.
         claims: of all controllers of this cluster, with which clients get their numbers back.
         policy: name of the scheduling policy of every island.
+        rules: what clients may ask of it, and the shares of tenants.
         bind_host: address at which hosts reach the coordination services.
         recovery_s: how long work waits for a lost island before it fails, in seconds.
         stall_s: after how long without progress the log says why, in seconds.
@@ -156,6 +158,7 @@ def add_controller(
             waiting_hosts=resources.waiting_hosts,
             events=events,
             claims=claims,
+            rules=rules,
             only_transfers=os.environ.get("PW_EDGES") == "transfers",
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
@@ -28,9 +29,10 @@ from pw.cli.process import (
     host_of,
 )
 from pw.cli.publisher import Publisher, check_events
+from pw.core.errors import Error
 from pw.core.ids import CONTROLLER
 from pw.core.roles import Role
-from pw.core.tenants import NO_SECRET, Claims
+from pw.core.tenants import NO_SECRET, Claims, ShareRules, shares_of_tenants
 from pw.core.waits import RECOVERY_S
 from pw.core.watchdog import STALL_S
 from pw.sched.island.policy import POLICIES
@@ -52,6 +54,22 @@ def serve(
     policy: Annotated[
         str, typer.Option(help=f"Which client goes next on an island: {', '.join(POLICIES)}.")
     ] = "fifo",
+    max_share: Annotated[
+        float,
+        typer.Option(min=1.0, help="The largest share that a client may ask for; by default any."),
+    ] = math.inf,
+    max_priority: Annotated[
+        int | None,
+        typer.Option(min=0, help="The highest priority that a client may ask for; by default any."),
+    ] = None,
+    tenant_shares: Annotated[
+        str,
+        typer.Option(
+            metavar="TENANT=SHARE,...",
+            help="Under --policy share devices are divided among tenants first, by these shares (1 for the "
+            "others), and then among the clients of each.",
+        ),
+    ] = "",
     lease: Annotated[
         float,
         typer.Option(min=LEAST_LEASE_S, help="Seconds after which a silent client is lost."),
@@ -89,6 +107,12 @@ def serve(
     """
     if policy not in POLICIES:
         raise typer.BadParameter(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
+    if tenant_shares and policy != "share":
+        raise typer.BadParameter("--tenant-shares is for --policy share")
+    try:
+        rules = ShareRules(max_share, max_priority, shares_of_tenants(tenant_shares))
+    except Error as error:
+        raise typer.BadParameter(str(error)) from None
     check_log_level(log_level)
     configure_logging(log_level)
     security = Security.of(
@@ -120,6 +144,7 @@ def serve(
         if security.credentials
         else NO_SECRET,
         policy=policy,
+        rules=rules,
         bind_host=private_address or host_of(network.endpoint),
         recovery_s=recovery_timeout,
         stall_s=stall_after,

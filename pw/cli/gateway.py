@@ -56,8 +56,10 @@ class _Sessions:
         priority: int,
         cluster: ExitStack,
         security: Security,
+        name: str,
     ) -> None:
         self._thread = thread
+        self._name = name
         self._wanted = wanted
         self._share, self._priority = share, priority
         self._address = address
@@ -78,7 +80,7 @@ class _Sessions:
             devices = each or embedded.device_count()
             local = cluster.enter_context(LocalCluster(count, 1, devices, connect=False))
             start = remote(local.address, self._thread)
-        runtime = Runtime(start, self._share, self._priority)
+        runtime = Runtime(start, self._share, self._priority, name=self._name)
         cluster.callback(runtime.close)
         self._address = runtime.endpoint or ""
         return runtime, Devices(choosing.allocate(runtime, self._wanted)), lambda: None
@@ -95,7 +97,10 @@ class _Sessions:
 
     def _begin(self) -> _Session:
         runtime = Runtime(
-            remote(self._address, self._thread, self._security), self._share, self._priority
+            remote(self._address, self._thread, self._security),
+            self._share,
+            self._priority,
+            name=self._name,
         )
         try:
             devices = Devices(choosing.allocate(runtime, self._wanted))
@@ -116,6 +121,7 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure")] = False,
     files: Annotated[str, typer.Option(hidden=True)] = "",
     functions: Annotated[str, typer.Option(hidden=True)] = "",
+    script: Annotated[str, typer.Option(hidden=True)] = "",
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:
@@ -138,7 +144,8 @@ def serve(
         cluster.callback(thread.stop)
         try:
             wanted = choosing.Wanted.of(devices or None, islands, os.environ)
-            sessions = _Sessions(thread, address, wanted, share, priority, cluster, security)
+            name = script or f"pw gateway, pid {os.getpid()}"
+            sessions = _Sessions(thread, address, wanted, share, priority, cluster, security, name)
         except Error as error:
             if announce_fd < 0:
                 raise

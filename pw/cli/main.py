@@ -386,8 +386,8 @@ def sim(
     profile: Annotated[
         str,
         typer.Option(
-            help="The faults: calm, tenants, slow, clients, memory, devices, network, drains, crashes, "
-            "slices, restarts, events, chaos, or all of them one after the other."
+            help="The faults: calm, tenants, divided, slow, clients, memory, devices, network, drains, "
+            "crashes, slices, restarts, events, chaos, or all of them one after the other."
         ),
     ] = "chaos",
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts of the cluster.")] = None,

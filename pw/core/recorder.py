@@ -14,8 +14,9 @@ something like it, and more that depends on the kind:
 | `CALLED` | began, ended | run, program |
 
 Times are seconds on the clock of the process; 0 is "not yet". Peers, islands, programs and computations are
-numbers that `Recorder.name` gives; the name of a computation begins with its devices, as in "0,1 step". Makers
-are serials of other computations; 0 is none. Nearly all computations have one at most, which needs no tuple.
+numbers that `Recorder.name` gives; the name of a computation begins with its devices, as in "0,1 step". Other
+tenants get the devices only, and no names of programs. Makers are serials of other computations; 0 is none.
+Nearly all computations have one at most, which needs no tuple.
 
 Launches and calls are recorded when they end. Those that have not ended when a client stops are recorded then
 (`unfinished`), and perhaps again later: the last record of one is right.
@@ -29,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from typing import Any
+
+from pw.core.tenants import may_touch
 
 COMPUTED, ENDED, SENT, RECEIVED, UPLOADED, FETCHED, LAUNCHED, CALLED = range(8)
 
@@ -58,7 +61,7 @@ class Recorder:
         self.dropped = 0
         self.unfinished: dict[str, Callable[[], None]] = {}
         """By actor: records its launches or calls that have not ended."""
-        self._names: dict[str, int] = {}
+        self._names: dict[tuple[str, str, str | None], int] = {}
         self._numbers = count()
 
     def add(
@@ -95,13 +98,23 @@ class Recorder:
         del self.values[: (until - self.first) * WIDTH]
         self.first = until
 
-    def name(self, name: str) -> int:
-        """Return the number of a name; the same one each time."""
-        number = self._names.get(name)
+    def name(self, name: str, tenant: str | None = None, place: str = "") -> int:
+        """Return the number of a name; the same one each time.
+
+        Args:
+            name: the name.
+            tenant: whose it is; None for names that all may read.
+            place: goes before the name, and all may read it.
+        """
+        key = place, name, tenant
+        number = self._names.get(key)
         if number is None:
-            number = self._names.setdefault(name, next(self._numbers))
+            number = self._names.setdefault(key, next(self._numbers))
         return number
 
-    def names(self, known: int) -> tuple[tuple[int, str], ...]:
-        """Return names with their numbers, without the first `known` ones."""
-        return tuple((number, name) for name, number in tuple(self._names.items())[known:])
+    def names(self, known: int, reader: str) -> tuple[tuple[int, str], ...]:
+        """Return names with their numbers, without the first `known` ones, as a tenant may read them."""
+        return tuple(
+            (number, place + name if tenant is None or may_touch(reader, tenant) else place)
+            for (place, name, tenant), number in tuple(self._names.items())[known:]
+        )

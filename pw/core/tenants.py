@@ -2,13 +2,18 @@
 
 The tenant of a client is in its certificate. A client sees and changes what clients of its tenant
 have. The tenant `OPERATOR` sees and changes everything; a client on a link without a certificate
-has its rights.
+has its rights. Tenants share devices by `ShareRules`.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from pw.core.errors import AccessRefused, ArgumentError
 
 OPERATOR = "operator"
 """The tenant that may cancel the runs of all tenants, drain hosts, and see everything."""
@@ -19,6 +24,62 @@ _NUMBERS = range(1, 1 << 63)
 def may_touch(tenant: str, other: str) -> bool:
     """Whether clients of a tenant may see and change what clients of the `other` tenant have."""
     return tenant in (OPERATOR, other)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRules:
+    """What clients may ask of the scheduling policy, and how tenants share devices."""
+
+    max_share: float = math.inf
+    """The largest share that a client may ask for."""
+    max_priority: int | None = None
+    """The highest priority that a client may ask for; None for any."""
+    tenants: Mapping[str, float] = field(default_factory=dict)
+    """The shares of tenants under the policy `share`; 1 for those that are not here."""
+
+    def check(self, share: float, priority: int) -> None:
+        """Raise AccessRefused if a client may not ask for this share, or this priority."""
+        if share > self.max_share:
+            raise AccessRefused(
+                f"share={share:g} is more than a client may have in this cluster; connect with "
+                f"share={self.max_share:g} or less (pw-controller --max-share)"
+            )
+        if self.max_priority is not None and priority > self.max_priority:
+            raise AccessRefused(
+                f"priority={priority} is more than a client may have in this cluster; connect with "
+                f"priority={self.max_priority} or less (pw-controller --max-priority)"
+            )
+
+    def bounded(self, share: float, priority: int) -> tuple[float, int]:
+        """Return the share and the priority, or the bounds where they are above."""
+        highest = priority if self.max_priority is None else min(priority, self.max_priority)
+        return min(share, self.max_share), highest
+
+
+NO_RULES = ShareRules()
+"""Clients may ask for any share and priority, and tenants have equal shares."""
+
+
+def shares_of_tenants(text: str) -> dict[str, float]:
+    """Return the shares of tenants in a text like `research=2,rivals=1`.
+
+    Raises:
+        ArgumentError: it is no such list, or a share is not a positive number.
+    """
+    shares = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        tenant, _, number = part.partition("=")
+        try:
+            share = float(number)
+        except ValueError:
+            share = math.nan
+        if not tenant or tenant in shares or not 0 < share < math.inf:
+            raise ArgumentError(
+                f"{part!r} is no share of a tenant; write each tenant once, with a positive number, as in "
+                "research=2,rivals=1"
+            )
+        shares[tenant] = share
+    return shares
 
 
 class Claims:

@@ -3,7 +3,7 @@
 A client's reads keep its recording alive: the first one begins it, and without further ones it ends
 after `LEASE_S`. So no component has to be told that a client has died. Several clients may read at once,
 each at its own place in the same records. No reader holds up the process: when records have no room, they are
-dropped and counted.
+dropped and counted. A client does not get the names of other tenants' programs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass
 import msgspec
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import AccessRefused, ErrorReport
+from pw.core.errors import ArgumentError, ErrorReport
 from pw.core.ids import Address
 from pw.core.messages import PeerLost, ReadRecords, Records
 from pw.core.recorder import WIDTH
-from pw.core.tenants import OPERATOR
 from pw.core.ticker import Ticker
 
 PART = 4096
 """Records in one message, about 100 KB: launches on the same link hardly wait."""
+
+AT_ONCE = 16
+"""Timelines that a client may record at the same time."""
 
 LEASE_S = 10.0
 """A recording ends when its client has read nothing for so long."""
@@ -71,19 +73,17 @@ class Recordings(Part):
             refusal = Records(message.timeline, message.question, now_s, refused=True)
             self._env.send(sender, refusal)
             return
-        if (tenant := self._env.tenant_of(sender.node)) != OPERATOR:
-            error = AccessRefused(
-                f"tenant {tenant!r} may not read timelines, which show the programs of all tenants; the "
-                f"tenant {OPERATOR!r} may"
-            )
-            report = ErrorReport.of(error, self._env.address.node)
-            self._env.count("requests_refused")
-            refusal = Records(message.timeline, message.question, now_s, error=report)
-            self._env.send(sender, refusal)
-            return
         key = (sender.node, message.timeline)
         reader = self._readers.get(key)
         if reader is None:
+            if sum(node == sender.node for node, _ in self._readers) >= AT_ONCE:
+                error = ArgumentError(
+                    f"a client records {AT_ONCE} timelines at once; end one of them"
+                )
+                report = ErrorReport.of(error, self._env.address.node)
+                refusal = Records(message.timeline, message.question, now_s, error=report)
+                self._env.send(sender, refusal)
+                return
             here = recorder.end
             reader = self._readers[key] = _Reader(here, here, 0, recorder.dropped, now_s, now_s)
             self._leases.start()
@@ -93,19 +93,20 @@ class Recordings(Part):
                 for record in recorder.unfinished.values():
                     record()
             reader.end = recorder.end
-        self._env.send(sender, self._part(reader, message, now_s))
+        self._env.send(sender, self._part(reader, sender.node, message, now_s))
         if reader.next == reader.end:
             del self._readers[key]
         self._settle()
 
-    def _part(self, reader: _Reader, message: ReadRecords, now_s: float) -> Records:
-        """Return the next records for a reader."""
+    def _part(self, reader: _Reader, node: str, message: ReadRecords, now_s: float) -> Records:
+        """Return the next records for a reader at a node."""
         recorder = self._recorder
         first = reader.next
         end = recorder.end if reader.end is None else reader.end
         some = recorder.between(first, min(first + PART, end))
         count = len(some) // WIDTH
-        names = recorder.names(reader.names)  # after the records, which may use new ones
+        # After the records, which may use new ones.
+        names = recorder.names(reader.names, self._env.tenant_of(node))
         dropped = recorder.dropped - reader.dropped
         reader.next += count
         reader.names += len(names)

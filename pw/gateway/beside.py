@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.script import process_name
 from pw.core.errors import ConnectionFailed
 from pw.gateway.functions import Functions
 from pw.transport.private import PrivateFolder
@@ -58,6 +59,7 @@ def client(arguments: Sequence[str]) -> Any:
                 *("--announce-fd", str(write)),
                 *("--files", files),
                 *("--functions", str(folder.path / FUNCTIONS)),
+                *("--script", process_name()),
                 *arguments,
             ],
             [write],

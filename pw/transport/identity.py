@@ -50,6 +50,11 @@ class Identity(NamedTuple):
         return uri_of(self.role, self.name, self.tenant, self.trust_domain)
 
     @property
+    def user(self) -> str:
+        """A client's name after its tenant, as in `research/ann`; only the name if they are equal."""
+        return self.name if self.name == self.tenant else f"{self.tenant}/{self.name}"
+
+    @property
     def fields(self) -> dict[str, str]:
         """Those of an audit line."""
         return {"tenant": self.tenant, "name": self.uri, "serial": self.serial}

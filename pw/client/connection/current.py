@@ -65,7 +65,7 @@ def connect(
             and ca.crt; by default `PW_CREDENTIALS`. If the file names the controller's address, no `address`
             is needed. Without credentials only a controller of this user on this machine can be reached,
             unless `PW_INSECURE` is 1.
-        share: weight of this client under `pw-controller --policy share`.
+        share: weight of this client among those of its tenant under `pw-controller --policy share`.
         priority: importance of this client under `pw-controller --policy priority`.
         keep_bytes: memory in this process for copies of uploads, from which arrays are restored when their
             hosts are lost; `PW_KEEP_BYTES`, else 256 MiB. The oldest upload leaves first. See also
@@ -85,7 +85,8 @@ def connect(
         VersionMismatch: the controller runs other versions of pw or jax.
         ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
             neither 0 nor 1.
-        AccessRefused: one end refuses the other's certificate, or another machine is to be reached without any.
+        AccessRefused: one end refuses the other's certificate, another machine is to be reached without any,
+            or `share` or `priority` is above what the controller allows.
         Error: this process is connected to another address, or the credentials cannot be used.
     """
     with _guard:

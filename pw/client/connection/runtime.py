@@ -23,6 +23,7 @@ from pw.client.connection.handovers import Handovers
 from pw.client.connection.programs import MANY_ARGUMENTS, Programs, check_arguments, check_size
 from pw.client.connection.questions import Questions, counted
 from pw.client.connection.run_credits import RunCredits
+from pw.client.connection.script import process_name
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.views import Views
 from pw.client.connection.waiting import Fetching, Waiting
@@ -42,7 +43,7 @@ from pw.client.show.live import About, patiently
 from pw.client.show.worker_output import WorkerOutput, is_wanted
 from pw.core.compact import Compact
 from pw.core.errors import AccessRefused, ConnectionFailed, Disconnected, Error, ErrorReport
-from pw.core.ids import client_id
+from pw.core.ids import NAME_CHARACTERS, client_id
 from pw.core.messages import (
     AllocateSlice,
     Attached,
@@ -82,6 +83,7 @@ class Runtime:
         keep_bytes: int = KEEP_BYTES,
         reconnect_s: float = RECONNECT_S,
         worker_output: bool | None = None,
+        name: str = "",
     ) -> None:
         self._output = WorkerOutput() if is_wanted(worker_output) else None
         self._show_output = (lambda: None) if self._output is None else self._output.flush
@@ -108,7 +110,8 @@ class Runtime:
         if self._thread.address is None:
             reconnect_s = 0.0  # the controller is in this process
         self._patience_s = CONNECT_S + reconnect_s
-        name = f"pid {os.getpid()}"
+        whose = filter(None, (name or process_name(), self._thread.certificate))
+        name = ", ".join(whose)[:NAME_CHARACTERS]
         show = None if self._output is None else self._output.show
         self._thread.post(Open(name, share, priority, keep_bytes, attached, reconnect_s, show))
         try:

@@ -11,6 +11,8 @@ class SessionThread(Protocol):
     address: str | None
     endpoint: str | None
     """The controller's address for other processes; None if they cannot reach it."""
+    certificate: str
+    """The tenant and the name in this process's certificate; empty without one."""
     has_frames: bool
     """Messages leave this process, so their size is limited."""
 

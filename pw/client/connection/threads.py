@@ -113,6 +113,7 @@ class SessionOnNode:
     address: str | None
     _teardown: Callable[[], None]
     has_frames: bool = True
+    certificate: str = ""
     _closed: bool = False
     _expected: tuple[int, Sequence[Daemon]] = (0, ())
 
@@ -270,7 +271,10 @@ def remote(
                 insecure=insecure,
                 endpoint="",
             )
-            return SessionOnNode(thread, node, bulk, runtime, address, stop)
+            certificate = "" if credentials is None else credentials.own.user
+            return SessionOnNode(
+                thread, node, bulk, runtime, address, stop, certificate=certificate
+            )
 
         try:
             return thread.call(make)

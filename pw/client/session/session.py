@@ -157,7 +157,8 @@ class ClientSession(Actor):
     def _on_evicted(self, sender: Address, message: Evicted) -> None:
         if message.may_attach and not self.link.is_open:
             return  # the next controller answers a message that was meant for the last one
-        self._die(Disconnected(f"the controller closed this session: {message.reason}"))
+        words = f"the controller closed this session: {message.reason}"
+        self._die(Disconnected(words) if message.error is None else message.error.exception())
 
     @handles(PeerLost)
     def _on_peer_lost(self, sender: Address, message: PeerLost) -> None:

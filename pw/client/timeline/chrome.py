@@ -61,7 +61,7 @@ def write(timeline: Timeline, path: Path) -> None:
             "missing": timeline.notes,
             "without a row": writer.left_out,
             "clients": {
-                f"{letter} = {number}": timeline.clients.get(number, "has left")
+                f"{letter} = {number}": timeline.clients.get(number, "left, or of another tenant")
                 for number, letter in _letters(timeline).items()
             },
             "clocks": {
@@ -204,7 +204,7 @@ class _Writer:
             args["end"] = f"seen of {one.divided} computations together"
         if one.is_open:
             args["end"] = "not seen"
-        name = f"{one.name} [{self._letters[one.client]}]"
+        name = f"{one.name or 'a computation'} [{self._letters[one.client]}]"
         return _Bar(
             name, one.start_s, one.end_s, args, self._colour(one.client, program or one.name)
         )

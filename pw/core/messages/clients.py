@@ -50,6 +50,8 @@ class Evicted(Base, frozen=True, tag=33):
     reason: str
     may_attach: bool = False
     """A message came before any `Attach`; the controller answers an `Attach` that is on its way."""
+    error: ErrorReport | None = None
+    """What the client may not ask for, if that is why."""
 
 
 class AllocateSlice(Base, frozen=True, tag=34):

@@ -12,6 +12,7 @@ from pw.core.peak import IslandMemory
 from pw.core.plan import HostPlan
 from pw.core.program import Program
 from pw.core.sharding import ArraySpec, DeviceAddress, Placement
+from pw.core.tenants import OPERATOR
 
 
 class AddClient(Base, frozen=True, tag=60):
@@ -20,6 +21,8 @@ class AddClient(Base, frozen=True, tag=60):
     client: int
     share: float
     priority: int
+    tenant: str = OPERATOR
+    tenant_share: float = 1.0
 
 
 class Submit(Base, frozen=True, tag=61):

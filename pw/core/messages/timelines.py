@@ -36,7 +36,8 @@ class Records(Base, frozen=True, tag=171):
     data: bytes = b""
     """The values of all records in one msgpack array (`pw.core.recorder.WIDTH` for each)."""
     names: tuple[tuple[int, str], ...] = ()
-    """Names that the records refer to by number, without those that were sent before."""
+    """Names that the records refer to by number, without those that were sent before; blank for what is
+    of other tenants."""
     dropped: int = 0
     """Records that found no room since the last answer."""
     left: int = 0
@@ -44,4 +45,4 @@ class Records(Base, frozen=True, tag=171):
     refused: bool = False
     """The process does not know the client (yet)."""
     error: ErrorReport | None = None
-    """Why the client may not read them."""
+    """Why the client may not begin another timeline."""

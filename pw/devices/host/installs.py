@@ -38,6 +38,7 @@ class Installs(Part, dict[int, HostProgram]):
         self._order.scheduler = sender
         body, plan = message.body.whole(), message.plan.whole()
         program = HostProgram.of(message.program, message.install, body, plan)
+        program.tenant = message.tenant
         earlier = self.get(message.program)
         if earlier is not None:
             program.superseded = earlier.compiled

@@ -282,8 +282,10 @@ class Interpreter(Part):
         what = run.program.recorded.get(index)
         if what is None:
             computation = run.program.body.computations[index]
-            what = self._recorder.name(f"{run.program.place(index)} {computation.name}")
-            run.program.recorded[index] = what
+            place, tenant = f"{run.program.place(index)} ", run.program.tenant
+            what = run.program.recorded[index] = self._recorder.name(
+                computation.name, tenant, place
+            )
         return run.run, launch.message.segment, what
 
     def _view(self, launch: HostLaunch, view: Execute) -> bool:

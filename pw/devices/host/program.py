@@ -21,6 +21,7 @@ from pw.core.sharding import (
     dtype_of,
     host_boxes,
 )
+from pw.core.tenants import OPERATOR
 from pw.devices.host.backend import relative
 from pw.devices.host.views import ViewPart, view_parts
 
@@ -225,6 +226,8 @@ class HostProgram:
     """Keys of earlier installations, which runs that have begun still use."""
     unsettled: set[int] = field(default_factory=set)
     """Computations whose results no op may use before their outcome is known."""
+    tenant: str = OPERATOR
+    """The tenant of its client."""
     recorded: dict[int, int] = field(default_factory=dict)
     """The recorder's number of each computation that was recorded."""
     told: frozenset[int] = frozenset()

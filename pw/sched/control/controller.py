@@ -41,7 +41,7 @@ from pw.core.messages import (
     Stats,
     Status,
 )
-from pw.core.tenants import NO_SECRET, OPERATOR, Claims
+from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.core.timeline import Recordings
 from pw.core.waits import RECOVERY_S
@@ -88,6 +88,7 @@ class Controller(Actor):
         events: Sink | None = None,
         only_transfers: bool = False,
         claims: Claims = NO_SECRET,
+        rules: ShareRules = NO_RULES,
     ) -> None:
         super().__init__(env)
         self._versions = versions
@@ -98,7 +99,7 @@ class Controller(Actor):
         self._counters = counters
         self._islands = Islands(env)
         sessions = self.sessions = Sessions(
-            env, self._islands, tickets, first_client, events, claims
+            env, self._islands, tickets, first_client, events, claims, rules
         )
         slices = self.slices = Slices(sessions, recovery_s)
         registry = self.registry = ProgramRegistry(sessions, only_transfers)
@@ -174,6 +175,7 @@ class Controller(Actor):
             "info",
             "client left",
             client=client.number,
+            name=client.name,
             reason=reason,
             arrays=len(client.arrays),
             runs=self.runs.used_credits()[client.number],

@@ -14,6 +14,7 @@ from pw.core.errors import ArrayLost, Error, ErrorReport, ProtocolError
 from pw.core.ids import client_of, run_name, scheduler_of
 from pw.core.messages import CancelRun, Run, RunFailed, RunInfo, RunsSettled, SegmentDone
 from pw.core.recorder import CALLED
+from pw.core.tenants import OPERATOR
 from pw.core.ticker import Ticker
 from pw.sched.control.array_states import Array
 from pw.sched.control.clients import Client, is_repeat
@@ -253,8 +254,9 @@ class Runs(ControlPart):
 
     def _record(self, run: RunInFlight, ended_s: float = 0.0) -> None:
         """Record a call that has ended, or has not; call it only while the recorder is on."""
-        recorder = self._env.recorder
-        name = recorder.name(run.record.program.body.name)
+        recorder, client = self._env.recorder, self.sessions.get(run.client)
+        tenant = OPERATOR if client is None else client.tenant
+        name = recorder.name(run.record.program.body.name, tenant)
         recorder.add(CALLED, run.began_s, ended_s, run.number, name)
 
     def _record_unfinished(self) -> None:

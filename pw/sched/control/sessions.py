@@ -19,7 +19,7 @@ from pw.core.events import ClientEvent, Sink
 from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.messages import AddClient, Attach, Attached, Directory, Evicted, RemoveClient
 from pw.core.messages.links import in_words
-from pw.core.tenants import NO_SECRET, OPERATOR, Claims
+from pw.core.tenants import NO_RULES, NO_SECRET, OPERATOR, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.sched.control.clients import Client
 from pw.sched.control.islands import Islands
@@ -110,6 +110,7 @@ class Sessions(Part):
         first_client: int,
         events: Sink | None = None,
         claims: Claims = NO_SECRET,
+        rules: ShareRules = NO_RULES,
     ) -> None:
         self.env = env
         self.events = events
@@ -117,6 +118,7 @@ class Sessions(Part):
         self.islands = islands
         self._tickets = tickets
         self._claims = claims
+        self._rules = rules
         self._recent: dict[str, float] = {}
         """When the last refusal to a node was written down."""
         self._clients: dict[int, Client] = {}
@@ -166,15 +168,22 @@ class Sessions(Part):
             self.refused(sender.node, tenant, message.name, reason)
             self.env.send(sender, Evicted(UNPROVEN))
             return None
+        share, priority = self._rules.bounded(message.share, message.priority)
         if not number:
+            try:
+                self._rules.check(message.share, message.priority)
+            except AccessRefused as error:
+                self.refused(sender.node, tenant, message.name, str(error))
+                self.env.send(sender, Evicted(str(error), error=ErrorReport.of(error)))
+                return None
             number = self._numbers.take(taken)
         elif not self._numbers.claim(number):
             self.env.send(sender, Evicted(self._numbers.why_gone(number)))
             return None
-        client = Client(sender, number, message.name, message.share, message.priority, tenant)
+        client = Client(sender, number, message.name, share, priority, tenant)
         client.repeats = self._numbers.first << 16
         self._clients[number] = self._nodes[sender.node] = client
-        self.islands.tell_all(AddClient(number, client.share, client.priority))
+        self.islands.tell_all(self._added(client))
         event = "client attached again" if message.resume else "client attached"
         self.env.log("info", event, client=number, node=sender.node, name=message.name)
         self.env.audit("login", tenant=tenant, name=message.name, node=sender.node, client=number)
@@ -234,8 +243,11 @@ class Sessions(Part):
     def scheduler_added(self, island: str) -> None:
         """Tell a new scheduler of all clients."""
         for client in self.clients:
-            added = AddClient(client.number, client.share, client.priority)
-            self.env.send(scheduler_of(island), added)
+            self.env.send(scheduler_of(island), self._added(client))
+
+    def _added(self, client: Client) -> AddClient:
+        share = self._rules.tenants.get(client.tenant, 1.0)
+        return AddClient(client.number, client.share, client.priority, client.tenant, share)
 
     @handles(Directory)
     def _hosts_are(self, sender: Address, directory: Directory) -> None:

@@ -11,7 +11,7 @@ from pw.core.ids import arrays_in
 from pw.core.messages import Copy, CopyFile
 from pw.sched.island.launch_states import SegmentTask
 from pw.sched.island.think_time import Habit
-from pw.sched.island.window import Account, Footprint, Group
+from pw.sched.island.window import Account, Footprint, Group, Stake
 
 
 @dataclass(slots=True)
@@ -46,8 +46,7 @@ LAST = 1 << 62
 class ClientQueue:
     """A client's tasks in order, and its claim on the island."""
 
-    client: int
-    share: float
+    stake: Stake
     priority: int
     tasks: deque[Task] = field(default_factory=deque)
     launched: int = 0

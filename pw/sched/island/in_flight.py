@@ -122,9 +122,9 @@ class InFlight(Part):
         if queue is not None:
             queue.launched -= 1
             queue.habit.ended(time_us, now_s)
-            if self.policy.keeps_accounts:
-                more_us = time_us - task.estimate_us
-                self.policy.measured(queue.client, queue.share, task.footprint.accounts, more_us)
+        if self.policy.keeps_accounts:
+            more_us = time_us - task.estimate_us
+            self.policy.measured(here.stake, task.footprint.accounts, more_us)
         if self.quarantine:
             self.quarantine.ran(here.program)
         if here.installed is not UNKNOWN:

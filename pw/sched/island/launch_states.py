@@ -29,7 +29,7 @@ from pw.core.lifecycle import Lifecycle
 from pw.core.messages import Arguments
 from pw.sched.island.admission import Reservation
 from pw.sched.island.installed_program import InstalledProgram
-from pw.sched.island.window import Footprint
+from pw.sched.island.window import Footprint, Stake
 
 
 class State(StrEnum):
@@ -102,6 +102,8 @@ class RunHere:
 
     run: int
     program: int
+    stake: Stake
+    """Of its client; what it uses counts for the tenant also when the client has left."""
     arguments: Arguments
     reservation: Reservation | None
     """The run's way to admission; None where memory does not limit it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pw.sched.island.client_queue import ClientQueue
-from pw.sched.island.window import Account
+from pw.sched.island.window import Account, Stake
 
 CLAIM_US = 100_000
 """Device time that a client may have ahead of others because it could not be served before."""
@@ -33,18 +33,16 @@ class Policy:
     def launched(self, queue: ClientQueue, time_us: float) -> None:
         """The oldest launch of `queue` goes, and is expected to take `time_us`."""
 
-    def measured(
-        self, client: int, share: float, accounts: Sequence[Account], more_us: float
-    ) -> None:
-        """A launch has ended, and took `more_us` longer than expected."""
+    def measured(self, stake: Stake, accounts: Sequence[Account], more_us: float) -> None:
+        """A launch has ended, and took `more_us` longer than expected; its client may have left."""
 
     def idle(self, accounts: Sequence[Account]) -> None:
         """No client has wanted these devices."""
 
-    def rejoin(self, client: int, accounts: Sequence[Account]) -> None:
-        """A client that had nothing queued wants these devices."""
+    def rejoin(self, stake: Stake, account: Account, *, only_of_tenant: bool) -> None:
+        """A client that had nothing queued wants some devices, perhaps as the only one of its tenant."""
 
-    def forget(self, client: int, accounts: Sequence[Account]) -> None:
+    def forget(self, stake: Stake, accounts: Sequence[Account]) -> None:
         """The client has left; `accounts` are all that there are."""
 
 
@@ -62,12 +60,14 @@ class Fifo(Policy):
 
 
 class ProportionalShare(Policy):
-    """Stride scheduling (Waldspurger and Weihl, 1995) on measured device time.
+    """Stride scheduling (Waldspurger and Weihl, 1995) on measured device time, in two levels.
 
-    Each client has a pass that advances by the time it uses over its share; the lowest pass goes
-    next. A client that comes back from idling starts at the current minimum, so it cannot claim the
-    past. A client that wanted work but could not be served (its input was late) may claim
-    `CLAIM_US` of the past.
+    Each tenant has a pass that advances by the time it uses over its share, and within a tenant each
+    client has one; the lowest pass goes next. So neither the number of a tenant's clients nor the
+    shares that they ask for take time from other tenants. A client that comes back from idling
+    starts at the current minimum, so it cannot claim the past, and so does its tenant if no other
+    client of it wants the devices. A client that wanted work but could not be served (its input was
+    late) may claim `CLAIM_US` of the past.
 
     Each group of devices has an account of its own, so what a client uses on devices that no
     other client wants changes nothing on other devices.
@@ -77,58 +77,87 @@ class ProportionalShare(Policy):
     keeps_accounts = True
 
     def order(self, queues: Sequence[ClientQueue], now_s: float) -> Sequence[ClientQueue]:
-        """Order by pass; on several devices the one counts where a client is furthest ahead."""
+        """Order by passes; on several devices the one counts where a client is furthest ahead."""
         if len(queues) < 2:
             return queues
-        passes = [
-            [(id(one), _claimed(one, queue.client, queue.share)) for one in queue.accounts]
-            for queue in queues
-        ]
-        lowest: dict[int, float] = {}
-        for claims in passes:
-            for where, claimed in claims:
-                lowest[where] = min(claimed, lowest.get(where, claimed))
-        ahead = [
-            (max(claimed - lowest[where] for where, claimed in claims), queue.head_arrival)
-            for claims, queue in zip(passes, queues, strict=True)
-        ]
+        of_tenants = [0.0] * len(queues)
+        if len({queue.stake.tenant for queue in queues}) > 1:
+            of_tenants = _leads(
+                [
+                    [(a, queue.stake.tenant, queue.stake.tenant_share) for a in queue.accounts]
+                    for queue in queues
+                ]
+            )
+        of_clients = _leads(
+            [
+                [
+                    (a.within(queue.stake.tenant), queue.stake.client, queue.stake.share)
+                    for a in queue.accounts
+                ]
+                for queue in queues
+            ]
+        )
+        arrivals = [queue.head_arrival for queue in queues]
+        ahead = list(zip(of_tenants, of_clients, arrivals, strict=True))
         return [queues[at] for at in sorted(range(len(ahead)), key=ahead.__getitem__)]
 
     def launched(self, queue: ClientQueue, time_us: float) -> None:
-        """Advance virtual time to the client's pass, and the pass by the expected time."""
-        client, share = queue.client, queue.share
+        """Advance virtual time to the passes of tenant and client, and those by the expected time."""
+        stake = queue.stake
         for account in queue.accounts:
-            claimed = _claimed(account, client, share)
-            account.now = max(account.now, claimed)
-            account.passes[client] = claimed + time_us / share
+            _advance(account, stake.tenant, stake.tenant_share, time_us)
+            _advance(account.within(stake.tenant), stake.client, stake.share, time_us)
 
-    def measured(
-        self, client: int, share: float, accounts: Sequence[Account], more_us: float
-    ) -> None:
-        """Correct the client's pass."""
+    def measured(self, stake: Stake, accounts: Sequence[Account], more_us: float) -> None:
+        """Correct the passes of the client and of its tenant."""
         for account in accounts:
-            start = account.passes.get(client, account.now)
-            account.passes[client] = start + more_us / share
+            tenants, clients = account.passes, account.within(stake.tenant).passes
+            if stake.tenant in tenants:
+                tenants[stake.tenant] += more_us / stake.tenant_share
+            if stake.client in clients:
+                clients[stake.client] += more_us / stake.share
 
     def idle(self, accounts: Sequence[Account]) -> None:
         """Reset the fair-share account of devices that had no contention."""
         for account in accounts:
-            account.now = max(account.now, *account.passes.values(), 0.0)
+            for level in (account, *account.tenants.values()):
+                level.now = max(level.now, *level.passes.values(), 0.0)
 
-    def rejoin(self, client: int, accounts: Sequence[Account]) -> None:
-        """Take away the client's claim to the time that it did not want."""
+    def rejoin(self, stake: Stake, account: Account, *, only_of_tenant: bool) -> None:
+        """Take away the client's, and the tenant's, claim to the time that it did not want."""
+        within = account.within(stake.tenant)
+        within.passes[stake.client] = max(within.passes.get(stake.client, 0.0), within.now)
+        if only_of_tenant:
+            account.passes[stake.tenant] = max(account.passes.get(stake.tenant, 0.0), account.now)
+
+    def forget(self, stake: Stake, accounts: Sequence[Account]) -> None:
+        """Drop the client's passes; its tenant keeps its own, for its later clients."""
         for account in accounts:
-            account.passes[client] = max(account.passes.get(client, 0.0), account.now)
-
-    def forget(self, client: int, accounts: Sequence[Account]) -> None:
-        """Drop the client's passes."""
-        for account in accounts:
-            account.passes.pop(client, None)
+            if (within := account.tenants.get(stake.tenant)) is not None:
+                within.passes.pop(stake.client, None)
+                if not within.passes:
+                    del account.tenants[stake.tenant]
 
 
-def _claimed(account: Account, client: int, share: float) -> float:
-    """A client's pass, with as much of the past as it may claim."""
-    return max(account.passes.get(client, account.now), account.now - CLAIM_US / share)
+def _claimed(account: Account, key: str | int, share: float) -> float:
+    """The pass of a tenant or client, with as much of the past as it may claim."""
+    return max(account.passes.get(key, account.now), account.now - CLAIM_US / share)
+
+
+def _leads(claims: Sequence[Sequence[tuple[Account, str | int, float]]]) -> list[float]:
+    """Return how far each is ahead of the last one, on the account where it is furthest ahead."""
+    passes = [[(id(one), _claimed(one, key, share)) for one, key, share in each] for each in claims]
+    lowest: dict[int, float] = {}
+    for each in passes:
+        for where, claimed in each:
+            lowest[where] = min(claimed, lowest.get(where, claimed))
+    return [max(claimed - lowest[where] for where, claimed in each) for each in passes]
+
+
+def _advance(account: Account, key: str | int, share: float, time_us: float) -> None:
+    claimed = _claimed(account, key, share)
+    account.now = max(account.now, claimed)
+    account.passes[key] = claimed + time_us / share
 
 
 class Priority(Policy):

@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ from pw.sched.island.members import Members
 from pw.sched.island.policy import Policy
 from pw.sched.island.programs import Programs
 from pw.sched.island.quarantine import Quarantine
-from pw.sched.island.window import Window
+from pw.sched.island.window import Group, Stake, Window
 
 
 @dataclass(eq=False, repr=False)
@@ -59,17 +60,19 @@ class Queues(Part):
 
     @handles(AddClient)
     def _client_added(self, sender: Address, message: AddClient) -> None:
-        self.clients[message.client] = ClientQueue(message.client, message.share, message.priority)
+        stake = Stake(message.client, message.share, message.tenant, message.tenant_share)
+        self.clients[message.client] = ClientQueue(stake, message.priority)
 
     @handles(RemoveClient)
     def _client_removed(self, sender: Address, message: RemoveClient) -> None:
-        if self.clients.pop(message.client, None) is None:
+        queue = self.clients.pop(message.client, None)
+        if queue is None:
             return
         for run in [run for run in self.runs if client_of(run) == message.client]:
             self._withdraw(self.runs.pop(run))
         for array in [array for array in self._uploads if client_of(array) == message.client]:
             del self._uploads[array]
-        self.policy.forget(message.client, self.window.accounts())
+        self.policy.forget(queue.stake, self.window.accounts())
         if self.members.hosts:
             self.members.drops[self.members.hosts].clients.append(message.client)
 
@@ -98,7 +101,7 @@ class Queues(Part):
             self.env.count("messages_stale")
             return
         now_s = self.env.now_s()
-        tasks = self._launches_of(message, now_s)
+        tasks = self._launches_of(message, queue.stake, now_s)
         for array in tasks[0].awaits:
             self._uploads.setdefault(array, []).append(tasks[0])
         if self.quarantine and (refusal := self.quarantine.refusal(message.program)) is not None:
@@ -109,11 +112,12 @@ class Queues(Part):
         self.runs[message.run] = list(tasks)
         queue.submitted(tasks, now_s)
 
-    def _launches_of(self, message: Submit, now_s: float) -> list[SegmentTask]:
+    def _launches_of(self, message: Submit, stake: Stake, now_s: float) -> list[SegmentTask]:
         program = self.programs[message.program]
         here = RunHere(
             message.run,
             message.program,
+            stake,
             Arguments(message.args, message.results),
             self.admission.reservation(message),
             now_s,
@@ -147,15 +151,21 @@ class Queues(Part):
         """Before these launches are queued, settle the past of the devices that they use."""
         groups = {group: None for task in tasks for group in task.footprint.groups}
         kept = queue.wants(now_s)
-        quiet = [group for group in groups if not group.launched and group not in kept]
-        if quiet:
-            others = (other.wants(now_s) for other in self.clients.values() if other is not queue)
-            wanted = {group for where in others for group in where}
-            self.policy.idle([group.account for group in quiet if group not in wanted])
+        fresh = [group for group in groups if group not in kept]
+        if not fresh:
+            return
+        wanted: defaultdict[Group, set[str]] = defaultdict(set)
+        for other in self.clients.values():
+            if other is not queue:
+                for group in other.wants(now_s):
+                    wanted[group].add(other.stake.tenant)
+        self.policy.idle(
+            [group.account for group in fresh if not group.launched and group not in wanted]
+        )
         if queue.oldest is None:
-            self.policy.rejoin(
-                queue.client, [group.account for group in groups if group not in kept]
-            )
+            for group in fresh:
+                only = queue.stake.tenant not in wanted[group]
+                self.policy.rejoin(queue.stake, group.account, only_of_tenant=only)
 
     @handles(SegmentLaunched)
     def _producer_launched(self, sender: Address, message: SegmentLaunched) -> None:

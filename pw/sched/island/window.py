@@ -17,7 +17,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
+
+from pw.core.tenants import OPERATOR
 
 SEGMENTS = 256
 """Launches in flight while one client has the island to itself."""
@@ -30,21 +33,42 @@ FEW = 16
 """So many footprints are made before groups are joined again."""
 
 
+class Stake(NamedTuple):
+    """A client's part of an island: its tenant's among tenants, and its own within the tenant."""
+
+    client: int
+    share: float = 1.0
+    tenant: str = OPERATOR
+    tenant_share: float = 1.0
+
+
 @dataclass(slots=True)
 class Account:
-    """How clients have shared the time of some devices, as far as a policy has to know."""
+    """How tenants, or the clients of one, have shared the time of some devices."""
 
     now: float = 0.0
-    """Virtual time: the pass of the client that was served last."""
-    passes: dict[int, float] = field(default_factory=dict)
-    """For each client, its time there over its share."""
+    """Virtual time: the pass of the tenant, or the client, that was served last."""
+    passes: dict[Any, float] = field(default_factory=dict)
+    """For each tenant, or each client by its number, its time there over its share."""
+    tenants: dict[str, Account] = field(default_factory=dict)
+    """How the clients of each tenant have shared what the tenant has had there."""
+
+    def within(self, tenant: str) -> Account:
+        """Return the account of the clients of a tenant."""
+        account = self.tenants.get(tenant)
+        if account is None:
+            account = self.tenants[tenant] = Account()
+        return account
 
     def copy(self) -> Account:
         """Return an account of other devices that have been used in the same way so far."""
-        return Account(self.now, dict(self.passes))
+        within = {tenant: account.copy() for tenant, account in self.tenants.items()}
+        return Account(self.now, dict(self.passes), within)
 
     def join(self, other: Account) -> None:
-        """Be the account of other devices as well: a client is ahead by the least of both."""
+        """Be the account of other devices as well: each is ahead by the least of both."""
+        for tenant in sorted(self.tenants.keys() | other.tenants.keys()):
+            self.within(tenant).join(other.within(tenant))
         known = self.passes.keys() | other.passes.keys()
         ahead = {
             c: min(one.passes.get(c, one.now) - one.now for one in (self, other)) for c in known

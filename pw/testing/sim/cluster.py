@@ -14,7 +14,7 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
-from pw.core.tenants import Claims
+from pw.core.tenants import NO_RULES, Claims, ShareRules
 from pw.core.tickets import Tickets
 from pw.sched.cluster.manager import ResourceManager
 from pw.sched.control.controller import Controller
@@ -59,6 +59,9 @@ class SimCluster(Site):
         """Changes to each new scheduler (see `mutations`)."""
         random = world.streams("cluster")
         self.policy = random.choice(sorted(POLICIES))
+        self.rules = NO_RULES
+        if world.profile.divided:
+            self.policy, self.rules = "share", ShareRules(tenants={"single": 2.0, "visitor": 16.0})
         self.schedulers: dict[str, IslandScheduler] = {}
         self.numbers_apart = CLIENT_NUMBERS
         self.claims = Claims(SECRET)
@@ -155,6 +158,7 @@ class SimCluster(Site):
                 first_client=1 + (self.starts - 1) * self.numbers_apart,
                 events=self.events,
                 claims=self.claims,
+                rules=self.rules,
             ),
         )
 

@@ -83,6 +83,8 @@ class Profile:
     """For each program that a client registers, the probability that it has branches."""
     tenants: bool = False
     """Clients share one island for good; the monitor checks the share of each."""
+    divided: bool = False
+    """Those clients are of several tenants, among which the island is divided first."""
 
     def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
         """The same faults in a cluster of another size."""
@@ -156,6 +158,7 @@ PROFILES = {
     for profile in (
         Profile("calm"),
         Profile("tenants", hosts=3, clients=4, span_s=4.0, tenants=True),
+        Profile("divided", hosts=3, clients=5, span_s=4.0, tenants=True, divided=True),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
         Profile("intruders", intrusions=20.0),

@@ -8,7 +8,7 @@ every two seconds in which all of them were at work:
 
 | policy | promise |
 |---|---|
-| share | each has its part of the time without the visitor's, within `TOLERANCE` |
+| share | each has its part of the time without the visitor's, within `TOLERANCE`: of that of its tenant |
 | priority | the highest has all of that but for `TOLERANCE` and what aged; each has something in `AGED_S` |
 | both | the visitor's calls wait for the launches before them, and one more of each tenant |
 | all | the devices are in use most of the time |
@@ -50,6 +50,8 @@ VISIT_S = 0.03
 """Between a visitor's calls."""
 LONGEST_S = 12e-3
 """The longest call."""
+GREED = 1e6
+"""A share that leaves others nothing, but for clients of other tenants."""
 
 
 class Tenant(SimClient):
@@ -72,7 +74,8 @@ class Tenant(SimClient):
         self.called_s = 0.0
         self.slowest_s = 0.0
         """When it called last, and how long its slowest call took."""
-        return 16.0 if self.visits else draw.choice((1.0, 2.0, 4.0)), self.number
+        shares = (1.0, 2.0, GREED) if self.world.profile.divided else (1.0, 2.0, 4.0)
+        return 16.0 if self.visits else draw.choice(shares), self.number
 
     def _place(self) -> tuple[str, int]:
         members = self.cluster.islands["island-0"]
@@ -207,9 +210,9 @@ class Tenancy:
         del used_s[visitor.name]
         total_s = sum(used_s.values())
         if self._cluster.policy == "share":
-            shares = sum(tenant.share for tenant in residents)
-            for tenant in residents:
-                got, due = used_s[tenant.name] / total_s, tenant.share / shares
+            dues = self._dues(residents)
+            for tenant, due in zip(residents, dues, strict=True):
+                got = used_s[tenant.name] / total_s
                 if abs(got - due) > TOLERANCE:
                     words = f"{tenant.name} got {got:.3f} of the island {when}, and {due:.3f} is its due"
                     raise Violation("shares", words)
@@ -225,3 +228,16 @@ class Tenancy:
                 longest_s = max(b - a for a, b in pairwise(began))
                 if longest_s > AGED_S:
                     raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")
+
+    def _dues(self, residents: Sequence[Tenant]) -> list[float]:
+        """Return the part due to each: of its tenant's part, by its share."""
+        tenant_of, shares = self._cluster.world.tenant_of, self._cluster.rules.tenants
+        asked: dict[str, float] = {}
+        for user in residents:
+            name = tenant_of(user.name)
+            asked[name] = asked.get(name, 0.0) + user.share
+        whole = sum(shares.get(name, 1.0) for name in asked)
+        return [
+            shares.get(name, 1.0) / whole * user.share / asked[name]
+            for user, name in ((user, tenant_of(user.name)) for user in residents)
+        ]

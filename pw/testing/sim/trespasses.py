@@ -41,6 +41,7 @@ from pw.core.messages import (
     Status,
     Wait,
 )
+from pw.core.roles import CLIENT_PREFIX
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.world import Violation, World, tenant_of_user
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from pw.testing.sim.cluster import SimCluster
     from pw.testing.sim.workload import SimClient
 
+TIMELINE = 1 << 20
+"""Number of a trespasser's timeline."""
 REQUESTS = 1 << 50
 """Numbers of a trespasser's requests begin here; sessions have none that are so large."""
 
@@ -112,7 +115,7 @@ class Trespasses:
             Explain(request()),
             GetMemory(request()),
             GetPlan(request(), run_name(victim.serial)),
-            ReadRecords(1, request()),
+            ReadRecords(TIMELINE, request()),
         ]
         if hosts:
             asked.append(DrainHost(request(), random.choice(hosts)))
@@ -123,6 +126,7 @@ class Trespasses:
         for draft in list(victim.programs.values())[:2]:
             asked.append(GetPlan(request(), draft.body.name))
         found: list[tuple[Address, object]] = [(CONTROL, message) for message in asked]
+        found += [(store_of(host), ReadRecords(TIMELINE, request())) for host in hosts]
         for array in arrays:
             bound = victim.slices.get(victim.arrays[array].placement.slice)
             for host in dict.fromkeys(at.host for at in bound.devices) if bound else ():
@@ -177,6 +181,12 @@ class Trespasses:
             seen = {owner.client for owner in owners if owner.client}
         elif isinstance(message, ProgramPlan):
             seen = {int(message.program.partition(".")[0])}
+        elif isinstance(message, Records):
+            self._world.checked["names in records"] += len(message.names)
+            users = [_user_in(name) for _, name in message.names]
+            if any(user and tenant_of_user(user) != tenant for user in users):
+                words = f"{to.node} of tenant {tenant} read names of programs of {users}"
+                raise Violation("tenants", words)
         elif not _is_refusal(message):
             words = f"{to.node} of tenant {tenant} was not refused: {type(message).__name__}"
             raise Violation("tenants", words)
@@ -186,8 +196,12 @@ class Trespasses:
             raise Violation("tenants", words)
 
 
+def _user_in(name: str) -> str:
+    """The user whose program or computation a record names; empty for other names."""
+    words = [word for word in name.split() if word.startswith(CLIENT_PREFIX)]
+    return words[0].partition("/")[0] if words else ""
+
+
 def _is_refusal(message: Any) -> bool:
     """Whether an answer has an error and nothing else."""
-    if isinstance(message, Records):
-        return message.refused or message.error is not None
     return isinstance(message, Answered) and message.error is not None

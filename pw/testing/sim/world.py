@@ -90,6 +90,12 @@ def tenant_of_user(node: str) -> str:
     return f"tenant-{int(number) % 2}"
 
 
+def tenant_in_turn(node: str, clients: int) -> str:
+    """Return the tenant of a user of a divided island: the first and the last have one of their own."""
+    number = int(node.removeprefix(CLIENT_PREFIX).partition(".")[0])
+    return {0: "single", clients - 1: "visitor"}.get(number, "crowd")
+
+
 class World:
     """Clock, event queue, random streams, and the nodes that exist.
 
@@ -135,8 +141,11 @@ class World:
 
     def tenant_of(self, node: str) -> str:
         """Return the tenant of a node: the operator, but for users that have tenants."""
-        if self.profile.trespasses and node.startswith(CLIENT_PREFIX):
-            return self.tenants(node)
+        if node.startswith(CLIENT_PREFIX):
+            if self.profile.trespasses:
+                return self.tenants(node)
+            if self.profile.divided:
+                return tenant_in_turn(node, self.profile.clients)
         return OPERATOR
 
     def at(self, time_s: float, action: Callable[..., None], *args: Any) -> Event:
