@@ -157,18 +157,17 @@ class KeptWorker:
 
     Args:
         loop: the event loop that watches it.
-        module: `pw.cli.worker`, or `pw.cli.host` on systems without supervisors.
         arguments: its command line.
     """
 
     _loop: asyncio.AbstractEventLoop
-    module: str
     _arguments: Sequence[str]
     given_up: Callable[[int], None] = lambda code: None
     """Called on the loop, with the exit code, when the daemon is not started again."""
     _restarts: int = 0
     _ended: int | None = None
     _is_closing: bool = False
+    module = "pw.cli.worker"
 
     def __post_init__(self) -> None:
         self._child = Child(self.module, self._arguments)

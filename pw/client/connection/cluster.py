@@ -51,7 +51,7 @@ class LocalHost:
         return next(iter(self._runtime_pids()), None)
 
     def _runtime_pids(self) -> list[int]:
-        """Return the process ids of the runtime, and of the standby."""
+        """Return the process ids of the supervisor's children: the runtime, if there is one."""
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except OSError:
@@ -93,7 +93,6 @@ class LocalCluster:
         connect: connect this process (`pw.connect`) once all islands are formed.
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a silent client keeps what it owns, in seconds.
-        standby: each worker keeps its next runtime ready, for a fast restart; it takes some 80 MB each.
         heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
         allow_python: let the workers run `pw.host_function`s.
         compile_cache: a folder for compiled computations, which workers share, also with later clusters; by
@@ -120,7 +119,6 @@ class LocalCluster:
         events: bool = False,
         lease_s: float = 10.0,
         heartbeat_s: float = 1.0,
-        standby: bool = False,
         allow_python: bool = False,
         compile_cache: str | os.PathLike[str] | None = None,
         stall_s: float = STALL_S,
@@ -168,7 +166,6 @@ class LocalCluster:
                 *([] if bound_bytes is None else ["--device-memory", str(bound_bytes)]),
                 *("--heartbeat", str(heartbeat_s)),
                 *("--lease", str(lease_s)),
-                "--standby" if standby else "--no-standby",
                 *(["--allow-python"] if allow_python else []),
                 *([] if compile_cache is None else ["--compile-cache", os.fspath(compile_cache)]),
                 *common,
