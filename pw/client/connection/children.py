@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pw.client.connection.fork_server import Forked, fork_server
 from pw.core.errors import ConnectionFailed
 
 STOP_S = 3.0
@@ -36,13 +37,29 @@ _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 """Settings of this process only; children inherit all other flags."""
 
 
-def _inherited() -> dict[str, str]:
+def inherited() -> dict[str, str]:
     """Return the environment that a child inherits."""
     environment = {k: v for k, v in os.environ.items() if k not in _OWN_SETTINGS}
     if "XLA_FLAGS" in environment:
         environment["XLA_FLAGS"] = _OWN_FLAG.sub("", environment["XLA_FLAGS"]).strip()
     environment["PW_OUTPUT_TO_CLIENTS_ONLY"] = "1"  # they share this process's terminal
     return environment
+
+
+def _start(
+    module: str, arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int]
+) -> subprocess.Popen[bytes] | Forked:
+    if server := fork_server(environment):
+        with contextlib.suppress(OSError):  # it was killed
+            return server.start(module, arguments, environment, descriptors)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=descriptors,
+        env=environment,
+    )
 
 
 class Child:
@@ -58,15 +75,10 @@ class Child:
         self.module = module
         self._owner = os.getpid()
         parent_read, self._parent_write = os.pipe()
+        arguments = [*arguments, "--parent-fd", str(parent_read)]
+        variables = {**inherited(), **(environment or {})}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--parent-fd", str(parent_read)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[parent_read, *pass_fds],
-                env={**_inherited(), **(environment or {})},
-            )
+            self._process = _start(module, arguments, variables, [parent_read, *pass_fds])
         except BaseException:
             os.close(self._parent_write)
             raise
