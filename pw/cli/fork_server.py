@@ -42,7 +42,9 @@ def serve(client: socket.socket) -> None:
         pipe, *theirs = descriptors
         process = os.fork()
         if process == 0:
-            become(_daemon(decode(data), theirs))
+            request = decode(data)
+            name = request.module.replace("pw.cli.", "pw-")
+            become(name, _daemon(request, theirs))
         for descriptor in theirs:
             os.close(descriptor)
         pipes[process] = pipe

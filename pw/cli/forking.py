@@ -6,6 +6,7 @@ A new interpreter takes more than a second to import JAX; a fork has it already 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
+_PR_SET_NAME = 15
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
 
@@ -38,8 +40,15 @@ def keep_open(descriptors: Iterable[int]) -> None:
     os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
 
 
-def become(entry: Callable[[], object]) -> NoReturn:
-    """In a fork: run `entry` as the main function of this process, and end it as an interpreter ends."""
+def become(name: str, entry: Callable[[], object]) -> NoReturn:
+    """In a fork: run `entry` as the main function of this process, and end it as an interpreter ends.
+
+    Args:
+        name: what `ps` and `top` show, 15 characters at most.
+        entry: the main function.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
     signal.set_wakeup_fd(-1)
     for number in _SIGNALS:
         signal.signal(
@@ -68,11 +77,12 @@ class Fork:
     """A fork of this process, with the methods of `subprocess.Popen` that its parent needs.
 
     Args:
-        entry: what the fork runs; it ends the process.
+        name: as of `become`.
+        entry: what the fork runs.
         kept: descriptors that stay open in the fork, beside the standard streams.
     """
 
-    def __init__(self, entry: Callable[[], object], kept: Iterable[int]) -> None:
+    def __init__(self, name: str, entry: Callable[[], object], kept: Iterable[int]) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,7 +91,7 @@ class Fork:
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             keep_open(kept)
-            become(entry)
+            become(name, entry)
         self._handle = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:

@@ -64,7 +64,7 @@ class _Child:
         def run() -> None:
             importlib.import_module(RUNTIME).run(options, SupervisorLink(descriptor))
 
-        self.process = Fork(run, [descriptor])
+        self.process = Fork("pw-runtime", run, [descriptor])
         self.link.started()
 
     def end(self) -> None:
