@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pw.client.connection.children import Child, inherited, read_announcement
-from pw.client.connection.fork_server import Forked, ForkServer, fork_server, start_fork_server
+from pw.client.connection import children
+from pw.client.connection.children import Child, inherited, read_announcement, start_fork_server
+from pw.processes.fork_server import Forked, ForkServer
+from pw.processes.serving import ForkRequest
 from tests.daemons import command_line, until
 
 pytestmark = pytest.mark.processes
@@ -18,13 +20,14 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    started = ForkServer(inherited())
+    started = ForkServer.interpreter([], inherited())
     yield started
     started.close()
 
 
 def _daemon(server: ForkServer, module: str, *arguments: str, **variables: str) -> Forked:
-    return server.start(module, arguments, {**inherited(), **variables}, [])
+    request = ForkRequest(module, arguments, (), {**inherited(), **variables}, os.getcwd())
+    return server.start(request, [])
 
 
 @pytest.fixture
@@ -66,7 +69,8 @@ def test_a_fork_has_the_folder_the_variables_and_no_descriptors_but_its_own(
     assert wrote.read_text() == f"{module.parent} told"
     other = _daemon(server, module.stem, "wait")  # the next fork has nothing of this one
     read, write = os.pipe()
-    daemon = server.start(module.stem, ["descriptors", str(has)], inherited(), [write])
+    request = ForkRequest(module.stem, ("descriptors", str(has)), (write,))
+    daemon = server.start(request, [write])
     os.close(read), os.close(write)
     assert daemon.wait(30) == 0
     numbers = set(map(int, has.read_text().split()))
@@ -77,9 +81,9 @@ def test_a_fork_has_the_folder_the_variables_and_no_descriptors_but_its_own(
 
 
 def test_daemons_outlive_a_killed_server_and_the_next_ones_are_interpreters(module: Path) -> None:
-    server = ForkServer(inherited())
+    server = ForkServer.interpreter([], inherited())
     daemon = _daemon(server, module.stem, "wait")
-    os.kill(server._process.pid, signal.SIGKILL)
+    os.kill(server.process.pid, signal.SIGKILL)
     until(lambda: not server.can_start(inherited()), "the end of the server")
     server.close()
     assert daemon.poll() is None
@@ -97,10 +101,10 @@ def _controller(**variables: str) -> Child:
 
 
 def test_what_libraries_read_at_import_makes_a_new_interpreter() -> None:
-    start_fork_server(inherited())
+    start_fork_server()
     fork, interpreter = _controller(), _controller(XLA_FLAGS="--xla_dump_max_hlo_modules=1")
     try:
-        assert "fork_server" in command_line(fork.pid)
+        assert "pw.processes.serving" in command_line(fork.pid)
         assert "pw.cli.controller" in command_line(interpreter.pid)
     finally:
         fork.stop(), interpreter.stop()
@@ -108,10 +112,11 @@ def test_what_libraries_read_at_import_makes_a_new_interpreter() -> None:
 
 
 def test_a_forked_copy_of_this_process_has_no_server() -> None:
-    start_fork_server(inherited())
-    assert fork_server(inherited()) is not None
+    start_fork_server()
+    server = children._server
+    assert server is not None
     process = os.fork()
     if process == 0:
-        os._exit(int(fork_server(inherited()) is not None))
+        os._exit(int(server.can_start(inherited())))
     assert os.waitpid(process, 0)[1] == 0
-    assert fork_server(inherited()) is not None
+    assert server.can_start(inherited())

@@ -47,10 +47,10 @@ from pw.devices.jax import group
 from pw.devices.jax.backend import JaxBackend
 from pw.devices.jax.compile_process import Bounds
 from pw.devices.jax.compile_processes import CompileProcesses
-from pw.devices.jax.compile_server import fork_server
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
 from pw.devices.python.confining import Bounds as PythonBounds
+from pw.processes.fork_server import ForkServer
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import advertised, own_address
 from pw.transport.log import log
@@ -192,7 +192,7 @@ def run(
         if told is None:
             _exit(EXIT_OK)
         begin, parcel = told
-    compilers = fork_server()  # before this process has other threads
+    compilers = ForkServer.forked()  # before this process has other threads
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     daemon = Daemon(loop, parent_fd)

@@ -30,7 +30,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from pw.cli.forking import Fork, preload
 from pw.cli.host_options import HostOptions
 from pw.cli.process import (
     EXIT_AGAIN,
@@ -41,6 +40,7 @@ from pw.cli.process import (
     fail,
 )
 from pw.cli.supervision import ChildLink, Parcel, SupervisorLink, Watch
+from pw.processes.forking import Fork, preload
 from pw.transport.log import log
 
 RUNTIME = "pw.cli.host"

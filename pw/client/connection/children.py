@@ -20,8 +20,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pw.client.connection.fork_server import Forked, fork_server
 from pw.core.errors import ConnectionFailed
+from pw.processes.fork_server import Forked, ForkServer
+from pw.processes.serving import ForkRequest
 
 STOP_S = 3.0
 LOOK_S = 0.1
@@ -35,6 +36,27 @@ _OWN_SETTINGS = (
 )
 _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 """Settings of this process only; children inherit all other flags."""
+_PRELOADED = ("pw.cli.host", "pw.cli.worker", "pw.cli.controller")
+
+_server: ForkServer | None = None
+"""Forks daemons, so that each of them need not import JAX."""
+
+
+def start_fork_server() -> None:
+    """Have a process import what daemons need, once for all that are started from now on."""
+    global _server
+    environment = inherited()
+    if hasattr(os, "pidfd_open") and not (_server and _server.can_start(environment)):
+        stop_fork_server()
+        _server = ForkServer.interpreter(_PRELOADED, environment)
+
+
+def stop_fork_server() -> None:
+    """End the fork server of this process; what it has started goes on."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
 
 
 def inherited() -> dict[str, str]:
@@ -49,9 +71,13 @@ def inherited() -> dict[str, str]:
 def _start(
     module: str, arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes] | Forked:
-    if server := fork_server(environment):
-        with contextlib.suppress(OSError):  # it was killed
-            return server.start(module, arguments, environment, descriptors)
+    if _server is not None and _server.can_start(environment):
+        # Standard output goes nowhere; standard error is that of this process as it is now.
+        request = ForkRequest(
+            module, tuple(arguments), (1, 2, *descriptors), environment, os.getcwd()
+        )
+        with open(os.devnull, "w") as null, contextlib.suppress(OSError):  # it was killed
+            return _server.start(request, [null.fileno(), 2, *descriptors])
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
@@ -133,6 +159,8 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def _forked() -> None:
+    if _server is not None:
+        _server.leave()
     for child in _children:
         child.let_go()
 

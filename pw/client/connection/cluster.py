@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from pw.client.connection import current
-from pw.client.connection.children import Child, inherited, read_announcement
-from pw.client.connection.fork_server import start_fork_server
+from pw.client.connection.children import Child, read_announcement, start_fork_server
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
@@ -150,7 +149,7 @@ class LocalCluster:
         common = ["--log-level", log_level, "--stall-after", str(stall_s)]
         atexit.register(self.close)
         self._end_on_sigterm()
-        start_fork_server(inherited())  # several daemons, and one import of JAX
+        start_fork_server()  # several daemons, and one import of JAX
         try:
             self.address = self._start_controller(
                 [

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
@@ -28,6 +29,12 @@ def preload(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when its parent ends, which has one thread."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_open(descriptors: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
-"""`python -m pw.cli.fork_server FD`: forks the daemons of one client (`pw.client.connection.fork_server`).
+"""The process of a `ForkServer`: it starts no thread, opens no device, and ends when its client does.
 
-It imports what daemons need, opens no device, starts no thread, and ends when the client does.
+As a new interpreter: `python -m pw.processes.serving FD MODULE...`, with the modules to import first.
 """
 
 from __future__ import annotations
@@ -12,18 +12,39 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
 
-from pw.cli.forking import become, keep_open, preload
-from pw.client.connection.fork_server import REQUEST_BYTES, STATUS, ForkRequest, decode
+import msgspec
 
-PRELOADED = ("pw.cli.host", "pw.cli.worker", "pw.cli.controller")
+from pw.processes.forking import become, die_with_parent, keep_open, preload
+
+CODE = struct.Struct("<i")
+REQUEST_BYTES = 1 << 17
 _MOST_DESCRIPTORS = 16
 
 
+class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
+    """To a fork server: fork, and run the main function of a module there."""
+
+    module: str
+    arguments: tuple[str, ...]
+    descriptors: tuple[int, ...]
+    """The numbers that the descriptors of the request get in the fork; the pipe comes before them."""
+    environment: dict[str, str] | None = None
+    """None for that of the server."""
+    folder: str = ""
+    """Working folder; empty for that of the server."""
+    ends_with_server: bool = False
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(ForkRequest).decode
+
+
 def serve(client: socket.socket) -> None:
-    """Fork daemons until the client ends."""
+    """Fork until the client ends."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -43,25 +64,28 @@ def serve(client: socket.socket) -> None:
         process = os.fork()
         if process == 0:
             request = decode(data)
-            name = request.module.replace("pw.cli.", "pw-")
-            become(name, _daemon(request, theirs))
+            become("pw-" + request.module.rpartition(".")[2], _main(request, theirs))
         for descriptor in theirs:
             os.close(descriptor)
         pipes[process] = pipe
         _say(pipe, process)
 
 
-def _daemon(request: ForkRequest, descriptors: list[int]) -> Callable[[], object]:
+def _main(request: ForkRequest, descriptors: list[int]) -> Callable[[], object]:
     """Make this process the one that a request is for; return its main function."""
     os.setsid()
+    if request.ends_with_server:
+        die_with_parent()
     beyond = max(*request.descriptors, *descriptors, 2) + 1
     apart = [fcntl.fcntl(one, fcntl.F_DUPFD, beyond) for one in descriptors]
     for number, one in zip(request.descriptors, apart, strict=True):
         os.dup2(one, number)
     keep_open(request.descriptors)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    os.chdir(request.folder)
+    if request.environment is not None:
+        os.environ.clear()
+        os.environ.update(request.environment)
+    if request.folder:
+        os.chdir(request.folder)
     sys.argv = [request.module, *request.arguments]
     main: Callable[[], object] = importlib.import_module(request.module).main
     return main
@@ -80,16 +104,14 @@ def _reap(pipes: dict[int, int]) -> None:
 
 def _say(pipe: int, number: int) -> None:
     with contextlib.suppress(BrokenPipeError):
-        os.write(pipe, STATUS.pack(number))
+        os.write(pipe, CODE.pack(number))
 
 
 def main() -> None:
     """Serve the client at the other end of the descriptor that is given as an argument."""
-    client = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    preload(PRELOADED)
-    serve(client)
+    descriptor, *modules = sys.argv[1:]
+    preload(modules)
+    serve(socket.socket(fileno=int(descriptor)))
 
 
 if __name__ == "__main__":
