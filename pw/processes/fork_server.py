@@ -43,7 +43,10 @@ class Forked:
         if self.pid <= 0:
             os.close(pipe)
             raise OSError("the fork server does not answer")
-        self._handle = os.pidfd_open(self.pid)
+        try:
+            self._handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # it has ended
+            self._handle = os.open(os.devnull, os.O_RDONLY)  # which is always ready
 
     def _number(self, timeout_s: float) -> int:
         """Return the next number of the server; -SIGKILL if none comes."""

@@ -76,7 +76,7 @@ def _main(request: ForkRequest, descriptors: list[int]) -> Callable[[], object]:
     os.setsid()
     if request.ends_with_server:
         die_with_parent()
-    beyond = max(*request.descriptors, *descriptors, 2) + 1
+    beyond = max((2, *request.descriptors, *descriptors)) + 1
     apart = [fcntl.fcntl(one, fcntl.F_DUPFD, beyond) for one in descriptors]
     for number, one in zip(request.descriptors, apart, strict=True):
         os.dup2(one, number)
