@@ -58,6 +58,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CONFIG_HOME"] = os.path.join(_caches, "config")
     atexit.register(shutil.rmtree, _caches, ignore_errors=True)
 
+from pw.client.connection.children import (  # noqa: E402 - after the environment is set
+    start_fork_server,
+    stop_fork_server,
+)
+
 hypothesis.settings.register_profile("local", deadline=None, max_examples=60)
 hypothesis.settings.register_profile(
     "ci", deadline=None, max_examples=60, derandomize=True, print_blob=True
@@ -82,6 +87,14 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives as long as the run: JAX, the tests and their tables."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(no_process_left_behind: None) -> Iterator[None]:
+    """Fork the daemons of all tests from one process that has imported JAX."""
+    start_fork_server()
+    yield
+    stop_fork_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

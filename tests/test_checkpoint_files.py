@@ -729,7 +729,7 @@ def test_hosts_write_and_read_by_themselves_and_again_after_a_loss(path: Path) -
         return counters["bulk_sent_bytes"] + counters["bulk_received_bytes"]
 
     size = 1 << 18
-    with pw.LocalCluster(hosts_per_island=2, standby=True) as cluster:
+    with pw.LocalCluster(hosts_per_island=2) as cluster:
         mesh = mesh_on(0)
         make = pw.jit(lambda: jnp.arange(size, dtype=jnp.float32), mesh=mesh, out_shardings=P("x"))
         x = make()

@@ -163,7 +163,7 @@ def fails(one: Program, who: str, words: str) -> None:
     [
         ("controller", (), "bind policy lease credentials revoked insecure log-level"),
         ("worker", (), "controller island island-hosts devices platform name bind lease reconnect"),
-        ("worker", (), "spare heartbeat standby credentials revoked insecure"),
+        ("worker", (), "spare heartbeat credentials revoked insecure"),
         ("main", ("status",), "address json timeout credentials insecure"),
         ("main", ("why",), "address json timeout"),
         ("main", ("run",), "address islands hosts-per-island devices-per-host"),

@@ -94,7 +94,7 @@ except Exception as error:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[pw.LocalCluster]:
-    with pw.LocalCluster(devices_per_host=2, standby=True) as cluster:
+    with pw.LocalCluster(devices_per_host=2) as cluster:
         yield cluster
 
 

@@ -377,37 +377,36 @@ CHILD = """
 import json, os, signal, sys, threading, time
 import numpy as np
 from pw.cli import handover
-from pw.cli.supervision import SupervisorLink
 
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-link = SupervisorLink(int(arguments["--supervisor-fd"]))
-begin, parcel = link.begin()
-replicas = [] if parcel is None else handover.unpack(parcel, link.dropped)
-found = {array: data.tolist() for array, _, data in replicas}
 
-def beat():
-    while True:
-        link.beat()
-        time.sleep(0.2)
+def run(options, link):
+    begin, parcel = link.begin()
+    replicas = [] if parcel is None else handover.unpack(parcel, link.dropped)
+    found = {array: data.tolist() for array, _, data in replicas}
 
-threading.Thread(target=beat, daemon=True).start()
-print(json.dumps([os.getpid(), begin.spare, found]), flush=True)
-for line in open(arguments["--controller"].removeprefix("ipc://")):
-    what, value = json.loads(line)
-    if what == "leave":
-        replicas = [(1, ((0, 3),), np.array(value))] if value else []
-        link.hand_over(handover.pack(replicas))
-        os._exit(75)
-    if what == "finish":
-        os._exit(0)
-signal.pause()
+    def beat():
+        while True:
+            link.beat()
+            time.sleep(0.2)
+
+    threading.Thread(target=beat, daemon=True).start()
+    print(json.dumps([os.getpid(), begin.spare, found]), flush=True)
+    for line in open(options.controller.removeprefix("ipc://")):
+        what, value = json.loads(line)
+        if what == "leave":
+            replicas = [(1, ((0, 3),), np.array(value))] if value else []
+            link.hand_over(handover.pack(replicas))
+            os._exit(75)
+        if what == "finish":
+            os._exit(0)
+    signal.pause()
 """
 
 
 class Supervised:
     """`pw-worker` whose runtime does what it is told through a named pipe."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.pipe = folder / "orders"
         os.mkfifo(self.pipe)
         module = folder / "path" / "fake_runtime.py"
@@ -417,8 +416,6 @@ class Supervised:
             import sys
             from pw.cli import supervisor, worker
             sys.argv = ["pw-worker", "--controller", "ipc://{self.pipe}", "--island", "i"]
-            sys.argv += {list(options)!r}
-            supervisor.STANDBY_AFTER_S = 0.0
             supervisor.RUNTIME = "fake_runtime"
             worker.main()
             """
@@ -443,7 +440,7 @@ class Supervised:
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
-    started = Supervised(tmp_path, "--no-standby")
+    started = Supervised(tmp_path)
     yield started
     started.program.kill()
 
@@ -482,29 +479,6 @@ def test_a_child_that_was_stopped_is_killed_and_replaced(supervised: Supervised)
     assert len([line for line in program.err.splitlines() if "stuck" in line]) == 1
     assert re.search(words, program.err)
     assert first != second != third
-
-
-@pytest.mark.processes
-def test_a_child_that_stands_by_is_next(tmp_path: Path) -> None:
-    supervised = Supervised(tmp_path, "--standby")
-    program = supervised.program
-    try:
-        first, _, _ = supervised.next_child()
-        for number in range(2):
-            until(lambda: len(program.family()) == 3, "a child stands by")
-            (waiting,) = program.family() - {program.process.pid, first}
-            if number:
-                send(waiting, signal.SIGKILL)
-            supervised.tell("leave", [number])
-            second, spare, found = supervised.next_child()
-            assert (second == waiting) is (number == 0)
-            assert (spare, found) == (True, {"1": [number]})
-            first = second
-        supervised.tell("finish")
-        assert program.end() == 0, program.err
-        program.until_alone()
-    finally:
-        program.kill()
 
 
 def test_a_runtime_that_never_lives_long_is_started_again_all_the_same() -> None:

@@ -46,7 +46,7 @@ def test_a_host_killed_in_the_middle_of_a_step_changes_no_bit() -> None:
     draw = np.random.default_rng(0)
     params = [draw.standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.2 for _ in range(4)]
     rows = [draw.standard_normal((2, ROWS, WIDTH)).astype(np.float32) for _ in range(STEPS)]
-    with pw.LocalCluster(islands=2, hosts_per_island=1, devices_per_host=2, standby=True):
+    with pw.LocalCluster(islands=2, hosts_per_island=1, devices_per_host=2):
         slices = [
             pw.make_virtual_device_set().add_slice(devices=1, island=f"island-{stage % 2}")
             for stage in range(4)

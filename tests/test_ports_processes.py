@@ -105,7 +105,7 @@ def test_a_cluster_with_credentials_opens_one_port_a_host(
         start(
             "pw.cli.worker",
             *("--controller", address, "--island", "east", "--island-hosts", 2, "--name", name),
-            *("--bind", f"tcp://127.0.0.2:{first_port}-{first_port + 9}", "--no-standby"),
+            *("--bind", f"tcp://127.0.0.2:{first_port}-{first_port + 9}"),
             *("--private-address", "127.0.0.3", "--log-level", "info"),
             *("--credentials", issue(tmp_path, Role.WORKER, name)),
             **chunks,

@@ -95,7 +95,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     keys = issue(authority, folder / "worker.pem", Role.WORKER, "host")
     worker = start(
         "pw.cli.worker",
-        *("--controller", address, "--island", "i", "--name", "h", "--no-standby"),
+        *("--controller", address, "--island", "i", "--name", "h"),
         PW_CREDENTIALS=str(keys),
     )
     try:

@@ -49,7 +49,7 @@ def processes(tmp_path: Path) -> Iterator[list[Program]]:
                 "pw.cli.worker",
                 issue(Role.WORKER, name),
                 *("--controller", address, "--island", ISLAND, "--island-hosts", "2"),
-                *("--name", name, "--standby", "--log-level", "error"),
+                *("--name", name, "--log-level", "error"),
             )
         pw.connect(address, credentials=issue(Role.CLIENT, "me"))
         until(members, "the island", 90)

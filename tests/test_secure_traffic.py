@@ -122,7 +122,7 @@ def cluster(folder: Path, devices: str = "1") -> Iterator[tuple[str, dict[str, s
                 "pw.cli.worker",
                 let_in(Role.WORKER, island),
                 *("--controller", address, "--bind", f"tcp://{at}:0"),
-                *("--island", island, "--name", island, "--no-standby", "--compile-cache", ""),
+                *("--island", island, "--name", island, "--compile-cache", ""),
                 *("--devices", devices),
             )
         yield address, let_in(Role.CLIENT, "me")

@@ -344,9 +344,7 @@ def trained(mesh: pw.Mesh, steps: int, disturb: Callable[[int], object]) -> np.n
 
 @pytest.mark.processes
 def test_a_host_killed_in_the_middle_of_a_stream_changes_nothing() -> None:
-    with pw.LocalCluster(
-        hosts_per_island=2, devices_per_host=1, allow_python=True, standby=True
-    ) as cluster:
+    with pw.LocalCluster(hosts_per_island=2, devices_per_host=1, allow_python=True) as cluster:
         mesh = pw.Mesh(pw.make_virtual_device_set().add_slice(devices=2).devices, ("x",))
         calm = trained(mesh, 12, lambda number: None)
 

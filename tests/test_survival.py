@@ -243,7 +243,7 @@ def of(**shape: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("grown", [shape], indirect=True, ids=[""])
 
 
-@of(hosts_per_island=2, spare_hosts=1, standby=True)
+@of(hosts_per_island=2, spare_hosts=1)
 def test_hosts_of_a_gang_are_killed_stopped_replaced_and_drained(grown: Grown) -> None:
     training = grown.training()
     first = members()

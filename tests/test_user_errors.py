@@ -32,9 +32,7 @@ BOUND_S = 60.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[pw.LocalCluster]:
-    with pw.LocalCluster(
-        hosts_per_island=2, devices_per_host=1, allow_python=True, standby=True
-    ) as cluster:
+    with pw.LocalCluster(hosts_per_island=2, devices_per_host=1, allow_python=True) as cluster:
         yield cluster
 
 

@@ -44,9 +44,7 @@ def main(
         )
 
     params = init_params(MODEL, 0)
-    with pw.LocalCluster(
-        islands, hosts, spare_hosts=spares, standby=True, log_level=log_level
-    ) as cluster:
+    with pw.LocalCluster(islands, hosts, spare_hosts=spares, log_level=log_level) as cluster:
         pipeline = build_pipeline(
             MODEL,
             optimizer,

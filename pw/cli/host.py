@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
 import uvloop
 
 from pw.cli import handover
 from pw.cli.assembly import add_host, memory_of
+from pw.cli.host_options import HostOptions
 from pw.cli.keeping import Keeper
 from pw.cli.process import (
     EXIT_AGAIN,
@@ -32,7 +32,6 @@ from pw.cli.process import (
     EXIT_UNAVAILABLE,
     SILENT_HEARTBEATS,
     Daemon,
-    command,
     configure_logging,
     fail,
 )
@@ -43,16 +42,15 @@ from pw.core.ids import CONTROLLER
 from pw.core.messages import FormIsland, IslandJoined, IslandJoinFailed, RegisterHost
 from pw.core.roles import Role
 from pw.core.sharding import DeviceAddress
-from pw.core.watchdog import STALL_S
 from pw.devices.host.replica_memory import Replica
 from pw.devices.jax import group
 from pw.devices.jax.backend import JaxBackend
-from pw.devices.jax.compile_process import MEMORY_BYTES, TIMEOUT_S, Bounds
+from pw.devices.jax.compile_process import Bounds
 from pw.devices.jax.compile_processes import CompileProcesses
-from pw.devices.jax.compile_server import fork_server
 from pw.devices.jax.executables import default_folder
 from pw.devices.jax.file_threads import FileThreads
 from pw.devices.python.confining import Bounds as PythonBounds
+from pw.processes.fork_server import ForkServer
 from pw.transport.bulk import BulkPlane
 from pw.transport.endpoints import advertised, own_address
 from pw.transport.log import log
@@ -172,80 +170,58 @@ class HostRuntime:
         self._daemon.stop(EXIT_UNAVAILABLE if unreachable else EXIT_ERROR)
 
 
-def serve(
-    controller: Annotated[str, typer.Option()],
-    island: Annotated[str, typer.Option()],
-    name: Annotated[str, typer.Option()],
-    island_hosts: Annotated[int, typer.Option()] = 1,
-    devices: Annotated[int, typer.Option()] = 1,
-    platform: Annotated[str, typer.Option()] = "cpu",
-    device_memory: Annotated[int, typer.Option()] = 0,
-    bind: Annotated[str, typer.Option()] = "",
-    heartbeat: Annotated[float, typer.Option()] = 1.0,
-    lease: Annotated[float, typer.Option()] = 10.0,
-    connect_timeout: Annotated[float, typer.Option()] = 8.0,
-    reconnect: Annotated[float, typer.Option()] = 0.0,
-    allow_python: Annotated[bool, typer.Option("--allow-python")] = False,
-    python_tenants: Annotated[str, typer.Option()] = "",
-    python_memory: Annotated[int, typer.Option()] = 0,
-    compile_cache: Annotated[str | None, typer.Option()] = None,
-    checkpoint_root: Annotated[str, typer.Option()] = "",
-    compile_timeout: Annotated[float, typer.Option()] = TIMEOUT_S,
-    compile_memory: Annotated[int, typer.Option()] = MEMORY_BYTES,
-    stall_after: Annotated[float, typer.Option()] = STALL_S,
-    credentials: Annotated[str, typer.Option()] = "",
-    revoked: Annotated[str, typer.Option()] = "",
-    insecure: Annotated[bool, typer.Option("--insecure")] = False,
-    advertise: Annotated[str, typer.Option()] = "",
-    private_address: Annotated[str, typer.Option()] = "",
-    log_level: Annotated[str, typer.Option()] = "error",
-    parent_fd: Annotated[int, typer.Option()] = -1,
-    supervisor_fd: Annotated[int, typer.Option()] = -1,
-) -> None:
-    """Run one incarnation of a host, as a child of `pw-worker` or of an embedded cluster."""
-    configure_logging(log_level)
-    output = take_output(log_level)
+def run(
+    options: HostOptions, supervisor: SupervisorLink | None = None, parent_fd: int = -1
+) -> NoReturn:
+    """Run one incarnation of a host: a child of `pw-worker`, or alone, beside an embedded cluster.
+
+    Args:
+        options: of the host.
+        supervisor: the link to the parent.
+        parent_fd: a pipe; without a supervisor, this process ends when the pipe does. -1 for none.
+    """
+    configure_logging(options.log_level)
+    output = take_output(options.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if sys.platform == "linux":
         take_descriptors()
-    supervisor: SupervisorLink | None = None
+    name, controller = options.name, options.controller
     begin, parcel = Begin(time.time_ns(), False, -1), None
-    if supervisor_fd >= 0:
-        supervisor = SupervisorLink(supervisor_fd)
+    if supervisor is not None:
         told = supervisor.begin()
         if told is None:
             _exit(EXIT_OK)
         begin, parcel = told
-    compilers = fork_server()  # before this process has other threads
+    compilers = ForkServer.forked()  # before this process has other threads
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     daemon = Daemon(loop, parent_fd)
     try:
-        group.prepare(platform, devices)
+        group.prepare(options.platform, options.devices)
         folder = beside(controller)
         security = Security.of(
             controller,
-            credentials,
-            insecure=insecure,
-            revoked=revoked,
+            options.credentials,
+            insecure=options.insecure,
+            revoked=options.revoked,
             role=Role.WORKER,
             warns=False,  # pw-worker has
         )
-        bind = bind or free_endpoint(folder, "host")
+        bind = options.bind or free_endpoint(folder, "host")
         network = StreamNetwork(
             loop,
             name,
             begin.incarnation,
             bind=bind,
-            advertise=advertise or advertised(bind, controller),
-            heartbeat_s=heartbeat,
-            silence_s=lease,
-            own_silence_s=SILENT_HEARTBEATS * heartbeat,
-            connect_s=connect_timeout,
+            advertise=options.advertise or advertised(bind, controller),
+            heartbeat_s=options.heartbeat,
+            silence_s=options.lease,
+            own_silence_s=SILENT_HEARTBEATS * options.heartbeat,
+            connect_s=options.connect_timeout,
             credentials=security.credentials,
             insecure=security.insecure,
         )
-        address = private_address or own_address(bind, controller)
+        address = options.private_address or own_address(bind, controller)
         folder = folder if bind.startswith("ipc://") else None
         bulk = BulkPlane(
             loop,
@@ -260,23 +236,30 @@ def serve(
         _exit(EXIT_ERROR)
     keeper = Keeper(name, loop, supervisor, daemon.stop) if supervisor is not None else None
     runtime = HostRuntime(
-        name, daemon, loop, platform, devices, address, keeper, device_memory or None
+        name,
+        daemon,
+        loop,
+        options.platform,
+        options.devices,
+        address,
+        keeper,
+        options.device_memory or None,
     )
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)
-    cache = Path(compile_cache) if compile_cache else None
-    if compile_cache is None:
+    cache = Path(options.compile_cache) if options.compile_cache else None
+    if options.compile_cache is None:
         cache = default_folder()
     backend = JaxBackend(
         loop,
         name,
         runtime.device,
-        allow_python=allow_python,
-        python_bounds=PythonBounds(python_memory, strangers=any(security)),
+        allow_python=options.allow_python,
+        python_bounds=PythonBounds(options.python_memory, strangers=any(security)),
         compile_apart=partial(
             CompileProcesses,
             runtime.count_devices,
-            bounds=Bounds(compile_timeout, compile_memory),
+            bounds=Bounds(options.compile_timeout, options.compile_memory),
             server=compilers,
         ),
         compile_cache=cache,
@@ -284,15 +267,15 @@ def serve(
         recorder=node.recorder,
     )
     registration = RegisterHost(
-        island,
-        island_hosts,
-        devices,
-        platform,
+        options.island,
+        options.island_hosts,
+        options.devices,
+        options.platform,
         network.endpoint,
         os.getpid(),
         begin.spare,
-        python=allow_python,
-        python_tenants=tuple(filter(None, map(str.strip, python_tenants.split(",")))),
+        python=options.allow_python,
+        python_tenants=tuple(filter(None, map(str.strip, options.python_tenants.split(",")))),
     )
     replicas = _inherited(name, parcel, supervisor)
     executor = add_host(
@@ -302,11 +285,11 @@ def serve(
         backend,
         bulk,
         replicas,
-        stall_s=stall_after,
+        stall_s=options.stall_after,
         aside=FileThreads(loop),
-        reconnect_s=reconnect,
+        reconnect_s=options.reconnect,
         output=output,
-        checkpoint_root=checkpoint_root,
+        checkpoint_root=options.checkpoint_root,
     )
     del replicas  # only the store may hold them
 
@@ -320,7 +303,7 @@ def serve(
     def beat() -> None:
         if supervisor is not None:
             supervisor.beat()
-            loop.call_later(heartbeat, beat)
+            loop.call_later(options.heartbeat, beat)
 
     node.on_crash = crashed
     executor.register()
@@ -360,12 +343,3 @@ def _exit(code: int) -> NoReturn:
     """End at once: a thread may be in a collective that never returns."""
     sys.stderr.flush()
     os._exit(code)
-
-
-def main() -> None:
-    """Entry point of the runtime child."""
-    command("pw-worker", serve)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,12 @@
 
 It starts the runtime (`pw.cli.host`) as a child, and restarts it as a new incarnation when an epoch
 has ended or the child has died. A host that is stuck in a collective can only be killed. That is
-why the runtime is a child, and why this process does no work and imports nothing heavy. It kills a
-child whose event loop does not turn, and keeps a child's parcel for the next one
-(`pw.cli.supervision`).
+why the runtime is a child, and why this process does no work. It kills a child whose event loop does
+not turn, and keeps a child's parcel for the next one (`pw.cli.supervision`).
 
-A runtime spends most of its start on importing JAX. So a standby child has imported everything and
-waits for the word to begin: then a host is back in a tenth of a second.
+A runtime would spend most of its start on importing JAX. So this process imports all that it needs,
+once, and forks it: then a host is back in two tenths of a second. It has no threads and opens no
+devices, so a fork is as good as a new interpreter.
 
 What follows depends on how a child ends:
 
@@ -22,15 +22,15 @@ What follows depends on how a child ends:
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
+from pw.cli.host_options import HostOptions
 from pw.cli.process import (
     EXIT_AGAIN,
     EXIT_ERROR,
@@ -39,7 +39,8 @@ from pw.cli.process import (
     SILENT_HEARTBEATS,
     fail,
 )
-from pw.cli.supervision import ChildLink, Parcel, Watch
+from pw.cli.supervision import ChildLink, Parcel, SupervisorLink, Watch
+from pw.processes.forking import Fork, preload
 from pw.transport.log import log
 
 RUNTIME = "pw.cli.host"
@@ -51,30 +52,24 @@ WITHIN_S = 600.0
 LONGEST_PAUSE_S = 2.0
 LONG_LIFE_S = 10.0
 """A child that crashes after such a life is replaced at once."""
-STANDBY_AFTER_S = 5.0
-"""How long a child runs before a standby child is started."""
 
 
 class _Child:
     """One runtime process, and the socket to it."""
 
-    def __init__(self, arguments: list[str], watch: Watch) -> None:
+    def __init__(self, options: HostOptions, watch: Watch) -> None:
         self.link = ChildLink(watch)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", RUNTIME, *arguments),
-                *("--supervisor-fd", str(self.link.child_descriptor)),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[self.link.child_descriptor],
-            start_new_session=True,
-        )
+        descriptor = self.link.child_descriptor
+
+        def run() -> None:
+            importlib.import_module(RUNTIME).run(options, SupervisorLink(descriptor))
+
+        self.process = Fork("pw-runtime", run, [descriptor])
         self.link.started()
 
     def end(self) -> None:
         """End the process, and wait for it."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.terminate()
+        self.process.terminate()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -88,26 +83,18 @@ class Supervisor:
     """Keeps one runtime child alive.
 
     Args:
-        name: the host's name, for logs.
-        arguments: command line of the child.
-        reconnect_s: how long to look for a lost controller.
-        heartbeat_s: how often the child beats.
+        options: of the host.
         spare: the first child, too, only takes the place of a lost host; later children always do.
-        wants_standby: keep a standby child.
         parent_fd: a pipe; this process ends when the pipe does. -1 for none.
     """
 
-    _name: str
-    _arguments: list[str]
-    _reconnect_s: float
-    _heartbeat_s: float
+    _options: HostOptions
     _spare: bool
-    _wants_standby: bool
     _parent_fd: int
-    _standby: _Child | None = None
     _parcel: Parcel | None = None
 
     def __post_init__(self) -> None:
+        self._name, self._heartbeat_s = self._options.name, self._options.heartbeat
         self._silence_s = max(LEAST_SILENCE_S, SILENT_HEARTBEATS * self._heartbeat_s)
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
@@ -117,20 +104,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Restart children until told to stop, or another child would not help."""
-        try:
-            return self._run()
-        finally:
-            if self._standby is not None:
-                self._standby.end()
-
-    def _run(self) -> int:
+        preload([RUNTIME])
         short_lives = 0
         crashes: list[float] = []
         lost_since: float | None = None
         served = False
         while True:
             begun_s = time.monotonic()
-            child = self._next_child()
+            child = _Child(self._options, Watch(self._heartbeat_s, self._silence_s))
             child.link.begin(time.time_ns(), self._spare or served, self._parcel)
             code = self._wait(child)
             if code is None:
@@ -146,7 +127,7 @@ class Supervisor:
                 )  # a child that had a controller has looked for it
                 if not served:
                     return EXIT_ERROR
-                if now - lost_since >= self._reconnect_s:
+                if now - lost_since >= self._options.reconnect:
                     fail("pw-worker", "the controller did not come back; giving up")
                     return EXIT_ERROR
             else:
@@ -166,29 +147,13 @@ class Supervisor:
             if self._pause(pause_s):
                 return EXIT_OK
 
-    def _new_child(self) -> _Child:
-        watch = Watch(self._heartbeat_s, self._silence_s)
-        return _Child(self._arguments, watch)
-
-    def _next_child(self) -> _Child:
-        child, self._standby = self._standby, None
-        if child is not None and child.process.poll() is not None:
-            child.link.close()
-            child = None
-        return child or self._new_child()
-
     def _wait(self, child: _Child) -> int | None:
         """Return the child's exit code, or None when this process must end."""
-        begun_s = time.monotonic()
         while (code := child.process.poll()) is None:
             if self._told_to_stop(self._heartbeat_s, child.link):
                 return None
             self._parcel = child.link.listen(self._parcel)
-            now_s = time.monotonic()
-            # Not earlier, so that two children do not compete for the processor while one starts.
-            if self._wants_standby and not self._standby and now_s - begun_s > STANDBY_AFTER_S:
-                self._standby = self._new_child()
-            if child.link.watch.is_silent(now_s):
+            if child.link.watch.is_silent(time.monotonic()):
                 fields = {"process": child.process.pid, "silence_s": self._silence_s}
                 log("error", "runtime is stuck and is killed", self._name, **fields)
                 child.process.kill()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pw.cli.host_options import HostOptions
 from pw.cli.process import (
     LEAST_HEARTBEAT_S,
     LEAST_LEASE_S,
@@ -65,13 +66,6 @@ def serve(
             help="Only take the place of a host that is lost, in --island or, without it, in any.",
         ),
     ] = False,
-    standby: Annotated[
-        bool,
-        typer.Option(
-            "--standby/--no-standby",
-            help="Keep the next runtime ready beside this one (some 80 MB), to be back at once.",
-        ),
-    ] = True,
     name: Annotated[
         str, typer.Option(help="Unique name of this host in the cluster; made up by default.")
     ] = "",
@@ -168,13 +162,14 @@ def serve(
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
+    alone: Annotated[bool, typer.Option("--alone", hidden=True)] = False,
 ) -> None:
     """Run one host of a pw cluster until SIGTERM, or until it has been drained.
 
     Exit codes: 0 after SIGTERM or Ctrl-C, or when drained; 1 after an error, which is one line on
     standard error.
     """
-    if not hasattr(os, "memfd_create"):  # parcels are such files
+    if not alone and not hasattr(os, "memfd_create"):  # parcels are such files
         raise Error(
             "workers run on Linux only; on this system, call pw.connect() without an address, which starts "
             "a cluster beside the script"
@@ -204,35 +199,39 @@ def serve(
     check_reachable(controller, f"tcp://{advertise}:0" if advertise else bind)
     check_private(private_address)
     name = name or f"{island or 'spare'}-{socket.gethostname()}-{os.getpid()}"
-    arguments = [
-        *("--controller", controller),
-        *("--island", island),
-        *("--island-hosts", "0" if spare else str(island_hosts)),
-        *("--devices", str(devices)),
-        *("--platform", platform),
-        *("--device-memory", str(bound_bytes or 0)),
-        *("--name", name),
-        *("--bind", bind),
-        *("--heartbeat", str(heartbeat)),
-        *("--lease", str(lease)),
-        *("--connect-timeout", str(connect_timeout)),
-        *("--reconnect", str(reconnect)),
-        *("--compile-timeout", str(compile_timeout)),
-        *("--compile-memory", str(compile_bytes or COMPILE_BYTES)),
-        *("--stall-after", str(stall_after)),
-        *("--log-level", log_level),
-        *(["--allow-python"] if allow_python or python_tenants else []),
-        *("--python-tenants", python_tenants),
-        *("--python-memory", str(python_bytes or 0)),
-        *(["--checkpoint-root", os.path.realpath(checkpoint_root)] if checkpoint_root else []),
-        *(["--credentials", credentials] if credentials else []),
-        *(["--revoked", revoked] if revoked else []),
-        *(["--insecure"] if insecure else []),
-        *(["--advertise", advertise] if advertise else []),
-        *(["--private-address", private_address] if private_address else []),
-        *([] if compile_cache is None else ["--compile-cache", compile_cache]),
-    ]
-    supervisor = Supervisor(name, arguments, reconnect, heartbeat, spare, standby, parent_fd)
+    options = HostOptions(
+        controller=controller,
+        island=island,
+        name=name,
+        island_hosts=0 if spare else island_hosts,
+        devices=devices,
+        platform=platform,
+        device_memory=bound_bytes or 0,
+        bind=bind,
+        heartbeat=heartbeat,
+        lease=lease,
+        connect_timeout=connect_timeout,
+        reconnect=reconnect,
+        allow_python=allow_python or bool(python_tenants),
+        python_tenants=python_tenants,
+        python_memory=python_bytes or 0,
+        compile_cache=compile_cache,
+        checkpoint_root=os.path.realpath(checkpoint_root) if checkpoint_root else "",
+        compile_timeout=compile_timeout,
+        compile_memory=compile_bytes or COMPILE_BYTES,
+        stall_after=stall_after,
+        credentials=credentials,
+        revoked=revoked,
+        insecure=insecure,
+        advertise=advertise,
+        private_address=private_address,
+        log_level=log_level,
+    )
+    if alone:
+        from pw.cli import host
+
+        host.run(options, parent_fd=parent_fd)
+    supervisor = Supervisor(options, spare, parent_fd)
     try:
         code = supervisor.run()
     finally:

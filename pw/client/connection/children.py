@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pw.core.errors import ConnectionFailed
+from pw.processes.fork_server import Forked, ForkServer
+from pw.processes.serving import ForkRequest
 
 STOP_S = 3.0
 LOOK_S = 0.1
@@ -34,15 +36,56 @@ _OWN_SETTINGS = (
 )
 _OWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S*")
 """Settings of this process only; children inherit all other flags."""
+_PRELOADED = ("pw.cli.host", "pw.cli.worker", "pw.cli.controller")
+
+_server: ForkServer | None = None
+"""Forks daemons, so that each of them need not import JAX."""
 
 
-def _inherited() -> dict[str, str]:
+def start_fork_server() -> None:
+    """Have a process import what daemons need, once for all that are started from now on."""
+    global _server
+    environment = inherited()
+    if hasattr(os, "pidfd_open") and not (_server and _server.can_start(environment)):
+        stop_fork_server()
+        _server = ForkServer.interpreter(_PRELOADED, environment)
+
+
+def stop_fork_server() -> None:
+    """End the fork server of this process; what it has started goes on."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+def inherited() -> dict[str, str]:
     """Return the environment that a child inherits."""
     environment = {k: v for k, v in os.environ.items() if k not in _OWN_SETTINGS}
     if "XLA_FLAGS" in environment:
         environment["XLA_FLAGS"] = _OWN_FLAG.sub("", environment["XLA_FLAGS"]).strip()
     environment["PW_OUTPUT_TO_CLIENTS_ONLY"] = "1"  # they share this process's terminal
     return environment
+
+
+def _start(
+    module: str, arguments: Sequence[str], environment: dict[str, str], descriptors: Sequence[int]
+) -> subprocess.Popen[bytes] | Forked:
+    if _server is not None and _server.can_start(environment):
+        # Standard output goes nowhere; standard error is that of this process as it is now.
+        request = ForkRequest(
+            module, tuple(arguments), (1, 2, *descriptors), environment, os.getcwd()
+        )
+        with open(os.devnull, "w") as null, contextlib.suppress(OSError):  # it was killed
+            return _server.start(request, [null.fileno(), 2, *descriptors])
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=descriptors,
+        env=environment,
+    )
 
 
 class Child:
@@ -58,15 +101,10 @@ class Child:
         self.module = module
         self._owner = os.getpid()
         parent_read, self._parent_write = os.pipe()
+        arguments = [*arguments, "--parent-fd", str(parent_read)]
+        variables = {**inherited(), **(environment or {})}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--parent-fd", str(parent_read)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[parent_read, *pass_fds],
-                env={**_inherited(), **(environment or {})},
-            )
+            self._process = _start(module, arguments, variables, [parent_read, *pass_fds])
         except BaseException:
             os.close(self._parent_write)
             raise
@@ -121,6 +159,8 @@ _children: weakref.WeakSet[Child] = weakref.WeakSet()
 
 
 def _forked() -> None:
+    if _server is not None:
+        _server.leave()
     for child in _children:
         child.let_go()
 
@@ -157,18 +197,17 @@ class KeptWorker:
 
     Args:
         loop: the event loop that watches it.
-        module: `pw.cli.worker`, or `pw.cli.host` on systems without supervisors.
         arguments: its command line.
     """
 
     _loop: asyncio.AbstractEventLoop
-    module: str
     _arguments: Sequence[str]
     given_up: Callable[[int], None] = lambda code: None
     """Called on the loop, with the exit code, when the daemon is not started again."""
     _restarts: int = 0
     _ended: int | None = None
     _is_closing: bool = False
+    module = "pw.cli.worker"
 
     def __post_init__(self) -> None:
         self._child = Child(self.module, self._arguments)

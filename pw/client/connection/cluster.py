@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from pw.client.connection import current
-from pw.client.connection.children import Child, read_announcement
+from pw.client.connection.children import Child, read_announcement, start_fork_server
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.threads import remote
@@ -51,7 +51,7 @@ class LocalHost:
         return next(iter(self._runtime_pids()), None)
 
     def _runtime_pids(self) -> list[int]:
-        """Return the process ids of the runtime, and of the standby."""
+        """Return the process ids of the supervisor's children: the runtime, if there is one."""
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except OSError:
@@ -93,7 +93,6 @@ class LocalCluster:
         connect: connect this process (`pw.connect`) once all islands are formed.
         events: have the controller publish events, for `pw events` and other readers (docs/monitoring.md).
         lease_s: how long a silent client keeps what it owns, in seconds.
-        standby: each worker keeps its next runtime ready, for a fast restart; it takes some 80 MB each.
         heartbeat_s: the interval of a worker's heartbeats; after three missing ones it is lost.
         allow_python: let the workers run `pw.host_function`s.
         compile_cache: a folder for compiled computations, which workers share, also with later clusters; by
@@ -120,7 +119,6 @@ class LocalCluster:
         events: bool = False,
         lease_s: float = 10.0,
         heartbeat_s: float = 1.0,
-        standby: bool = False,
         allow_python: bool = False,
         compile_cache: str | os.PathLike[str] | None = None,
         stall_s: float = STALL_S,
@@ -151,6 +149,7 @@ class LocalCluster:
         common = ["--log-level", log_level, "--stall-after", str(stall_s)]
         atexit.register(self.close)
         self._end_on_sigterm()
+        start_fork_server()  # several daemons, and one import of JAX
         try:
             self.address = self._start_controller(
                 [
@@ -168,7 +167,6 @@ class LocalCluster:
                 *([] if bound_bytes is None else ["--device-memory", str(bound_bytes)]),
                 *("--heartbeat", str(heartbeat_s)),
                 *("--lease", str(lease_s)),
-                "--standby" if standby else "--no-standby",
                 *(["--allow-python"] if allow_python else []),
                 *([] if compile_cache is None else ["--compile-cache", os.fspath(compile_cache)]),
                 *common,

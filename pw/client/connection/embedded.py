@@ -158,12 +158,11 @@ def _start_worker(thread: LoopThread, controller: str, platform: str, devices: i
         *("--platform", platform),
         *("--name", HOST, "--allow-python", "--log-level", "error"),
         *("--heartbeat", str(HEARTBEAT_S)),
-        *(["--no-standby"] if has_supervisor else ["--reconnect", str(RECONNECT_S)]),
+        *([] if has_supervisor else ["--alone", "--reconnect", str(RECONNECT_S)]),
     ]
-    module = "pw.cli.worker" if has_supervisor else "pw.cli.host"
     if (bound_bytes := device_memory()) is not None:
         arguments += ["--device-memory", str(bound_bytes)]
-    return KeptWorker(thread.loop, module, arguments)
+    return KeptWorker(thread.loop, arguments)
 
 
 def _in_process(runtime: Runtime) -> SessionOnNode:

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pw.core.errors import ErrorReport
-from pw.devices.jax.compile_server import STATUS, Begin, Incoming, Task, ask_fork, ask_kill, send
+from pw.devices.jax.compile_server import Begin, Incoming, Task, send
+from pw.processes.fork_server import ForkServer
+from pw.processes.serving import ForkRequest
 
 TIMEOUT_S = 600.0
 MEMORY_BYTES = 8 << 30
@@ -23,8 +25,7 @@ MEMORY_BYTES = 8 << 30
 _LOOK_S = 0.05
 """How often the memory of a process is looked at."""
 
-_START_S = 60.0
-"""How long a server may take to start a process; it imports JAX first, unless it was forked."""
+MODULE = "pw.devices.jax.compile_server"
 
 _END_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -61,31 +62,23 @@ class Ended(Exception):
 class CompileProcess:
     """A child of the server. Raises OSError if it cannot be started."""
 
-    server: socket.socket
-    number: int
+    server: ForkServer
     begin: Begin
     tasks: int = 0
     _incoming: Incoming = field(default_factory=Incoming)
 
     def __post_init__(self) -> None:
         self.devices = self.begin.devices
-        ours, theirs = socket.socketpair()
-        self._link = ours
-        self._pipe, end = os.pipe()
+        self._link, theirs = socket.socketpair()
         try:
             with theirs:
-                ask_fork(self.server, self.number, theirs.fileno(), end)
-            status = self._status(_START_S)
-            if status is None:
-                raise OSError("the server does not answer")
-            self._process = status
+                end = theirs.fileno()
+                request = ForkRequest(MODULE, (str(end),), (end,), ends_with_server=True)
+                self._process = self.server.start(request, [end])
             send(self._link, self.begin)
         except OSError:
             self._link.close()
-            os.close(self._pipe)
             raise
-        finally:
-            os.close(end)
         self._link.setblocking(False)
 
     def work(self, job: Job, bounds: Bounds, meanwhile: Callable[[], None]) -> bytes:
@@ -136,8 +129,10 @@ class CompileProcess:
 
     def _how(self, bounds: Bounds) -> str:
         """Say how the process ended."""
-        status = self._status(_END_S)
-        code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
         if code == -signal.SIGKILL:
             return "the system ended the compiler, most likely because memory was short"
         how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -146,15 +141,9 @@ class CompileProcess:
             "report it to JAX"
         )
 
-    def _status(self, timeout_s: float) -> int | None:
-        if not select.select([self._pipe], [], [], timeout_s)[0]:
-            return None
-        data = os.read(self._pipe, STATUS.size)
-        return STATUS.unpack(data)[0] if len(data) == STATUS.size else None
-
     def _memory_bytes(self) -> int:
         try:
-            with open(f"/proc/{self._process}/statm") as file:
+            with open(f"/proc/{self._process.pid}/statm") as file:
                 _, resident, shared, *_ = map(int, file.read().split())
             return (resident - shared) * _PAGE_BYTES
         except OSError:
@@ -162,44 +151,16 @@ class CompileProcess:
 
     def end(self) -> None:
         """End the process, if it still runs."""
-        with contextlib.suppress(OSError):
-            ask_kill(self.server, self.number)
+        self._process.kill()
         self._link.close()
-        os.close(self._pipe)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
 
 
-@dataclass
-class Server:
-    """The way to a server; it ends when that is closed."""
-
-    socket: socket.socket
-    process: subprocess.Popen[bytes] | None = None
-    """Unless it was forked."""
-
-    def close(self) -> None:
-        """End the server."""
-        self.socket.close()
-        if self.process is not None:
-            try:
-                self.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-def started_server() -> Server:
-    """Start a server as a program of its own."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def started_server() -> ForkServer:
+    """Start a fork server that is a new interpreter."""
     path = [entry or os.getcwd() for entry in sys.path]
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pw.devices.jax.compile_server", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,
-        )
-    return Server(ours, process)
+    return ForkServer.interpreter([MODULE], {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
 
 
 def pool() -> str:

@@ -10,7 +10,6 @@ An artifact that has ended a process `STRIKES` times is refused from then on.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import deque
@@ -26,12 +25,12 @@ from pw.devices.jax.compile_process import (
     Done,
     Ended,
     Job,
-    Server,
     pool,
     started_server,
 )
 from pw.devices.jax.compile_server import Begin, Task, decode_answer
 from pw.devices.jax.making import Order
+from pw.processes.fork_server import ForkServer
 
 PROCESSES = 4
 """Processes at a time."""
@@ -58,8 +57,7 @@ class CompileProcesses:
         devices: how many devices the largest computation has, when a process is started.
         failed: takes what a thread raises.
         bounds: of one compilation.
-        server: the socket to a server (`compile_server.fork_server`); without it, one is started
-            when it is needed.
+        server: a fork server; without it, one is started when it is needed.
     """
 
     def __init__(
@@ -67,12 +65,12 @@ class CompileProcesses:
         devices: Callable[[], int],
         failed: Callable[[BaseException], None],
         bounds: Bounds | None = None,
-        server: socket.socket | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         self._devices = devices
         self._failed = failed
         self._bounds = bounds or Bounds()
-        self._server = None if server is None else Server(server)
+        self._server = server
         self._changed = threading.Condition()
         self._waiting: dict[int, deque[Job]] = {}
         """By client; the client that waits for its turn longest first."""
@@ -258,14 +256,12 @@ class CompileProcesses:
 
     def _forked(self, devices: int) -> CompileProcess:
         with self._changed:
-            self._number += 1
-            number = self._number
             for _ in range(2):  # the system may have ended the server
                 try:
                     if self._server is None:
                         self._server = started_server()
                     begin = Begin(max(devices, self._devices()), pool(), self._bounds.memory_bytes)
-                    return CompileProcess(self._server.socket, number, begin)
+                    return CompileProcess(self._server, begin)
                 except OSError:
                     self._drop_server()
         raise Ended("the host has no room for another process")

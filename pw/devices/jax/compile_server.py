@@ -1,30 +1,21 @@
-"""The processes that parse, vet and compile what clients have sent: a server, and its children.
+"""A process that parses, vets and compiles what clients have sent.
 
-The server has imported everything and does nothing but fork, so that a child is there after some
-50 ms, also when the one before it has crashed. A host forks its server from itself before it starts
-any thread; otherwise the server is a program of its own.
+A fork server starts it (`pw.processes.fork_server`), so that it is there after some 50 ms, also
+when the one before it has crashed. It ends with its host.
 
-    host -> server   _FORK number, with a link and a pipe    fork a child
-                     _KILL number                            kill it
-    server -> pipe   its process number; later how it ended
-    host -> child    Begin, then an `Order` for each task
-    child -> host    Answer for each task
-
-The server ends when its host does, and its children end with it.
+    host -> process   Begin, then a `Task` for each artifact
+    process -> host   Answer for each task
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
-import select
-import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import msgspec
@@ -34,14 +25,9 @@ from pw.core.errors import CompileError, ErrorReport
 from pw.devices.jax import making
 from pw.devices.jax.group import POOL_VARIABLES
 
-_FORK, _KILL = b"F", b"K"
-_NUMBER = struct.Struct("<cq")
-STATUS = struct.Struct("<i")
-"""In the pipe: the number of the process; then its exit status, as of `os.waitpid`."""
 _LENGTH = struct.Struct("<Q")
 _SLACK_BYTES = 2 << 30
 """The host ends a child that uses too much memory; this bound of the system comes after it."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,83 +86,8 @@ class Incoming:
         return frame
 
 
-def ask_fork(server: socket.socket, number: int, link: int, pipe: int) -> None:
-    """Have the server fork a child with these two descriptors. Raises OSError."""
-    socket.send_fds(server, [_NUMBER.pack(_FORK, number)], [link, pipe])
-
-
-def ask_kill(server: socket.socket, number: int) -> None:
-    """Have the server kill a child, if it still runs. Raises OSError."""
-    server.send(_NUMBER.pack(_KILL, number))
-
-
-def fork_server() -> socket.socket:
-    """Fork a server from this process, which has no other threads yet; return the socket to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        with contextlib.suppress(BaseException):
-            _keep_open([theirs.fileno()])
-            serve(theirs)
-        os._exit(0)
-    theirs.close()
-    return ours
-
-
-def serve(host: socket.socket) -> None:
-    """Fork and kill children until the host ends."""
-    _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    running: dict[int, tuple[int, int]] = {}  # number -> process, pipe
-
-    while True:
-        ready = select.select([host.fileno(), woken], [], [])[0]
-        if woken in ready:
-            os.read(woken, 4096)
-            _reap(running)
-        if host.fileno() not in ready:
-            continue
-        message, descriptors, _, _ = socket.recv_fds(host, _NUMBER.size, 2)
-        if not message:
-            return
-        what, number = _NUMBER.unpack(message)
-        if what == _KILL:
-            if number in running:
-                os.kill(running[number][0], signal.SIGKILL)
-            continue
-        link, pipe = descriptors
-        process = os.fork()
-        if process == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            with contextlib.suppress(EOFError, OSError):
-                _keep_open([link])
-                work(socket.socket(fileno=link))
-            os._exit(0)
-        os.close(link)
-        running[number] = (process, pipe)
-        with contextlib.suppress(OSError):
-            os.write(pipe, STATUS.pack(process))
-
-
-def _reap(running: dict[int, tuple[int, int]]) -> None:
-    for number, (process, pipe) in list(running.items()):
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
-            del running[number]
-            with contextlib.suppress(OSError):
-                os.write(pipe, STATUS.pack(status))
-            os.close(pipe)
-
-
 def work(host: socket.socket) -> None:
     """Do what the host asks for, until it ends. Raises EOFError or OSError then."""
-    _die_with_parent()
     incoming = Incoming()
     begin = _received(host, incoming)
     assert isinstance(begin, Begin)
@@ -225,24 +136,8 @@ def _bound(memory_bytes: int) -> None:
         file.write("1000")
 
 
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _keep_open(kept: Iterable[int]) -> None:
-    """Close all descriptors except the standard streams and these, also those of the supervisor."""
-    last = 2
-    for descriptor in sorted(kept):
-        os.closerange(last + 1, descriptor)
-        last = descriptor
-    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
-
-
 def main() -> None:
-    """Serve the host at the other end of the descriptor that is given as an argument."""
-    serve(socket.socket(fileno=int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()
+    """Serve the host at the other end of the descriptor that is given as an argument, until it ends."""
+    with contextlib.suppress(EOFError, OSError):
+        work(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

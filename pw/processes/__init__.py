@@ -1,0 +1,1 @@
+"""Child processes: forks, and the servers that make them."""
