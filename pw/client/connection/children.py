@@ -9,6 +9,7 @@ keep the daemons alive.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import re
@@ -49,11 +50,13 @@ def start_fork_server() -> None:
     if hasattr(os, "pidfd_open") and not (_server and _server.can_start(environment)):
         stop_fork_server()
         _server = ForkServer.interpreter(_PRELOADED, environment)
+        atexit.register(stop_fork_server)
 
 
 def stop_fork_server() -> None:
     """End the fork server of this process; what it has started goes on."""
     global _server
+    atexit.unregister(stop_fork_server)
     if _server is not None:
         _server.close()
         _server = None
