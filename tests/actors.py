@@ -398,7 +398,7 @@ class FakeHost:
         kept(error)
 
     def hand_over(self, replicas: Iterable[Replica]) -> None:
-        self.handed_over = [(array, box, data.copy()) for array, box, data in replicas]
+        self.handed_over = [one._replace(data=one.data.copy()) for one in replicas]
 
     def finish(self, reason: str) -> None:
         self.finished.append(reason)

@@ -464,6 +464,9 @@ def test_a_fetch_names_its_devices_in_vain() -> None:
         ("", "tcp://10.0.0.9:22"),
         ("", "ipc:///run/docker.sock"),
         ("", "tcp://10.0.0.9:22/chunks-1"),
+        ("/run/../tmp/bulk-1/../x.sock", ""),
+        ("pw-bulk-7-abc/../../run/docker.sock", ""),
+        ("", "ipc:///run/pw-1/../bulk/chunks-1\0x"),
     ],
 )
 def test_a_client_cannot_have_a_host_dial_anything(socket: str, endpoint: str) -> None:

@@ -27,6 +27,7 @@ from pw.core.messages import (
     CANCELLED,
     Arguments,
     Artifact,
+    Copied,
     Copy,
     Directory,
     Discard,
@@ -47,7 +48,6 @@ from pw.core.messages import (
     LaunchGap,
     Leave,
     LeaveIsland,
-    OfferReplica,
     PassedLaunches,
     Peer,
     PeerLost,
@@ -132,10 +132,10 @@ class Bench:
         )
         return run, result
 
-    def replicate(self, *arrays: int, targets: tuple[str, ...] = ()) -> None:
+    def replicate(self, *arrays: int) -> None:
         self.sequence += 1
         at = (DeviceAddress("a0", 0),)
-        copies = tuple(Copy(array, self.here, at, (0,), targets) for array in arrays)
+        copies = tuple(Copy(array, self.here, at, (0,)) for array in arrays)
         self.tell(Replicate(1, self.sequence, copies))
 
     def cancel(self, run: int, program: int) -> None:
@@ -172,7 +172,7 @@ class Bench:
     def copies(self) -> dict[int, Any]:
         """What the host holds in host memory."""
         saved = self.host.store.replicas.memory.all()
-        return {array: data.view(np.int64) for array, _, data in saved}
+        return {one.array: one.data.view(np.int64) for one in saved}
 
     def told(self, kind: type) -> list[Any]:
         return self.world.to(SCHEDULER, kind)
@@ -826,7 +826,7 @@ def test_a_copy_is_made_in_launch_order() -> None:
     (segment,) = bench.segments
     donating = bench.install(chain([bench.here], donated=(0,)))
     run, arriving = bench.launch(moved, b"", segment=segment)
-    bench.replicate(arriving, targets=("b0", "c0"))
+    bench.replicate(arriving)
     _, after = bench.launch(donating, arriving)
     bench.settle()
     assert not bench.copies()
@@ -846,9 +846,7 @@ def test_a_copy_is_made_in_launch_order() -> None:
     )
     bench.world.wait(KEEP_S)
     assert bench.world.to(CONTROL, Holdings) == [Holdings((Holding(arriving, box),))]
-    for target in ("b0", "c0"):
-        offers = bench.world.to(store_of(target), OfferReplica)
-        assert offers == [OfferReplica(arriving, "int64", box, "a0")]
+    assert bench.world.to(CONTROL, Copied) == [Copied(arriving, box)]
 
 
 def test_what_has_no_value_is_not_copied_and_told() -> None:
@@ -886,7 +884,7 @@ def test_nothing_is_copied_for_a_client_that_has_gone() -> None:
     bench = Bench()
     alone = bench.install(chain([bench.here]))
     _, array = bench.launch(alone, X.tobytes())
-    bench.replicate(array, targets=("b0",))
+    bench.replicate(array)
     bench.sequence += 1
     bench.tell(Discard(1, bench.sequence, (), (), (1,)))
     bench.settle()
@@ -910,7 +908,7 @@ def test_the_next_incarnation_has_what_the_last_handed_over() -> None:
     bench.settle()
     bench.tell(LeaveIsland("a", 1, "host b0 was lost"), RESOURCES)
     assert bench.host.stopped == ["island a is formed anew: host b0 was lost"]
-    assert [array for array, _, _ in bench.host.handed_over] == [copied, made]
+    assert [one.array for one in bench.host.handed_over] == [copied, made]
     sent = len(bench.world.sent)
     again = bench.host.restart(spare=True)
     holdings, no_more, registration = [message for _, _, message in bench.world.sent[sent:]]
@@ -925,9 +923,9 @@ def test_the_next_incarnation_has_what_the_last_handed_over() -> None:
 def test_copies_go_on_from_epoch_to_epoch() -> None:
     """Also when this one ends before the host has joined, or it never had a place."""
     array, box = client_id(1, 5), split(1, 1).box(0)
-    bench = Bench(replicas=[(array, box, X)])
+    bench = Bench(replicas=[Replica(array, box, X)])
     bench.tell(LeaveIsland("a", 1, "formed anew"), RESOURCES)
-    ((told, where, data),) = bench.host.handed_over
+    ((told, where, data, _),) = bench.host.handed_over
     assert (told, where) == (array, box)
     np.testing.assert_array_equal(data.view(np.int64), X)
 

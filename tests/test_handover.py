@@ -23,6 +23,7 @@ from pw.cli import handover
 from pw.cli.keeping import Keeper
 from pw.cli.supervision import Begin, ChildLink, Parcel, SupervisorLink, Watch
 from pw.core.errors import ErrorReport
+from pw.devices.host.replica_memory import Replica
 from tests.daemons import ROOT, Program, left_in_shared_memory, send, until
 
 BOX = ((0, 2), (3, 7))
@@ -39,16 +40,14 @@ VALUES: dict[str, np.ndarray[Any, Any]] = {
 
 
 def packed(values: list[np.ndarray[Any, Any]]) -> Parcel:
-    return handover.pack((7 + i, BOX, value) for i, value in enumerate(values))
+    return handover.pack(Replica(7 + i, BOX, value) for i, value in enumerate(values))
 
 
 def test_arrays_of_any_layout_come_back_aligned_and_read_only() -> None:
     values = list(VALUES.values())
     replicas = handover.unpack(packed(values), lambda: None)
-    assert [(array, box) for array, box, _ in replicas] == [
-        (7 + i, BOX) for i in range(len(values))
-    ]
-    for value, (_, _, copy) in zip(values, replicas, strict=True):
+    assert [(one.array, one.box) for one in replicas] == [(7 + i, BOX) for i in range(len(values))]
+    for value, copy in zip(values, (one.data for one in replicas), strict=True):
         assert (copy.dtype, copy.shape) == (value.dtype, value.shape)
         np.testing.assert_array_equal(copy, value)
         assert copy.ctypes.data % 64 == 0
@@ -60,7 +59,7 @@ def test_a_mapped_array_can_be_aliased_by_jax_and_donated() -> None:
     import jax
 
     value = np.arange(4096, dtype=np.float32)
-    ((_, _, copy),) = handover.unpack(packed([value]), lambda: None)
+    ((_, _, copy, _),) = handover.unpack(packed([value]), lambda: None)
     x = jax.device_put(copy)
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(x)
     np.testing.assert_array_equal(doubled, value * 2)
@@ -88,9 +87,9 @@ def test_what_there_is_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "pwrite", short_of_memory)
     small, large = np.arange(10), np.zeros(20_000, np.uint8)
-    saved = [(7 + i, BOX, value) for i, value in enumerate((small, large, small))]
+    saved = [Replica(7 + i, BOX, value) for i, value in enumerate((small, large, small))]
     parcel = handover.pack_what_fits(saved, lambda: None)
-    ((array, _, copy),) = handover.unpack(parcel, lambda: None)
+    ((array, _, copy, _),) = handover.unpack(parcel, lambda: None)
     assert array == 7
     np.testing.assert_array_equal(copy, small)
 
@@ -98,13 +97,13 @@ def test_what_there_is_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_a_child_beats_while_an_array_is_on_its_way_from_a_device() -> None:
     beats = threading.Semaphore(0)
 
-    def fetched() -> Iterator[tuple[int, Any, np.ndarray[Any, Any]]]:
+    def fetched() -> Iterator[Replica]:
         for _ in range(3):
             assert beats.acquire(timeout=30), "its supervisor takes it for stuck"
-        yield 7, BOX, np.arange(3)
+        yield Replica(7, BOX, np.arange(3))
 
     parcel = handover.pack_what_fits(fetched(), beats.release)
-    ((_, _, copy),) = handover.unpack(parcel, lambda: None)
+    ((_, _, copy, _),) = handover.unpack(parcel, lambda: None)
     np.testing.assert_array_equal(copy, np.arange(3))
     assert "pw-beat" not in [thread.name for thread in threading.enumerate()]
 
@@ -151,7 +150,7 @@ def test_a_parcel_is_kept_until_another_one_replaces_it(descriptors: Callable[[]
         begun = after.child.begin()
         assert begun is not None
         assert begun[1] is not None
-        ((_, _, copy),) = handover.unpack(begun[1], lambda: None)
+        ((_, _, copy, _),) = handover.unpack(begun[1], lambda: None)
         np.testing.assert_array_equal(copy, np.arange(4))
         after.child.close()
         kept = after.supervisor.listen(kept)
@@ -199,7 +198,7 @@ def test_a_supervisor_that_does_not_read_has_room_for_what_is_handed_over() -> N
     pair.child.begin()
     for _ in range(1000):
         pair.child.beat()
-    saved = [(7 + i, BOX, np.arange(3)) for i in range(1000)]
+    saved = [Replica(7 + i, BOX, np.arange(3)) for i in range(1000)]
     for count in (10, 1000):
         parcel = handover.pack_what_fits(saved[:count], pair.child.beat)
         pair.child.hand_over(parcel)
@@ -235,7 +234,8 @@ class Loop:
         self.ended = True
 
     def keep(self, *values: np.ndarray[Any, Any]) -> None:
-        self.keeper.keep([(7 + i, BOX, value) for i, value in enumerate(values)], self.kept.append)
+        replicas = [Replica(7 + i, BOX, value) for i, value in enumerate(values)]
+        self.keeper.keep(replicas, self.kept.append)
 
     def turn(self, until: Callable[[], bool]) -> None:
         """Let the loop turn until something is so."""
@@ -255,7 +255,7 @@ class Loop:
     def values(self) -> list[np.ndarray[Any, Any]]:
         assert self.parcel is not None
         parcel, self.parcel = self.parcel, None
-        return [data for _, _, data in handover.unpack(parcel, lambda: None)]
+        return [one.data for one in handover.unpack(parcel, lambda: None)]
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_what_is_to_be_kept_is_answered_when_the_supervisor_has_it(runtime: Loop
 def test_what_is_left_at_the_end_comes_after_what_was_being_kept(runtime: Loop) -> None:
     runtime.keep(np.arange(3))
     runtime.turn(runtime.is_sent)
-    runtime.keeper.hand_over([(7, BOX, np.arange(4))])
+    runtime.keeper.hand_over([Replica(7, BOX, np.arange(4))])
     runtime.pair.child.beat()
     runtime.listen()
     np.testing.assert_array_equal(runtime.values(), [np.arange(4)])
@@ -302,7 +302,7 @@ def test_what_is_still_being_written_at_the_end_is_not_sent_behind_what_is_left(
 
     monkeypatch.setattr(handover, "pack", slow)
     runtime.keep(np.arange(3))
-    runtime.keeper.hand_over([(7, BOX, np.arange(4))])
+    runtime.keeper.hand_over([Replica(7, BOX, np.arange(4))])
     written.set()
     runtime.turn(lambda: not [t for t in threading.enumerate() if t.name == "pw-keep"])
     runtime.turn(runtime.is_sent)
@@ -377,12 +377,12 @@ CHILD = """
 import json, os, signal, sys, threading, time
 import numpy as np
 from pw.cli import handover
-
+from pw.devices.host.replica_memory import Replica
 
 def run(options, link):
     begin, parcel = link.begin()
     replicas = [] if parcel is None else handover.unpack(parcel, link.dropped)
-    found = {array: data.tolist() for array, _, data in replicas}
+    found = {one.array: one.data.tolist() for one in replicas if one.proof == b"proof"}
 
     def beat():
         while True:
@@ -394,7 +394,7 @@ def run(options, link):
     for line in open(options.controller.removeprefix("ipc://")):
         what, value = json.loads(line)
         if what == "leave":
-            replicas = [(1, ((0, 3),), np.array(value))] if value else []
+            replicas = [Replica(1, ((0, 3),), np.array(value), b"proof")] if value else []
             link.hand_over(handover.pack(replicas))
             os._exit(75)
         if what == "finish":

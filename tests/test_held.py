@@ -41,7 +41,7 @@ class Bench:
 
     def keep(self, replicas: Sequence[Replica], kept: Callable[[ErrorReport | None], None]) -> None:
         assert self.kept is None, "one after the other"
-        self.sent.append({array for array, _, _ in replicas})
+        self.sent.append({one.array for one in replicas})
         self.kept = kept
 
     def take(self, error: ErrorReport | None = None) -> None:
@@ -100,7 +100,7 @@ def test_what_is_not_taken_in_time_counts_as_not_copied() -> None:
     bench.hold(B)
     bench.wait(KEPT_WITHIN_S / 2 + LOOK_S)
     assert bench.told() == {A: "CheckpointFailed"}
-    assert [array for array, _, _ in bench.memory.all()] == [B], "its memory is free again"
+    assert [one.array for one in bench.memory.all()] == [B], "its memory is free again"
     (holding,) = bench.controller.of(Holdings)[0].holdings
     assert "pw-worker" in holding.error.message
     bench.take()
@@ -118,12 +118,12 @@ def test_what_there_is_no_room_for_counts_as_not_copied() -> None:
     bench.hold(B)
     bench.take(ErrorReport("CheckpointFailed", "no room", "a"))
     assert bench.told() == {A: "kept", B: "CheckpointFailed"}
-    assert [array for array, _, _ in bench.memory.all()] == [A], "what was kept before still is"
+    assert [one.array for one in bench.memory.all()] == [A], "what was kept before still is"
 
 
 def test_what_was_kept_once_is_told_at_once() -> None:
     """A checkpoint of what has not changed since the last one waits for nothing."""
-    bench = Bench([(A, BOX, np.zeros(8, np.uint8))])
+    bench = Bench([Replica(A, BOX, np.zeros(8, np.uint8))])
     bench.memory.announce()
     bench.world.settle()
     assert bench.told() == {A: "kept"}
@@ -158,7 +158,7 @@ def test_a_host_that_leaves_tells_of_nothing_more() -> None:
     """The next incarnation does, which has been given all of it."""
     bench = Bench()
     bench.hold(A)
-    assert [array for array, _, _ in bench.memory.leave()] == [A]
+    assert [one.array for one in bench.memory.leave()] == [A]
     bench.take()
     bench.hold(B)
     bench.wait(2 * KEPT_WITHIN_S)
@@ -171,7 +171,7 @@ def test_much_is_kept_only_where_no_other_host_has_it(
 ) -> None:
     monkeypatch.setattr(replica_memory, "KEPT_BYTES", 10)
     bench = Bench()
-    bench.store.replicas.hosts_are(frozenset({"a", "b"} if others else {"a"}))
+    bench.store.replicas.hosts_are(frozenset({"a", "b"} if others else {"a"}), b"key")
     bench.hold(A, B)
     assert bench.sent == ([] if others else [{A, B}])
     if not others:

@@ -41,6 +41,7 @@ class Bench:
         self.replicas = Replicas(sessions, 60.0)
         self.actor = Actor(env)
         self.actor.compose(self.replicas)
+        self.client.slices.hosts[client_id(1, 0)] = set(hosts)
         self.client.lineage.add_input(ARRAY, split(client_id(1, 0), 1))
         self.box = split(client_id(1, 0), 1).box(0)
         self.hosts_are(*hosts)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pw.core.errors import ErrorReport
-from pw.core.ids import CONTROL, Address, client_id, session_of, store_of
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_id, session_of, store_of
 from pw.core.landing import Landing
 from pw.core.messages import (
     DropReplicas,
@@ -30,6 +30,7 @@ from pw.core.messages import (
     Wait,
 )
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, dtype_of
+from pw.core.tenants import NO_SECRET
 from pw.devices.host import replica_memory, replicas
 from pw.devices.host.backend import Value
 from pw.devices.host.replica_memory import Replica
@@ -40,6 +41,8 @@ from tests.scripted import LARGE, SMALL, split
 
 ARRAY = client_id(1, 5)
 SLICE = client_id(1, 0)
+PROOF = NO_SECRET.permit(ARRAY, CONTROLLER, "a")
+"""Of what the controller has offered host a."""
 HERE = (DeviceAddress("a", 0), DeviceAddress("a", 1))
 SIZES = pytest.mark.parametrize("elements", [SMALL, LARGE])
 
@@ -78,11 +81,11 @@ class Bench:
 
     def half(self, half: int) -> Replica:
         middle = len(self.whole) // 2
-        return ARRAY, self.spec.box(half), self.whole[half * middle : (half + 1) * middle]
+        return Replica(ARRAY, self.spec.box(half), self.whole[half * middle : (half + 1) * middle])
 
     def hosts_are(self, *names: str) -> None:
         for node in self.nodes.values():
-            node.store.replicas.hosts_are(frozenset(names))
+            node.store.replicas.hosts_are(frozenset(names), NO_SECRET.key_of(node.name))
 
     def say(self, message: object, sender: Address | None = None, to: str = "a") -> None:
         self.world.mailboxes[to].append((sender or session_of("x"), store_of(to), message))
@@ -90,7 +93,23 @@ class Bench:
 
     def restore(self, *sources: tuple[int, str]) -> None:
         named = tuple(Source(self.spec.box(half), host) for half, host in sources)
-        self.say(Restore(ARRAY, ARRAY, self.spec, HERE, named), CONTROL)
+        permits = {host: NO_SECRET.permit(ARRAY, host, "a") for _, host in sources}
+        self.say(Restore(ARRAY, ARRAY, self.spec, HERE, named, permits), CONTROL)
+
+    def offer(self, boxes: tuple[Box, ...], giver: str, to: str = "a") -> None:
+        """The controller offers a host what another one has."""
+        permit, proof = NO_SECRET.permit(ARRAY, giver, to), NO_SECRET.permit(ARRAY, CONTROLLER, to)
+        self.say(OfferReplica(ARRAY, "int64", boxes, giver, permit, proof), CONTROL, to)
+
+    def ask(
+        self, request: int, by: str, *boxes: Box, permit: bytes | None = None, **how: Any
+    ) -> None:
+        """A host asks host a for boxes."""
+        if permit is None:
+            permit = NO_SECRET.permit(ARRAY, "a", by)
+        asked = {"dtype": "int64", "landing": None} | how
+        question = FetchReplica(request, ARRAY, boxes=boxes, permit=permit, **asked)
+        self.say(question, store_of(by))
 
     def uploaded(self) -> list[ErrorReport | None]:
         self.world.settle()
@@ -103,7 +122,7 @@ class Bench:
         return np.concatenate([value.payload[0], value.payload[1]])
 
     def held(self, name: str) -> list[Box]:
-        return [box for _, box, _ in self.nodes[name].store.replicas.memory.all()]
+        return [one.box for one in self.nodes[name].store.replicas.memory.all()]
 
     def check_idle(self) -> None:
         """Nothing is under way any more."""
@@ -146,7 +165,7 @@ def test_however_much_is_held_a_message_tells_of_a_part(monkeypatch: pytest.Monk
     world = World()
     world.add(CONTROL, Recorder)
     data = np.arange(4)
-    Node(world, "a", [(client_id(1, number), ((0, 4),), data) for number in range(5)])
+    Node(world, "a", [Replica(client_id(1, number), ((0, 4),), data) for number in range(5)])
     told = world.to(CONTROL, Holdings)
     assert [len(message.holdings) for message in told] == [2, 2, 1]
     arrays = [holding.array for message in told for holding in message.holdings]
@@ -283,7 +302,7 @@ def test_what_was_asked_of_a_host_that_is_lost_fails() -> None:
 
 def test_only_the_controller_restores_and_drops() -> None:
     bench = Bench(a=(0, 1))
-    bench.say(Restore(ARRAY, ARRAY, bench.spec, HERE, ()))
+    bench.say(Restore(ARRAY, ARRAY, bench.spec, HERE, (), {}))
     bench.say(DropReplicas((ARRAY,)))
     bench.world.settle()
     assert bench.world.counters["messages_refused"] == 2
@@ -292,33 +311,52 @@ def test_only_the_controller_restores_and_drops() -> None:
     assert bench.a.census()["replica_bytes"] == 0
 
 
-def test_a_client_gets_no_copies() -> None:
-    bench = Bench(a=(0, 1))
-    question = FetchReplica(7, ARRAY, "int64", (bench.boxes[0],), None)
-    bench.say(question)
-    bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[1],), "x"))
-    bench.hosts_are("a", "b")
-    bench.world.settle()
-    assert not bench.client.received
-    assert bench.world.counters["replicas_asked_by_strangers"]
-    assert len(bench.a.replicas.strangers) == 2
-    bench.world.kill("x")
-    bench.world.settle()
-    assert not bench.a.replicas.strangers
-
-
-def test_a_host_may_ask_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller's directory and the question come by different links."""
-    monkeypatch.setattr(replicas, "STRANGERS_KEPT", 1)
+@pytest.mark.parametrize("early", [False, True], ids=["known host", "before the directory"])
+@pytest.mark.parametrize(
+    "permit",
+    [
+        b"",
+        bytes(16),
+        NO_SECRET.permit(ARRAY + 1, "a", "c"),
+        NO_SECRET.permit(ARRAY, "a", "b"),
+        NO_SECRET.permit(ARRAY, "b", "c"),
+        NO_SECRET.permit(ARRAY, CONTROLLER, "c"),
+    ],
+    ids=["none", "guessed", "other array", "other host", "other giver", "the controller's"],
+)
+def test_a_host_gets_only_the_replicas_that_the_controller_permits(
+    permit: bytes, early: bool
+) -> None:
     bench = Bench(a=(0,))
-    for request in (7, 8):
-        question = FetchReplica(request, ARRAY, "int64", (bench.boxes[0],), None)
-        bench.say(question, store_of("new"))
+    if early:
+        bench.a.replicas._key = b""
+    bench.ask(7, "c", bench.boxes[0], permit=permit)
+    bench.hosts_are("a", "b", "c")
+    bench.world.settle()
+    (refused,) = bench.world.to(store_of("c"))
+    assert isinstance(refused, ReplicaRefused)
+    assert refused.error.kind == "AccessRefused"
+    bench.ask(8, "c", bench.boxes[0])
+    (_, answer) = bench.world.to(store_of("c"))
+    assert answer == ReplicaData(8, bench.whole[: SMALL // 2].tobytes())
+
+
+def test_a_host_may_be_asked_before_it_has_heard_of_its_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controller's directory and the question come by different links."""
+    monkeypatch.setattr(replicas, "EARLY_KEPT", 2)
+    bench = Bench(a=(0,))
+    bench.a.replicas._key = b""
+    for request, host in ((7, "new"), (8, "gone"), (9, "new")):
+        bench.ask(request, host, bench.boxes[0])
     (refused,) = bench.world.to(store_of("new"))
-    assert (type(refused), refused.request) == (ReplicaRefused, 8)
+    assert (type(refused), refused.request) == (ReplicaRefused, 9)
+    bench.a.replicas._lose("gone", "it has gone")
     bench.hosts_are("a", "new")
     (_, answer) = bench.world.to(store_of("new"))
     assert answer == ReplicaData(7, bench.whole[: SMALL // 2].tobytes())
+    assert not bench.world.to(store_of("gone"))
 
 
 def test_questions_that_cannot_be_answered_are_refused() -> None:
@@ -327,10 +365,11 @@ def test_questions_that_cannot_be_answered_are_refused() -> None:
     small = Landing(99, size - 1, 0, "b", "", "")
     gone = bench.nodes["c"].bulk.land(size, print)
     bench.world.kill("c")
-    asked = [((box,), "int32", None), ((box, other), "int64", None), ((box,), "int64", None)]
-    for number, (boxes, dtype, landing) in enumerate([*asked, ((box,), "int64", small)]):
-        bench.say(FetchReplica(number, ARRAY, dtype, boxes, landing), store_of("b"))
-    bench.say(FetchReplica(4, ARRAY, "int64", (box,), gone), store_of("b"))
+    bench.ask(0, "b", box, dtype="int32")
+    bench.ask(1, "b", box, other)
+    bench.ask(2, "b", box)
+    bench.ask(3, "b", box, landing=small)
+    bench.ask(4, "b", box, landing=gone)
     bench.world.settle()
     refused = bench.world.to(store_of("b"), ReplicaRefused)
     assert [message.request for message in refused] == [0, 1, 2, 3, 4]
@@ -359,19 +398,19 @@ def test_an_answer_of_the_wrong_size_is_no_answer() -> None:
 
 
 @SIZES
-@pytest.mark.parametrize("sender", [store_of("b"), CONTROL])
-def test_what_is_offered_is_fetched_kept_and_told(elements: int, sender: Address) -> None:
+def test_what_is_offered_is_fetched_kept_and_told(elements: int) -> None:
     bench = Bench(elements, b=(0, 1))
-    bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[1],), "b"), sender)
+    bench.offer((bench.boxes[1],), "b")
     bench.check_idle()
     assert bench.held("a") == [bench.boxes[1]]
     told = bench.world.to(CONTROL, Holdings)
-    assert told[1:] == [Holdings((Holding(ARRAY, (bench.boxes[1],)),))]
+    assert told[1:] == [Holdings((Holding(ARRAY, (bench.boxes[1],), None, PROOF),))]
     assert bench.a.census()["replica_arrays"] == 1
     assert bench.a.census()["replica_bytes"] == elements * 4
-    bench.say(OfferReplica(ARRAY, "int64", tuple(bench.boxes), "b"), sender)
+    bench.offer(tuple(bench.boxes), "b")
     bench.check_idle()
     assert bench.held("a") == [bench.boxes[1], bench.boxes[0]]
+    assert {one.proof for one in bench.a.save()} == {PROOF}, "the next incarnation shows it as well"
     bench.nodes["b"].store.replicas.memory.forget(lambda array: True)
     bench.restore()
     assert bench.uploaded() == [None]
@@ -381,13 +420,13 @@ def test_what_is_offered_is_fetched_kept_and_told(elements: int, sender: Address
 def test_an_offer_that_comes_to_nothing_is_told_as_well() -> None:
     for seed in range(10):
         bench = Bench(LARGE, seed, b=(0,))
-        bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+        bench.offer((bench.boxes[0],), "b")
         bench.world.steps(bench.world.random.randrange(2))
         bench.world.kill("b")
         bench.check_idle()
         (told,) = bench.world.to(CONTROL, Holdings)[-1].holdings
         if told.boxes:
-            assert told == Holding(ARRAY, (bench.boxes[0],))
+            assert told == Holding(ARRAY, (bench.boxes[0],), None, PROOF)
         else:
             assert told.error is not None
             assert told.error.kind == "HostLost", "the array itself may be where it was"
@@ -396,7 +435,7 @@ def test_an_offer_that_comes_to_nothing_is_told_as_well() -> None:
 def test_a_host_without_room_for_a_copy_says_so() -> None:
     bench = Bench(LARGE, b=(0,))
     bench.nodes["a"].bulk.full = True
-    bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+    bench.offer((bench.boxes[0],), "b")
     bench.check_idle()
     (told,) = bench.world.to(CONTROL, Holdings)[-1].holdings
     assert not told.boxes
@@ -409,13 +448,13 @@ def test_a_host_without_room_for_a_copy_says_so() -> None:
 def test_offers_of_what_goes_are_forgotten(elements: int, dropped: bool) -> None:
     for seed in range(10):
         bench = Bench(elements, seed, a=(1,), b=(0,))
-        bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+        bench.offer((bench.boxes[0],), "b")
         bench.world.steps(bench.world.random.randrange(6))
         if dropped:
             bench.say(DropReplicas((ARRAY,)), CONTROL)
         else:
             bench.a.drop_client(1)
-            bench.say(OfferReplica(ARRAY, "int64", (bench.boxes[0],), "b"), store_of("b"))
+            bench.offer((bench.boxes[0],), "b")
         bench.check_idle()
         assert not any(bench.a.census().values())
 
@@ -438,12 +477,12 @@ def test_what_is_handed_over_is_what_is_ready_and_what_was_kept() -> None:
         assert value is not None
         bench.a.requests.submitted(array, value)
     saved = list(bench.a.save())
-    assert sorted((array, box) for array, box, _ in saved) == [
+    assert sorted((one.array, one.box) for one in saved) == [
         (array, box) for array in (ARRAY, other) for box in bench.boxes
     ]
     again = Node(World(), "a", saved)
     assert sorted(again.store.save(), key=lambda s: s[:2])[2][:2] == (other, bench.boxes[0])
-    by_box = {(array, box): data for array, box, data in again.store.replicas.memory.all()}
+    by_box = {(one.array, one.box): one.data for one in again.store.replicas.memory.all()}
     for array, whole in ((ARRAY, bench.whole), (other, bench.whole + 1)):
         both = np.concatenate([by_box[array, box] for box in bench.boxes])
         np.testing.assert_array_equal(both.view(np.int64), whole)

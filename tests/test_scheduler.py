@@ -562,7 +562,7 @@ def test_copies_are_made_between_the_runs_before_and_after_them() -> None:
     bench = Bench()
     bench.client(1)
     spec = split(1, 1)
-    copies = [Copy(array, spec, (), (0,), ()) for array in (5, 6, 7)]
+    copies = [Copy(array, spec, (), (0,)) for array in (5, 6, 7)]
     made = CopyArrays(
         1, (("h0", copies[0]), ("h1", copies[1]), ("h0", copies[2]), ("x", copies[0]))
     )
@@ -590,7 +590,7 @@ def test_copies_of_many_arrays_on_many_devices_fit_into_messages(
     for array in range(1400):
         there = Placement(1 + array % 2, tuple(range(256)))
         spec = ArraySpec((256, 8), "float32", Sharding(("x",), (256,), (("x",),)), there)
-        copies.append(Copy(array, spec, devices, (0, 1, 2, 3), ("h1",)))
+        copies.append(Copy(array, spec, devices, (0, 1, 2, 3)))
     names = tuple(f"['layer {array}']" for array in range(1400))
     file = CopyFile("0123456789abcdef", "/x", False, "f", names, tuple(copies))
     made = CopyArrays(1, tuple(("h0", copy) for copy in copies), (("h0", file), ("h1", file)))

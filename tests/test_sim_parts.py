@@ -16,6 +16,7 @@ from pw.core.ids import Address
 from pw.core.messages import HoldsNoMore, PeerLost, Ready
 from pw.core.sharding import ArraySpec, Placement, Sharding
 from pw.core.watchdog import Look
+from pw.devices.host.replica_memory import Replica
 from pw.testing.sim.bulk import SimBulk
 from pw.testing.sim.census import held
 from pw.testing.sim.cluster import SimCluster
@@ -186,16 +187,14 @@ def test_a_supervisor_keeps_what_was_handed_over_until_more_is(machine: bool) ->
     world = World(0, QUIET, Trace())
     host = SimCluster(world).hosts[0]
     host.start()
-    host.hand_over([(1, ((0, 4),), np.arange(4, dtype=np.uint8))])
+    host.hand_over([Replica(1, ((0, 4),), np.arange(4, dtype=np.uint8))])
     host.stop_supervisor(1.0)
     for _ in range(2):  # children that have handed over nothing themselves
         host.crash(machine=machine)
         host.start()
         while host.node is None:
             assert world.step()
-        assert [array for array, _, _ in host.store.replicas.memory.all()] == (
-            [] if machine else [1]
-        )
+        assert [one.array for one in host.store.replicas.memory.all()] == ([] if machine else [1])
 
 
 def test_a_trace_names_messages_that_say_nothing_more() -> None:

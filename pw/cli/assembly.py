@@ -107,7 +107,7 @@ def add_controller(
         loop: its event loop.
         secret: random bytes of this controller alone, with which it signs the tickets that its clients show
             to hosts.
-        claims: of all controllers of this cluster, with which clients get their numbers back.
+        claims: of all controllers of this cluster, one after the other.
         policy: name of the scheduling policy of every island.
         rules: what clients may ask of it, and the shares of tenants.
         bind_host: address at which hosts reach the coordination services.
@@ -135,7 +135,7 @@ def add_controller(
             lambda env: IslandScheduler(env, island, POLICIES[policy](), stall_s),
         )
 
-    resources = node.add("resources", lambda env: ResourceManager(env, tickets.public))
+    resources = node.add("resources", lambda env: ResourceManager(env, tickets.public, claims))
     node.add("services", lambda env: CoordinationActor(env, services))
 
     def island_status() -> tuple[IslandInfo, ...]:

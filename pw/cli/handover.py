@@ -44,6 +44,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    proof: bytes
 
 
 _decode = msgspec.msgpack.Decoder(list[Entry]).decode
@@ -53,7 +54,7 @@ def pack(replicas: Iterable[Replica]) -> Parcel:
     """Write arrays to a new anonymous file, all of them.
 
     Args:
-        replicas: array ids, boxes and their values, in any layout.
+        replicas: array ids, boxes, their values in any layout, and proofs.
 
     Raises:
         OSError: there is no room for them.
@@ -87,14 +88,14 @@ def _packed(
     parcel = Parcel(os.memfd_create("pw-handover", os.MFD_CLOEXEC), 0)
     index: list[Entry] = []
     try:
-        for array, box, data in replicas:
+        for array, box, data, proof in replicas:
             (_, start), _ = packed_offsets([parcel.index_offset, data.nbytes])
             try:
                 _write(parcel.descriptor, start, data, went_on)
             except OSError as error:
                 no_room(error)
                 break
-            index.append(Entry(array, box, data.shape, data.dtype.name, start))
+            index.append(Entry(array, box, data.shape, data.dtype.name, start, proof))
             parcel.index_offset = start + data.nbytes
         os.ftruncate(parcel.descriptor, parcel.index_offset)
         os.pwrite(parcel.descriptor, msgspec.msgpack.encode(index), parcel.index_offset)
@@ -165,5 +166,5 @@ def unpack(parcel: Parcel, dropped: Callable[[], None]) -> list[Replica]:
         dtype = dtype_of(entry.dtype)
         end = entry.offset + math.prod(entry.shape) * dtype.itemsize
         data = whole[entry.offset : end].view(dtype).reshape(entry.shape)
-        replicas.append((entry.array, entry.box, data))
+        replicas.append(Replica(entry.array, entry.box, data, entry.proof))
     return replicas

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,6 +115,7 @@ def _allocate_slice(message: AllocateSlice) -> None:
     check_name("the island", message.island or "")
     check_name("the island", message.formerly)
     _check_hosts(message.hosts)
+    _check_hosts(message.former_hosts)
     _check_count("slices", message.apart, ARRAYS)
     _check_count("dimensions of a topology", message.topology or (), DIMENSIONS)
     sizes = (message.devices, *(message.topology or ()))
@@ -183,18 +185,25 @@ def _fetch(message: Fetch) -> None:
         check_landing(message.landing)
 
 
+_FOLDER = r"(/(?!\.{1,2}/)[^/\0]+)+"
+_SOCKET = re.compile(rf"pw-bulk-\d+-[0-9a-f]+|{_FOLDER}/bulk-[0-9a-f]+")
+_ENDPOINT = re.compile(rf"ipc://(@pw-chunks-\d+-[0-9a-f]+|{_FOLDER}/chunks-[0-9a-f]+)")
+_PLANE = re.compile(r"[0-9a-f]{32}")
+"""Where the plane of a client listens, and its number if it listens nowhere (`pw.transport.bulk`)."""
+
+
 def check_landing(landing: Landing) -> None:
     """Raise ArgumentError if a client's landing would have a host dial anything but a plane of pw.
 
     A client is dialled on its own machine only: at the sockets of its plane (`pw.transport.bulk`).
     """
-    scheme, _, path = landing.endpoint.partition("://")
-    dialled = ((path, ("chunks-", "@pw-chunks-")), (landing.socket, ("bulk-", "pw-bulk-")))
-    others = [name for name, own in dialled if name and not os.path.basename(name).startswith(own)]
-    if others or (landing.endpoint and scheme != "ipc"):
-        raise ArgumentError(
-            f"a client cannot have its values sent to {shortened(landing.endpoint or landing.socket)}"
-        )
+    dialled = ((_ENDPOINT, landing.endpoint), (_SOCKET, landing.socket), (_PLANE, landing.plane))
+    for form, name in dialled:
+        if name and not form.fullmatch(name):
+            raise ArgumentError(f"a client cannot have its values sent to {shortened(name)}")
+    check_name("the machine of a client", landing.machine)
+    if landing.transfer <= 0 or landing.size_bytes < 0 or landing.block < 0:
+        raise ArgumentError("a client named a buffer for its values that cannot be")
 
 
 def _compile(message: Compile) -> None:

@@ -33,6 +33,7 @@ from pw.core.messages import (
     CommitFiles,
     Compile,
     Compiled,
+    Copied,
     CreateArray,
     Delete,
     Describe,
@@ -169,10 +170,10 @@ TABLE: tuple[tuple[tuple[Role, ...], str, tuple[type, ...]], ...] = (
     # workers
     (_W, "resources", (RegisterHost, IslandJoined, IslandJoinFailed)),
     (_W, "scheduler", (Installed, Progress, PassedLaunches, CallEnded, LaunchGap, GangBroken)),
-    (_W, "controller", (Uploaded, ArraysLost, Holdings, HoldsNoMore)),
+    (_W, "controller", (Uploaded, ArraysLost, Copied, Holdings, HoldsNoMore)),
     (_W, "controller", (FileWritten, FilesCommitted, HostReport, HostMeasured, Observed)),
     (_W, "coordinator", (EdgeCredit, EdgeData, EdgeFailed, EdgeProbe, EdgeGone)),
-    (_W, "store", (FetchReplica, ReplicaData, ReplicaRefused, OfferReplica)),
+    (_W, "store", (FetchReplica, ReplicaData, ReplicaRefused)),
     (_W, "session", (UploadLanding, Fetched, Ready, RequestFailed, Printed)),
     (_W, "session", (Compiled, CallClient, CallLanding, Stats, Described, Records)),
 )

@@ -1,4 +1,4 @@
-"""Tenants: the groups of clients that a cluster keeps apart, and how a client proves its number.
+"""Tenants: the groups of clients that a cluster keeps apart, and what later controllers believe.
 
 The tenant of a client is in its certificate. A client sees and changes what clients of its tenant
 have. The tenant `OPERATOR` sees and changes everything; a client on a link without a certificate
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from pw.core.errors import AccessRefused, ArgumentError
+from pw.core.ids import CONTROLLER
+from pw.core.permits import is_valid, permit
 
 OPERATOR = "operator"
 """The tenant that may cancel the runs of all tenants, drain hosts, and see everything."""
@@ -83,9 +85,10 @@ def shares_of_tenants(text: str) -> dict[str, float]:
 
 
 class Claims:
-    """Makes and checks claims: a client shows one to get its number back from a later controller.
+    """Makes and checks what processes show to a later controller.
 
-    A claim is a keyed hash (BLAKE2b, RFC 7693) of the client's number and its tenant.
+    A client shows a claim to get its number back: a keyed hash (BLAKE2b, RFC 7693) of the number
+    and the tenant. A host shows a permit at the controller for an array that it keeps replicas of.
 
     Args:
         secret: of all controllers of the cluster, one after the other; empty where no link has a
@@ -103,6 +106,18 @@ class Claims:
     def is_valid(self, claim: bytes, client: int, tenant: str) -> bool:
         """Whether a claim is for this number and this tenant."""
         return client in _NUMBERS and hmac.compare_digest(claim, self.claim(client, tenant))
+
+    def key_of(self, host: str) -> bytes:
+        """The key (32 bytes) with which a host checks the permits of others."""
+        return blake2b(host.encode(), digest_size=32, key=self._key, person=b"pw permits").digest()
+
+    def permit(self, array: int, giver: str, taker: str) -> bytes:
+        """The permit (16 bytes) for the taker to get replicas of an array from the giver."""
+        return permit(self.key_of(giver), array, taker)
+
+    def may_keep(self, shown: bytes, array: int, host: str) -> bool:
+        """Whether a host shows the permit of a controller to keep replicas of an array."""
+        return is_valid(shown, self.key_of(CONTROLLER), array, host)
 
 
 NO_SECRET = Claims(b"")

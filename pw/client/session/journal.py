@@ -55,6 +55,8 @@ class Journal(Part):
     def __init__(self) -> None:
         self.slices: dict[int, AllocateSlice] = {}
         self.islands: dict[int, str] = {}
+        self._hosts: dict[int, dict[str, None]] = {}
+        """The hosts that each slice is or was bound to: they may have its arrays."""
         self._programs: dict[int, RegisterProgram] = {}
         self._released: set[int] = set()
         """Programs that the client has released, and that runs in the journal still need."""
@@ -150,6 +152,8 @@ class Journal(Part):
     def _on_bound(self, sender: Address, message: SliceBound) -> None:
         if message.slice in self.slices:  # one that was given back may be bound once more
             self.islands[message.slice] = message.island
+            hosts = self._hosts.setdefault(message.slice, {})
+            hosts.update(dict.fromkeys(device.host for device in message.devices))
 
     @handles(SliceRefused)
     def _on_refused(self, sender: Address, message: SliceRefused) -> None:
@@ -158,6 +162,7 @@ class Journal(Part):
     def _forget_slice(self, slice: int) -> None:
         self.slices.pop(slice, None)
         self.islands.pop(slice, None)
+        self._hosts.pop(slice, None)
 
     @handles(RunsSettled)
     def _on_settled(self, sender: Address, message: RunsSettled) -> None:
@@ -218,8 +223,8 @@ class Journal(Part):
     def retold(self) -> Iterator[object]:
         """Yield everything once more, for a controller that knows nothing of this client."""
         for slice, request in self.slices.items():
-            home = self.islands.get(slice, "")
-            yield msgspec.structs.replace(request, resumed=True, formerly=home)
+            home, hosts = self.islands.get(slice, ""), tuple(self._hosts.get(slice, ()))
+            yield msgspec.structs.replace(request, resumed=True, formerly=home, former_hosts=hosts)
         sent: set[bytes] = set()
         for number, program in self._programs.items():
             new = tuple(artifact for artifact in program.artifacts if artifact.digest not in sent)

@@ -35,7 +35,7 @@ Message = (
     | EdgeData | EdgeFailed | Upload | UploadLanding | Uploaded | Fetch | Fetched | Wait | Ready
     | RequestFailed | CancelRequest | UploadAborted | DrainHost | Leave | Checkpoint | Inquire
     | Answered | UploadAgain | InputGone | ForgetInputs | ForgetRuns | Resumed | GangBroken | Replicate
-    | Holdings | HoldsNoMore
+    | Copied | Holdings | HoldsNoMore
     | CallEnded | PassedLaunches | Cancel | CancelRuns
     | ArraysLost | DropUploads | EdgeProbe | EdgeGone | LinkLost
     | Restore | FetchReplica | ReplicaData | ReplicaRefused | OfferReplica | DropReplicas

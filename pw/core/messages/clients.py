@@ -66,6 +66,8 @@ class AllocateSlice(Base, frozen=True, tag=34):
     """An earlier controller may have bound the slice: wait until its hosts have registered."""
     formerly: str = ""
     """The slice's island under the earlier controller."""
+    former_hosts: tuple[str, ...] = ()
+    """The slice's hosts under the earlier controller: they may have its arrays."""
     like: int = 0
     """Another client's slice: bind this one to the same devices in the same order."""
     apart: tuple[int, ...] = ()

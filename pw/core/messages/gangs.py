@@ -233,14 +233,13 @@ class GangBroken(Base, frozen=True, tag=77):
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """Boxes of an array on one host, of which the hosts in `targets` get replicas."""
+    """Boxes of an array on one host."""
 
     array: int
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     positions: tuple[int, ...]
     """The mesh positions of the shards."""
-    targets: tuple[str, ...]
     place: int | None = None
     """In a message (`pw.core.copying`): the index of the place with the placement and the devices."""
 

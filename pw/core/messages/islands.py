@@ -89,6 +89,8 @@ class Directory(Base, frozen=True, tag=16):
     """ResourceManager to all hosts and clients: the hosts that exist now, and their endpoints."""
 
     peers: tuple[Peer, ...]
+    key: bytes = b""
+    """For a host: its own, with which it checks the permits of others (`pw.core.permits`)."""
 
 
 class IslandFormed(Base, frozen=True, tag=17):

@@ -118,6 +118,8 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     boxes: tuple[Box, ...]
     error: ErrorReport | None = None
     """Why there are no boxes."""
+    proof: bytes = b""
+    """The proof of the offer; empty for what lay on the host's devices."""
 
 
 class Holdings(Base, frozen=True, tag=103):
@@ -149,6 +151,8 @@ class Restore(Base, frozen=True, tag=104):
     spec: ArraySpec
     devices: tuple[DeviceAddress, ...]
     sources: tuple[Source, ...]
+    permits: dict[str, bytes]
+    """What the hosts in `sources` want to see (`pw.core.permits`)."""
 
 
 class DropUploads(Base, frozen=True, tag=115):
@@ -165,6 +169,8 @@ class FetchReplica(Base, frozen=True, tag=105):
     dtype: str
     boxes: tuple[Box, ...]
     landing: Landing | None
+    permit: bytes
+    """The controller's word that the sender may have replicas of the array."""
 
 
 class ReplicaData(Base, frozen=True, tag=106):
@@ -182,12 +188,23 @@ class ReplicaRefused(Base, frozen=True, tag=107):
 
 
 class OfferReplica(Base, frozen=True, tag=108):
-    """ObjectStore or Controller to ObjectStore: fetch these boxes from `host`, and keep them as replicas."""
+    """Controller to ObjectStore: fetch these boxes from `host`, and keep them as replicas."""
 
     array: int
     dtype: str
     boxes: tuple[Box, ...]
     host: str
+    permit: bytes
+    """What `host` wants to see."""
+    proof: bytes
+    """What the controller, or a later one, wants to see in `Holdings`."""
+
+
+class Copied(Base, frozen=True, tag=112):
+    """ObjectStore to Controller: this host has copied these boxes to its memory, for other hosts to fetch."""
+
+    array: int
+    boxes: tuple[Box, ...]
 
 
 class DropReplicas(Base, frozen=True, tag=109):

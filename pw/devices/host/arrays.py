@@ -130,4 +130,6 @@ class Arrays(dict[int, Entry]):
             if all((array, box) in held for box, _ in self.boxes(entry)):
                 continue
             views = backend.snapshot(entry.value, entry.spec, entry.devices) or ()
-            yield from ((array, box, view) for box, view in views if (array, box) not in held)
+            yield from (
+                Replica(array, box, view) for box, view in views if (array, box) not in held
+            )

@@ -159,7 +159,7 @@ class Membership(Part):
             if peer.node != host:
                 self.env.introduce(peer.node, peer.endpoint)
         self.coordinator.hosts_are(frozenset(p.node for p in message.peers if p.member))
-        self.store.replicas.hosts_are(frozenset(peer.node for peer in message.peers))
+        self.store.replicas.hosts_are(frozenset(p.node for p in message.peers), message.key)
 
     @handles(LeaveIsland)
     def _leave(self, sender: Address, message: LeaveIsland) -> None:

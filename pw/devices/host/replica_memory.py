@@ -9,7 +9,7 @@ data. A replica that is not kept in time is dropped, and the controller hears th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,17 @@ from pw.core.messages import Holding, Holdings, HoldsNoMore
 from pw.core.sharding import Box
 from pw.core.ticker import Ticker
 
-Replica = tuple[int, Box, np.ndarray[Any, Any]]
-"""An array, one of its boxes, and the bytes there (of any dtype and shape)."""
+
+class Replica(NamedTuple):
+    """One box of an array, and the bytes there."""
+
+    array: int
+    box: Box
+    data: np.ndarray[Any, Any]
+    """Of any dtype and shape."""
+    proof: bytes = b""
+    """Shows the controller that a controller has offered it (`OfferReplica`)."""
+
 
 Keeping = Callable[[Sequence[Replica], Callable[[ErrorReport | None], None]], None]
 """See `pw.devices.host.membership.HostProcess.keep`."""
@@ -61,6 +70,8 @@ class ReplicaMemory(Part):
         self.has_others = False
         """Other hosts are known, which may have replicas as well."""
         self._boxes: dict[int, dict[Box, Bytes]] = {}
+        self._proofs: dict[int, bytes] = {}
+        """Of the arrays that other hosts gave."""
         self._keeps = Ticker(env, KEEP_S, self._keep_all)
         self._looks = Ticker(env, LOOK_S, self._drop_overdue)
         self._unkept: dict[tuple[int, Box], float] = {}
@@ -72,8 +83,10 @@ class ReplicaMemory(Part):
         self._patience_s = KEPT_WITHIN_S
         self._left = False
         """The next incarnation has all replicas, and will announce them."""
-        for array, box, data in inherited:
+        for array, box, data, proof in inherited:
             self._boxes.setdefault(array, {})[box] = flat_bytes(data)
+            if proof:
+                self._proofs[array] = proof
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -85,7 +98,7 @@ class ReplicaMemory(Part):
     def all(self) -> list[Replica]:
         """Return all replicas."""
         return [
-            (array, box, data)
+            Replica(array, box, data, self._proofs.get(array, b""))
             for array, boxes in self._boxes.items()
             for box, data in boxes.items()
         ]
@@ -111,7 +124,10 @@ class ReplicaMemory(Part):
         by_array: dict[int, list[Box]] = {}
         for array, box in keys:
             by_array.setdefault(array, []).append(box)
-        holdings = [Holding(array, tuple(boxes)) for array, boxes in by_array.items()]
+        holdings = [
+            Holding(array, tuple(boxes), None, self._proofs.get(array, b""))
+            for array, boxes in by_array.items()
+        ]
         for start in range(0, len(holdings), TOLD_AT_ONCE):
             self._env.send(CONTROL, Holdings(tuple(holdings[start : start + TOLD_AT_ONCE])))
 
@@ -120,10 +136,12 @@ class ReplicaMemory(Part):
         self._env.count("copies_skipped")
         self._env.send(CONTROL, Holdings((Holding(array, (), error),)))
 
-    def hold(self, array: int, boxes: Mapping[Box, Bytes]) -> None:
+    def hold(self, array: int, boxes: Mapping[Box, Bytes], proof: bytes = b"") -> None:
         """Add replicas; the controller hears of them when they are kept."""
         if self._left:
             return
+        if proof:
+            self._proofs[array] = proof
         held = self._boxes.setdefault(array, {})
         for box in boxes:
             if self._keep is not None and box not in held:
@@ -138,6 +156,7 @@ class ReplicaMemory(Part):
         """Remove the replicas of these arrays."""
         gone = [array for array in self._boxes if meant(array)]
         for array in gone:
+            self._proofs.pop(array, None)
             for box in self._boxes.pop(array):
                 self._unkept.pop((array, box), None)
         if gone and not self._boxes:
@@ -194,6 +213,7 @@ class ReplicaMemory(Part):
             del self._boxes[array][box]
             if not self._boxes[array]:
                 del self._boxes[array]
+                self._proofs.pop(array, None)
         arrays = dict.fromkeys(array for array, _ in unkept)
         if arrays:
             self._env.log("error", "replicas are not kept", arrays=len(arrays), why=error.message)

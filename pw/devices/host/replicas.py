@@ -9,8 +9,9 @@ Boxes are *gathered* to restore an array, or to hold an offered replica: those t
 once, the others from hosts that are said to have them. If a host refuses or is lost, the next one
 with the same box is asked. If there is none, the whole gathering fails.
 
-Only hosts are answered. The controller's directory names them, but a request may overtake it on
-another link. So the request of an unknown node waits for the directory.
+A host keeps a replica only if the controller offers it, and gives one only to a host that shows the
+controller's permit for the array (`pw.core.permits`). The key to check permits comes with the
+directory of hosts. A request may overtake the first directory on another link, and waits for it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import msgspec
 import numpy as np
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import ArrayLost, Error, ErrorReport, HostLost, ProtocolError
-from pw.core.ids import CONTROLLER, Address, client_of, store_of
+from pw.core.errors import AccessRefused, ArrayLost, Error, ErrorReport, HostLost, ProtocolError
+from pw.core.ids import CONTROL, CONTROLLER, Address, client_of, store_of
 from pw.core.landing import Bulk, Bytes
 from pw.core.messages import (
     INLINE_BYTES,
+    Copied,
     Copy,
     DropReplicas,
     FetchReplica,
@@ -38,14 +40,15 @@ from pw.core.messages import (
     ReplicaRefused,
 )
 from pw.core.packing import pack
+from pw.core.permits import is_valid
 from pw.core.sharding import Box, box_bytes, packed_offsets
 from pw.devices.host.backend import Read, Value, relative
 from pw.devices.host.replica_memory import Keeping, Replica, ReplicaMemory, flat_bytes
 
 Gathered = Callable[[dict[Box, Bytes] | ErrorReport], None]
 
-STRANGERS_KEPT = 1000
-"""Messages of unknown nodes that are kept; more are refused."""
+EARLY_KEPT = 1000
+"""Requests before the first directory that are kept; more are refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,7 @@ class Gathering:
     array: int
     dtype: str
     gathered: Gathered
+    permits: Mapping[str, bytes]
     found: dict[Box, Bytes] = field(default_factory=dict)
     missing: dict[Box, list[str]] = field(default_factory=dict)
     """For each box, the hosts that have not been asked yet, the next one last."""
@@ -102,8 +106,10 @@ class Replicas(Part):
         self._fetches: dict[int, _Fetch] = {}
         self._last_request = 0
         self.hosts: frozenset[str] = frozenset()
-        self.strangers: list[tuple[Address, FetchReplica | OfferReplica]] = []
-        """Messages of nodes that are not known as hosts yet."""
+        self._key = b""
+        """The key of this host; empty before the first directory."""
+        self.early: list[tuple[Address, FetchReplica]] = []
+        """Requests that wait for the first directory."""
         self.memory = ReplicaMemory(env, inherited, keep)
 
     # --- what is held --------------------------------------------------------------------------------
@@ -124,9 +130,7 @@ class Replicas(Part):
             if client_of(copy.array) in self._gone_clients:
                 return
             self.memory.hold(copy.array, dict(zip(boxes, map(flat_bytes, views), strict=True)))
-            offer = OfferReplica(copy.array, copy.spec.dtype, tuple(boxes), self._host)
-            for target in copy.targets:
-                self._env.send(store_of(target), offer)
+            self._env.send(CONTROL, Copied(copy.array, tuple(boxes)))
 
         return Read(value, wanted, copy.spec, copy.devices, read)
 
@@ -159,7 +163,12 @@ class Replicas(Part):
     # --- gathering -----------------------------------------------------------------------------------
 
     def gather(
-        self, array: int, dtype: str, sources: Mapping[Box, Sequence[str]], gathered: Gathered
+        self,
+        array: int,
+        dtype: str,
+        sources: Mapping[Box, Sequence[str]],
+        permits: Mapping[str, bytes],
+        gathered: Gathered,
     ) -> Gathering:
         """Gather boxes of an array; `gathered` is called once, perhaps before this returns.
 
@@ -167,9 +176,10 @@ class Replicas(Part):
             array: whose boxes they are.
             dtype: of the array.
             sources: the boxes, each with the hosts to ask if it is not here, in this order.
+            permits: what these hosts want to see.
             gathered: called with all boxes, or with the error of one of them.
         """
-        gathering = Gathering(array, dtype, gathered)
+        gathering = Gathering(array, dtype, gathered, permits)
         held = self.memory.of(array)
         for box, hosts in sources.items():
             here = held.get(box)
@@ -228,7 +238,8 @@ class Replicas(Part):
             landing = self._bulk.land(total, partial(self._take, request))
             fetch.transfer = landing.transfer
         self._fetches[request] = fetch
-        question = FetchReplica(request, gathering.array, gathering.dtype, boxes, landing)
+        permit = gathering.permits.get(host, b"")
+        question = FetchReplica(request, gathering.array, gathering.dtype, boxes, landing, permit)
         self._env.send(store_of(host), question)
 
     def _take(self, request: int, buffer: bytes | Bytes) -> None:
@@ -270,7 +281,17 @@ class Replicas(Part):
 
     @handles(FetchReplica)
     def _serve(self, sender: Address, message: FetchReplica) -> None:
-        if not self._is_host(sender, message):
+        if not self._key:
+            if len(self.early) < EARLY_KEPT:
+                self.early.append((sender, message))
+            else:
+                full = ProtocolError("too many ask before it knows its cluster")
+                self._refuse(sender, message, ErrorReport.of(full, self._host))
+            return
+        if not is_valid(message.permit, self._key, message.array, sender.node):
+            unproven = AccessRefused("the controller has not permitted it to have the replica")
+            self._env.count("messages_refused")
+            self._refuse(sender, message, ErrorReport.of(unproven, self._host))
             return
         held = self.memory.of(message.array)
         sizes = [box_bytes(box, message.dtype) for box in message.boxes]
@@ -298,8 +319,6 @@ class Replicas(Part):
 
     @handles(OfferReplica)
     def _offered(self, sender: Address, message: OfferReplica) -> None:
-        if sender.node != CONTROLLER and not self._is_host(sender, message):
-            return
         if client_of(message.array) in self._gone_clients:
             return
 
@@ -312,39 +331,25 @@ class Replicas(Part):
                     found = msgspec.structs.replace(found, kind=HostLost.__name__)
                 self.memory.skip(message.array, found)
             else:
-                self.memory.hold(message.array, found)
+                self.memory.hold(message.array, found, message.proof)
 
         sources = dict.fromkeys(message.boxes, (message.host,))
-        gathering = self.gather(message.array, message.dtype, sources, gathered)
+        permits = {message.host: message.permit}
+        gathering = self.gather(message.array, message.dtype, sources, permits, gathered)
         if not gathering.over:
             self._offers.append(gathering)
 
     # --- hosts come and go ---------------------------------------------------------------------------
 
-    def _is_host(self, sender: Address, message: FetchReplica | OfferReplica) -> bool:
-        """Whether the sender is a host; if not, its message waits until the controller names it."""
-        if sender.node in self.hosts:
-            return True
-        self._env.count("replicas_asked_by_strangers")
-        if len(self.strangers) < STRANGERS_KEPT:
-            self.strangers.append((sender, message))
-        elif isinstance(message, FetchReplica):
-            full = ProtocolError("too many ask that it does not know as hosts")
-            self._refuse(sender, message, ErrorReport.of(full, self._host))
-        return False
-
-    def hosts_are(self, nodes: frozenset[str]) -> None:
-        """Take the controller's list of hosts."""
-        gone, self.hosts = self.hosts - nodes, nodes
+    def hosts_are(self, nodes: frozenset[str], key: bytes) -> None:
+        """Take the controller's list of hosts, and the key of this host."""
+        gone, self.hosts, self._key = self.hosts - nodes, nodes, key
         self.memory.has_others = bool(nodes - {self._host})
         for node in sorted(gone):
             self._lose(node, "it has gone")
-        strangers, self.strangers = self.strangers, []
-        for sender, message in strangers:
-            if isinstance(message, FetchReplica):
-                self._serve(sender, message)
-            else:
-                self._offered(sender, message)
+        early, self.early = self.early, []
+        for sender, message in early:
+            self._serve(sender, message)
 
     @handles(PeerLost)
     def _peer_lost(self, sender: Address, message: PeerLost) -> None:
@@ -352,7 +357,7 @@ class Replicas(Part):
         self._lose(message.node, message.words)
 
     def _lose(self, node: str, reason: str) -> None:
-        self.strangers = [parked for parked in self.strangers if parked[0].node != node]
+        self.early = [parked for parked in self.early if parked[0].node != node]
         for request in [n for n, fetch in self._fetches.items() if fetch.host == node]:
             if request in self._fetches:  # one that failed may have ended others
                 self._next(request, reason)

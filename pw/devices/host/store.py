@@ -132,7 +132,7 @@ class ObjectStore(Actor):
         Values are read one by one, because they may have to come from accelerators.
         """
         saved = self.replicas.memory.leave()
-        held = {(array, box) for array, box, _ in saved}
+        held = {(one.array, one.box) for one in saved}
         return chain(saved, self.arrays.snapshots(self._backend, held))
 
     @handles(DropUploads)

@@ -187,7 +187,8 @@ class Uploads(Part):
                 found = msgspec.structs.replace(found, kind=HostLost.__name__)
             self._fail(entry, found)
 
-        gathering = self.replicas.gather(message.copied, spec.dtype, sources, gathered)
+        where = message.copied, spec.dtype, sources, message.permits
+        gathering = self.replicas.gather(*where, gathered)
         if not gathering.over:
             entry.gathering = gathering
 

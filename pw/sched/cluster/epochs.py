@@ -18,11 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from pw.core.actor import Env, Part, handles
 from pw.core.errors import ErrorReport, HostLost
 from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.messages import (
     CoordinationStarted,
+    Directory,
     Draining,
     EndEpoch,
     FormIsland,
@@ -37,6 +40,7 @@ from pw.core.messages import (
     StartCoordination,
     StopCoordination,
 )
+from pw.core.tenants import Claims
 from pw.sched.cluster.inventory import SETTLING_S, Host, Inventory, Island
 from pw.sched.cluster.slices import MOVE_S, Slices, WaitedEnough
 
@@ -65,6 +69,7 @@ class Epochs(Part):
     slices: Slices
     tickets: bytes
     """The public key of clients' tickets."""
+    claims: Claims
 
     # --- hosts ---------------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class Epochs(Part):
             self._form(island)
             return
         # The host hears that this controller is here.
-        self.env.send(executor_of(host.node), self.inventory.directory())
+        self._tell(host.node, self.inventory.directory())
         if island.formed:
             self._fill(island)
 
@@ -293,8 +298,13 @@ class Epochs(Part):
         """Tell hosts and clients which hosts are registered."""
         directory = self.inventory.directory()
         for peer in directory.peers:
-            self.env.send(executor_of(peer.node), directory)
+            self._tell(peer.node, directory)
         self.env.send(CONTROL, directory)
+
+    def _tell(self, node: str, directory: Directory) -> None:
+        """Tell a host which hosts are registered, and its own key."""
+        own = msgspec.structs.replace(directory, key=self.claims.key_of(node))
+        self.env.send(executor_of(node), own)
 
     def tell_draining(self) -> None:
         """Tell the controller which hosts are registered only to be emptied."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pw.core.actor import Actor, Env
 from pw.core.messages import HostInfo, IslandInfo
+from pw.core.tenants import NO_SECRET, Claims
 from pw.sched.cluster.draining import Drains
 from pw.sched.cluster.epochs import Epochs
 from pw.sched.cluster.inventory import Inventory
@@ -15,11 +16,11 @@ from pw.sched.cluster.slices import Slices
 class ResourceManager(Actor):
     """Owns all devices of all islands and maps virtual devices to them."""
 
-    def __init__(self, env: Env, tickets: bytes) -> None:
+    def __init__(self, env: Env, tickets: bytes, claims: Claims = NO_SECRET) -> None:
         super().__init__(env)
         self.inventory = Inventory()
         self.slices = Slices(env, self.inventory)
-        epochs = Epochs(env, self.inventory, self.slices, tickets)
+        epochs = Epochs(env, self.inventory, self.slices, tickets, claims)
         # Drained hosts are given up before their islands go on without them, and a parked slice's
         # former island gets spares before the slice is placed.
         drains = Drains(env, self.inventory, self.slices, epochs)

@@ -60,6 +60,8 @@ class ClientSlices:
         self.unbound: dict[int, int] = {}
         """Slices whose island was lost and is expected back, and the number of that loss."""
         self.times_bound: dict[int, int] = {}
+        self.hosts: dict[int, set[str]] = {}
+        """The hosts that each slice is or was bound to: they may have its arrays."""
 
     def __contains__(self, number: int) -> bool:
         """Whether the slice is to be bound for the client."""
@@ -69,6 +71,10 @@ class ClientSlices:
         """Return how many devices a slice has or will have; None if that is not known."""
         request = self.requests.get(number)
         return None if request is None else request.devices
+
+    def are_on(self, host: str) -> bool:
+        """Return whether a slice is or was bound to a host."""
+        return any(host in hosts for hosts in self.hosts.values())
 
     def may_borrow(self, number: int) -> bool:
         """Return whether a slice that was given back can be bound again."""

@@ -117,7 +117,7 @@ class Sessions(Part):
         """Takes what is published; None where nothing is."""
         self.islands = islands
         self._tickets = tickets
-        self._claims = claims
+        self.claims = claims
         self._rules = rules
         self._recent: dict[str, float] = {}
         """When the last refusal to a node was written down."""
@@ -163,7 +163,7 @@ class Sessions(Part):
             self.refused(sender.node, tenant, message.name, "its tenant is not known")
             self.env.send(sender, Evicted("it has no link to this process"))
             return None
-        if number and not self._claims.is_valid(message.claim, number, tenant):
+        if number and not self.claims.is_valid(message.claim, number, tenant):
             reason = f"it has not proven that it was client {number}"
             self.refused(sender.node, tenant, message.name, reason)
             self.env.send(sender, Evicted(UNPROVEN))
@@ -192,7 +192,7 @@ class Sessions(Part):
         self.env.send(sender, self._directory)
         ready = tuple(sorted(self.islands.islands))
         ticket = self._tickets.ticket(number, sender.node)
-        claim = self._claims.claim(number, tenant)
+        claim = self.claims.claim(number, tenant)
         self.env.send(sender, Attached(number, ticket, RUN_CREDITS, ready, claim))
         return client
 

@@ -78,8 +78,9 @@ class Slices(ControlPart):
             return
         slices.owned.add(message.slice)
         slices.requests[message.slice] = msgspec.structs.replace(
-            message, resumed=False, formerly=""
+            message, resumed=False, formerly="", former_hosts=()
         )
+        slices.hosts[message.slice] = set(message.former_hosts)
         if client.resuming is not None:
             slices.unbound[message.slice] = client.resuming.loss
         self._env.send(RESOURCES, message)
@@ -95,6 +96,7 @@ class Slices(ControlPart):
             number, message.island, message.devices, message.platform, message.machine
         )
         self._env.send(client.address, message)
+        client.slices.hosts[number].update(device.host for device in message.devices)
         times_bound = client.slices.times_bound
         times_bound[number] = times_bound.get(number, 0) + 1
         client.slices.unbound.pop(number, None)
@@ -106,6 +108,7 @@ class Slices(ControlPart):
             client.slices.owned.discard(message.slice)
             client.slices.borrowed.discard(message.slice)
             client.slices.requests.pop(message.slice, None)
+            client.slices.hosts.pop(message.slice, None)
             client.slices.times_bound.pop(message.slice, None)
             self._bindings.pop(message.slice, None)
             self._env.send(client.address, message)
@@ -155,6 +158,7 @@ class Slices(ControlPart):
         """Forget how a slice was asked for, unless it is in use or a replay may need it."""
         if number not in client.slices and not client.lineage.touches(number):
             client.slices.requests.pop(number, None)
+            client.slices.hosts.pop(number, None)
 
     def client_left(self, client: Client) -> None:
         """Give back all slices of a client."""

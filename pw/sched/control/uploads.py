@@ -184,6 +184,8 @@ class Uploads(ControlPart):
             self._env.count("messages_stale")  # runs that read it may not have been launched yet
         elif number <= client.arrays.newest_input or is_repeat(number):
             self._env.send(store_of(host), DropUploads((number,)))
+        elif not client.slices.are_on(host):
+            self._env.count("messages_refused")
         else:
             client.arrays.unannounced.setdefault(number, {})[host] = message
 

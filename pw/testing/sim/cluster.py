@@ -132,7 +132,9 @@ class SimCluster(Site):
             for alter in self.on_spawn:
                 alter(schedulers[island])
 
-        resources = node.add("resources", lambda env: ResourceManager(env, tickets.public))
+        resources = node.add(
+            "resources", lambda env: ResourceManager(env, tickets.public, self.claims)
+        )
         node.add("services", lambda env: _Services(env, node))
 
         def status() -> tuple[IslandInfo, ...]:

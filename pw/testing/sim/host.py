@@ -190,7 +190,7 @@ class SimHost:
         self._send(self.node, replicas, None)
 
     def _send(self, node: SimNode, replicas: Iterable[Replica], kept: _Kept | None) -> None:
-        copied = [(array, box, data.copy()) for array, box, data in replicas]
+        copied = [one._replace(data=one.data.copy()) for one in replicas]
         self._sent.append((node, copied, kept))
         self.world.after(self._keeping.uniform(0.0001, 0.01), self._take)
 

@@ -21,6 +21,7 @@
 | timelines | a timeline has all that was recorded, or says why not; none outlives its client (in `timelines`) |
 | clocks | two clocks differ as a timeline says, within its error (in `timelines`) |
 | tenants | a client gets and sees nothing of another tenant, nor its number (in `trespasses`) |
+| replicas | hosts give and take replicas as the controller says, and believe no other host (in `rogues`) |
 | oracle | every answer is right, or an error that a fault excuses (in `oracle`, `workload`) |
 | census | hosts hold nothing of a client that has deleted all; no actor holds anything when all have left |
 | liveness | when faults have stopped, all requests are answered and all islands are formed |
@@ -268,7 +269,7 @@ class Monitors:
     def _kept(self, *names: str) -> set[tuple[int, Box]]:
         """Return the replicas of the supervisors of these hosts, or of all."""
         hosts = [host for host in self._cluster.hosts if not names or host.name in names]
-        return {(array, box) for host in hosts for array, box, _ in host.replicas}
+        return {(one.array, one.box) for host in hosts for one in host.replicas}
 
     def _checkpoint_asked(self, sender: Address, to: Address, message: Checkpoint) -> None:
         self._checkpoints[sender.node, message.request] = message.arrays

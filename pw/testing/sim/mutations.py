@@ -293,7 +293,7 @@ def _spoil(cluster: SimCluster) -> None:
 
     def careless(host: SimHost) -> None:
         def hand_over(replicas: Iterable[Replica]) -> None:
-            SimHost.hand_over(host, [(array, box, data[::-1]) for array, box, data in replicas])
+            SimHost.hand_over(host, [one._replace(data=one.data[::-1]) for one in replicas])
 
         setattr(host, "hand_over", hand_over)  # noqa: B010  (a method of one object)
 

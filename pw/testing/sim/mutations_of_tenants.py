@@ -7,10 +7,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pw.core.messages import AddClient, Install
+from pw.core.ids import Address, store_of
+from pw.core.messages import AddClient, ArraysLost, FetchReplica, Install, OfferReplica, Uploaded
+from pw.core.roles import permits
 from pw.core.tenants import OPERATOR
 from pw.testing.sim.breaking import mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
+from pw.testing.sim.host import SimHost
 
 
 @mutation("believe-every-claim", "trespasses", "tenants")
@@ -36,6 +39,72 @@ def _open_book(cluster: SimCluster) -> None:
 def _credulous(cluster: SimCluster) -> None:
     """Actors take every message that they have a handler for, whatever its sender is."""
     cluster.world.permits = lambda node, actor, kind: True
+
+
+@mutation("permits-not-checked", "trespasses", "replicas")
+def _generous(cluster: SimCluster) -> None:
+    """A host gives its replicas to every host that asks."""
+
+    def generous(host: SimHost) -> None:
+        def serve(handler: Any) -> Any:
+            def served(sender: Address, message: FetchReplica) -> None:
+                permit = cluster.claims.permit(message.array, host.name, sender.node)
+                handler(sender, replace(message, permit=permit))
+
+            return served
+
+        rehandle(host.store, FetchReplica, serve)
+
+    cluster.alterations.append(generous)
+
+
+@mutation("take-every-offer", "trespasses", "replicas")
+def _greedy(cluster: SimCluster) -> None:
+    """A host takes replicas that another host offers."""
+    cluster.world.permits = lambda node, actor, kind: (
+        kind is OfferReplica or permits(node, actor, kind)
+    )
+
+
+@mutation("believe-every-holding", "trespasses", "replicas")
+def _trusting(cluster: SimCluster) -> None:
+    """The controller believes every host that says that it has replicas."""
+    claims: Any = cluster.claims
+    claims.may_keep = lambda shown, array, host: True
+
+
+@mutation("believe-every-loss", "trespasses", "replicas")
+def _worried(cluster: SimCluster) -> None:
+    """The controller believes every host that says that an array is lost."""
+    control = cluster.controller
+
+    def believe(handler: Any) -> Any:
+        def believed(sender: Address, message: ArraysLost) -> None:
+            owner = control.sessions.owner(message.arrays[0])
+            array = None if owner is None else owner.arrays.get(message.arrays[0])
+            hosts = () if array is None else array.hosts
+            handler(store_of(hosts[0]) if hosts else sender, message)
+
+        return believed
+
+    rehandle(control, ArraysLost, believe)
+
+
+@mutation("believe-every-upload", "trespasses", "replicas")
+def _hopeful(cluster: SimCluster) -> None:
+    """The controller notes uploads to hosts that have no slice of the client."""
+    control = cluster.controller
+
+    def believe(handler: Any) -> Any:
+        def believed(sender: Address, message: Uploaded) -> None:
+            if (owner := control.sessions.owner(message.array)) is not None:
+                slices: Any = owner.slices
+                slices.are_on = lambda host: True
+            handler(sender, message)
+
+        return believed
+
+    rehandle(control, Uploaded, believe)
 
 
 @mutation("shares-of-clients-alone", "divided", "shares")

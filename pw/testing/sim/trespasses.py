@@ -43,6 +43,7 @@ from pw.core.messages import (
 )
 from pw.core.roles import CLIENT_PREFIX
 from pw.testing.sim.node import SimNode
+from pw.testing.sim.rogues import Rogues
 from pw.testing.sim.world import Violation, World, tenant_of_user
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Trespasses:
         self._numbers: dict[int, str] = {}
         """The tenants of all numbers of clients."""
         self._asked = 0
+        self._rogues = Rogues(cluster)
         world = self._world
         world.watch_sent(Attached, self._attached)
         for kind in (Answered, Fetched, Ready, Status, Explanation, Memory, ProgramPlan, Records):
@@ -94,6 +96,7 @@ class Trespasses:
         victim = random.choice(victims)
         self._world.ledger.injected["trespass"] += 1
         self._pose_as(random, trespasser, victim)
+        self._rogues.forge(random, victim)
         node = trespasser.node
         for to, message in self._requests(random, victim):
             node.network.send(to, Address(node.name, "session"), message)

@@ -1,27 +1,28 @@
 """Checkpoints in host memory that are under way.
 
 A checkpoint has every box of its arrays copied to host memory, on the host that has it and on
-another one. It is answered when each of those hosts has said that it keeps its part (`Holdings`).
-It does not wait for hosts that are lost or refuse, and then its answer is an error.
+another one, which is offered the box as soon as it is copied (`Copied`). It is answered when each of
+those hosts has said that it keeps its part (`Holdings`). It does not wait for hosts that are lost or
+refuse, and then its answer is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pw.core.actor import handles
 from pw.core.errors import ArrayDeleted, ErrorReport, HostLost, NotOwner, PlacementError
-from pw.core.ids import Address, client_of, scheduler_of, store_of
+from pw.core.ids import Address, client_of, scheduler_of
 from pw.core.messages import (
     Answered,
     Checkpoint,
+    Copied,
     Copy,
     CopyArrays,
     Directory,
     Holdings,
     IslandLost,
-    OfferReplica,
 )
 from pw.core.sharding import Box
 from pw.core.ticker import Ticker
@@ -103,7 +104,7 @@ class Checkpoints(ControlPart):
             for host, at in chosen.items():
                 targets = self.replicas.targets(number, host, array.hosts)
                 copying.islands[host] = array.island
-                copy = Copy(number, array.spec, devices, tuple(at), targets)
+                copy = Copy(number, array.spec, devices, tuple(at))
                 by_island.setdefault(array.island, []).append((host, copy))
                 for position in at:
                     box = array.spec.box(position)
@@ -119,15 +120,27 @@ class Checkpoints(ControlPart):
         """Tell hosts again what they are to keep, because the first offer may have been lost."""
         for copying in self._under_way:
             for array, missing in copying.missing.items():
-                origin = copying.client.lineage.origins.get(array)
-                if origin is None:
-                    continue
-                for keeper, box in sorted(missing):
+                for _, box in missing:
                     giver = copying.givers[array, box]
-                    if keeper != giver and self.replicas.has(giver, array, box):
-                        offer = OfferReplica(array, origin.spec.dtype, (box,), giver)
-                        self._env.send(store_of(keeper), offer)
+                    if self.replicas.has(giver, array, box):
+                        self._offer(copying, array, giver, {box})
         return bool(self._under_way)
+
+    @handles_host(Copied)
+    def _copied(self, host: str, message: Copied) -> None:
+        for copying in self._under_way:
+            self._offer(copying, message.array, host, frozenset(message.boxes))
+
+    def _offer(self, copying: _Copying, array: int, giver: str, boxes: Collection[Box]) -> None:
+        """Offer boxes to the hosts that are to keep them, if this host is to give them."""
+        origin = copying.client.lineage.origins.get(array)
+        missing: dict[str, list[Box]] = {}
+        for keeper, box in sorted(copying.missing.get(array, ())):
+            if keeper != giver and box in boxes and copying.givers[array, box] == giver:
+                missing.setdefault(keeper, []).append(box)
+        for keeper, theirs in missing.items():
+            if origin is not None:
+                self.replicas.offer(array, origin.spec, tuple(theirs), giver, keeper)
 
     @handles_host(Holdings)
     def _holds(self, host: str, message: Holdings) -> None:

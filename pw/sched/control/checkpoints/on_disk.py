@@ -116,7 +116,7 @@ class Saves(ControlPart):
                 islands[host] = array.island
                 names, copies = parts.setdefault(host, ([], []))
                 names.append(name)
-                copies.append(Copy(number, spec, devices, positions, ()))
+                copies.append(Copy(number, spec, devices, positions))
         many = next(
             (names for names, copies in parts.values() if weight_of(copies) > OBJECTS), None
         )

@@ -2,8 +2,9 @@
 
 Each box that a checkpoint has put into host memory shall be on `REPLICAS` hosts. Where a host with
 replicas is lost or drained, other hosts are offered them (`OfferReplica`); they fetch them and say
-so (`Holdings`). Replicas outlive the process of a host, and the controller, so a host tells of them
-whenever it joins.
+so (`Holdings`). A host is believed only for arrays that lay on its devices, or that a controller
+has offered it: it shows the proof of the offer, also to a later controller. Replicas outlive the
+process of a host, and the controller, so a host tells of them whenever it joins.
 
 Replicas of clients that the controller does not know yet, because they have still to come back to
 it, are unclaimed. They are kept until it is certain that those clients do not come.
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pw.core.actor import handles
-from pw.core.ids import RESOURCES, Address, client_of, store_of
+from pw.core.ids import CONTROLLER, RESOURCES, Address, client_of, store_of
 from pw.core.messages import (
     Directory,
     Draining,
@@ -174,6 +175,9 @@ class Replicas(ControlPart):
             origin = self._origin(array)
             if client is None or origin is None:
                 useless.append(array)
+            elif holding.boxes and not self._may_hold(client, origin, host, holding):
+                self._env.count("messages_refused")
+                useless.append(array)
             elif holding.boxes:
                 replicas = self._replicas.setdefault(array, {})
                 replicas[host] = replicas.get(host, frozenset()).union(holding.boxes)
@@ -187,6 +191,12 @@ class Replicas(ControlPart):
                 self._refused(array, host)
         if useless:
             self._env.send(store_of(host), DropReplicas(tuple(useless)))
+
+    def _may_hold(self, client: Client, origin: Origin, host: str, holding: Holding) -> bool:
+        """Whether an array lay on a host, or a controller has offered it replicas."""
+        if host in client.slices.hosts.get(origin.spec.placement.slice, ()):
+            return True
+        return self.sessions.claims.may_keep(holding.proof, holding.array, host)
 
     # --- enough of them ---------------------------------------------------------------------------
 
@@ -210,8 +220,17 @@ class Replicas(ControlPart):
             if host in there or box in self._offered.get((array, host), ()):
                 continue
             self._offered.setdefault((array, host), set()).add(box)
-            offer = OfferReplica(array, spec.dtype, (box,), there[0])
-            self._env.send(store_of(host), offer)
+            self.offer(array, spec, (box,), there[0], host)
+
+    def offer(
+        self, array: int, spec: ArraySpec, boxes: tuple[Box, ...], giver: str, keeper: str
+    ) -> None:
+        """Have a host take boxes of an array from another one, and keep them."""
+        claims = self.sessions.claims
+        permit = claims.permit(array, giver, keeper)
+        proof = claims.permit(array, CONTROLLER, keeper)
+        offer = OfferReplica(array, spec.dtype, boxes, giver, permit, proof)
+        self._env.send(store_of(keeper), offer)
 
     def targets(self, array: int, host: str, holders: tuple[str, ...]) -> tuple[str, ...]:
         """Return the hosts that shall keep replicas of what is on `host`.

@@ -89,10 +89,10 @@ class Losses(ControlPart):
             if client is None:
                 self._env.count("messages_stale")
             else:
-                self._array_lost(client, number)
+                self._array_lost(client, number, host)
 
-    def _array_lost(self, client: Client, number: int) -> None:
-        """A host has not got an array, which may be known."""
+    def _array_lost(self, client: Client, number: int, host: str) -> None:
+        """A host says that it has not got an array, which may be known."""
         array = client.arrays.get(number)
         if array is None:
             return
@@ -100,6 +100,9 @@ class Losses(ControlPart):
             self._env.send(client.address, RunFailed(0, (number,), array.error))
             return
         if array.is_lost:
+            return
+        if host not in array.hosts:
+            self._env.count("messages_refused")
             return
         origin = client.lineage.origins.get(number)
         words = f"a host was lost while it sent what {named(array.spec, origin)} is made of"

@@ -97,7 +97,9 @@ class Replays(ControlPart):
                 if device.host == host
             }
             chosen = tuple(source for source in sources if source.box in boxes)
-            restore = Restore(name, number, array.spec, devices, chosen)
+            givers = dict.fromkeys(source.host for source in chosen)
+            permits = {giver: self.sessions.claims.permit(number, giver, host) for giver in givers}
+            restore = Restore(name, number, array.spec, devices, chosen, permits)
             self._env.send(store_of(host), restore)
         self._env.count("arrays_restored")
 
