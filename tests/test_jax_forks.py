@@ -14,7 +14,7 @@ from tests.test_pathways import AS_PROXY
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import multiprocessing, subprocess, threading
+import contextlib, multiprocessing, socket, stat, subprocess, threading
 from concurrent.futures import ProcessPoolExecutor
 
 context = multiprocessing.get_context("fork")
@@ -41,6 +41,8 @@ USES = {
     "a wait": lambda: jax.block_until_ready(unread),
     "a wait for two": lambda: jax.block_until_ready([unread, x]),
     "a shard": lambda: x.addressable_shards[0].data,
+    "a size": lambda: x.on_device_size_in_bytes(),
+    "a layout": lambda: x.format,
     "its devices": jax.devices,
     "the other platform": lambda: jax.devices("cpu"),
     "a read of pw": lambda: np.asarray(held),
@@ -71,6 +73,15 @@ def forked(body):
         body()
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
+def connections():
+    address, count = os.environ.get("JAX_BACKEND_TARGET", "/gateway").rpartition(":")[2], 0
+    for path in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                with socket.socket(fileno=os.dup(int(path.rpartition("/")[2]))) as one:
+                    count += address in str(one.getpeername())
+    return count
+
 def check():
     np.testing.assert_array_equal(x + 2, [2, 3, 4, 5])
     np.testing.assert_array_equal(triple(x), [0, 3, 6, 9])
@@ -88,7 +99,8 @@ def go_on():  # the forks have its stream in any state
 going_on = threading.Thread(target=go_on)
 going_on.start()
 try:
-    assert forked(lambda: sys.exit(0)) == 0
+    assert connections()
+    assert forked(lambda: sys.exit(connections())) == 0
     assert forked(lambda: end(5)) == 5
     assert forked(lambda: sys.exit(forked(lambda: end(6)))) == 6
     for touches in (False, True):

@@ -151,9 +151,12 @@ backend.register_backend_factory("proxy", client, priority=-1)
 """
 """What `pathwaysutils.initialize` does."""
 
-SCRIPT = AS_PROXY + """
+SCRIPT = (
+    AS_PROXY
+    + """
 print([device.slice_index for device in jax.devices()], jax.jit(lambda x: x + 1)(1))
 """
+)
 
 
 @pytest.mark.processes

@@ -23,15 +23,16 @@ from pw.core.errors import Disconnected
 _gateways: set[str] = set()
 """Addresses of the gateways of JAX in this process."""
 _ARRAY = (
-    *("_arrays", "_copy_single_device_array_to_host_async", "_fully_replicated_shard"),
-    *("_rewrap_with_aval_and_sharding", "_single_device_array_to_np_array_did_copy"),
-    *("block_until_ready", "clone", "delete", "is_ready"),
+    *("_arrays", "_fully_replicated_shard", "_pjrt_layout", "_rewrap_with_aval_and_sharding"),
+    *("_copy_single_device_array_to_host_async", "_single_device_array_to_np_array_did_copy"),
+    *("block_until_ready", "clone", "delete", "is_ready", "on_device_size_in_bytes"),
 )
+"""Methods of arrays that ask devices."""
 _BATCHED = (
     *("batched_block_until_ready", "batched_copy_array_to_devices_with_sharding"),
     *("batched_device_put", "reorder_shards"),
 )
-"""The methods of arrays, and the functions over arrays, that ask devices or give them something."""
+"""Functions over arrays that do."""
 
 
 def close_in_forks_of(gateway: str) -> None:
@@ -60,7 +61,7 @@ def _disconnect() -> None:
     pollers = {one for one in _descriptors() if connections & _watched(one)}
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in connections | pollers:
-        os.dup2(null, descriptor)
+        os.dup2(null, descriptor, inheritable=False)
     os.close(null)
 
 
