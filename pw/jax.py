@@ -18,8 +18,8 @@ from pw.transport.joined import default_address
 __all__ = ["connect", "from_jax", "initialize", "sharding_of", "to_jax"]
 
 PLATFORM = "pw"
-_arguments: list[str] = []
-"""Those of `pw gateway`."""
+_arguments: dict[str, Any] = {}
+"""The arguments of `connect`, with which JAX has its devices; they are options of `pw gateway`."""
 
 
 def initialize() -> None:
@@ -30,6 +30,10 @@ def initialize() -> None:
     if PLATFORM in asked.split(","):
         _register()
         _add_cpu(asked)
+    elif "proxy" in asked.split(","):
+        from pw.gateway import forks
+
+        forks.close_in_forks_of(jax.config.read("jax_backend_target"))
 
 
 def connect(
@@ -42,6 +46,8 @@ def connect(
 ) -> None:
     """Make JAX use virtual devices of a cluster; call it before the first use of JAX.
 
+    Again with the same arguments it does nothing.
+
     Args:
         address: as of `pw.connect`.
         devices: how many devices, over all islands; `PW_DEVICES`, else all there are.
@@ -50,30 +56,49 @@ def connect(
         priority: importance of this client under `pw-controller --policy priority`.
 
     Raises:
-        Error: JAX has chosen its devices already.
+        Error: JAX has chosen other devices already.
         ConnectionFailed: no controller answers at the address.
     """
     from jax._src import xla_bridge
 
+    arguments = _completed(address, devices, islands, share, priority)
     if xla_bridge.backends_are_initialized():
+        if arguments == _arguments:
+            return
+        if _arguments:
+            shown = ", ".join(f"{name}={value!r}" for name, value in _arguments.items() if value)
+            raise Error(
+                f"JAX is connected already, by pw.jax.connect({shown}); it keeps these devices as long as this "
+                "process (in a notebook: the kernel) runs"
+            )
         raise Error(
             "JAX has its devices already; call pw.jax.connect() before the first use of JAX, or start the "
             "script with JAX_PLATFORMS=pw"
         )
-    names = str(islands) if isinstance(islands, int) else ",".join(islands or ())
-    _arguments[:] = [
-        *("--address", address or default_address()),
-        *("--devices", str(devices or 0)),
-        *("--islands", names),
-        *("--share", str(share)),
-        *("--priority", str(priority)),
-    ]
+    _arguments.update(arguments)
     import jax
 
     _register()
     _add_cpu(PLATFORM)
     jax.config.update("jax_platforms", PLATFORM)
     jax.devices()
+
+
+def _completed(
+    address: str | None = None,
+    devices: int | None = None,
+    islands: int | Sequence[str] | None = None,
+    share: float = 1.0,
+    priority: int = 0,
+) -> dict[str, Any]:
+    """Return the arguments of `connect`, as `pw gateway` takes them."""
+    return {
+        "address": address or default_address(),
+        "devices": devices or 0,
+        "islands": str(islands) if isinstance(islands, int) else ",".join(islands or ()),
+        "share": share,
+        "priority": priority,
+    }
 
 
 def _add_cpu(platforms: str) -> None:
@@ -100,7 +125,10 @@ def _backend() -> Any:
     installed.check_extra("jax", "hpack", "google.protobuf")
     from pw.gateway import beside
 
-    return beside.client(_arguments or ["--address", default_address()])
+    if not _arguments:  # by JAX_PLATFORMS
+        _arguments.update(_completed())
+    options = ((f"--{name}", str(value)) for name, value in _arguments.items())
+    return beside.client([part for option in options for part in option])
 
 
 def from_jax(tree: Any) -> Any:

@@ -134,7 +134,7 @@ def test_elastic_training_knows_the_code(error: errors.Error, code: str) -> None
 
 # --- processes ---------------------------------------------------------------------------------------
 
-SCRIPT = """
+AS_PROXY = """
 import os
 
 import jax
@@ -143,12 +143,20 @@ from jax.extend.backend import ifrt_proxy
 
 def client():
     options = ifrt_proxy.ClientConnectionOptions()
-    options.connection_timeout_in_seconds = int(os.environ["PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS"])
+    timeout_s = os.environ.get("PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS", "30")
+    options.connection_timeout_in_seconds = int(timeout_s)
     return ifrt_proxy.get_client(jax.config.read("jax_backend_target"), options)
 
 backend.register_backend_factory("proxy", client, priority=-1)
+"""
+"""What `pathwaysutils.initialize` does."""
+
+SCRIPT = (
+    AS_PROXY
+    + """
 print([device.slice_index for device in jax.devices()], jax.jit(lambda x: x + 1)(1))
 """
+)
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ from typing import Any
 from pw.client.connection.children import Child, read_announcement
 from pw.client.connection.script import process_name
 from pw.core.errors import ConnectionFailed
+from pw.gateway import forks
 from pw.gateway.functions import Functions
 from pw.transport.private import PrivateFolder
 
@@ -76,6 +77,7 @@ def client(arguments: Sequence[str]) -> Any:
         os.environ.setdefault(_LARGE, str(LARGE_BYTES))
     if os.environ.get(_LOG_LEVEL, "1") == "1":  # JAX's default
         _log_from(_ERRORS)
+    forks.close_in_forks_of(address)
     made = ifrt_proxy.get_client(address, ifrt_proxy.ClientConnectionOptions())
     functions.install(lambda backend: backend is made)
     return made
@@ -106,3 +108,4 @@ def _exit() -> None:
 
 
 atexit.register(_exit)
+os.register_at_fork(after_in_child=_running.clear)

@@ -184,8 +184,8 @@ class Array(Methods, _Annotated):  # type: ignore[misc]
                 f"the array {self._type.aval.str_short()} cannot be used any more: {self._gone}"
             )
         if not self._runtime.alive:
-            if (ended := self._runtime.ended) is not None:
-                raise ended
+            if self._runtime.forked or self._runtime.ended is not None:
+                self._runtime.check_alive()
             raise Disconnected(
                 f"the session that the array {self._type.aval.str_short()} belonged to is closed, and "
                 "its arrays with it; fetch values that must outlive a session with pw.get()"
