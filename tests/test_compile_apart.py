@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from pw.core.errors import CompileError, ErrorReport
 from pw.core.program import Computation, Kind
+from pw.core.sharding import Sharding
 from pw.core.stablehlo import Stablehlo, encode
 from pw.devices.jax import compile_processes
 from pw.devices.jax.backend import JaxBackend
@@ -273,3 +275,35 @@ def test_a_host_lives_on_and_runs_what_was_compiled_beside_it() -> None:
             backend.close()
 
     asyncio.run(run())
+
+
+def test_one_executable_serves_all_devices(tmp_path: Path) -> None:
+    """Those that wait while it is compiled, and those of a later host."""
+    split = Sharding(("x",), (2,), (("x",),))
+
+    async def counters(places: list[tuple[int, ...]]) -> tuple[int, int]:
+        devices = jax.devices()
+        backend = JaxBackend(
+            asyncio.get_running_loop(),
+            HOST,
+            lambda at: devices[at.ordinal],
+            compile_apart=lambda failed: CompileProcesses(lambda: 8, failed),
+            compile_cache=tmp_path,
+        )
+        host = Host(backend)
+        try:
+            specs = [spec_of(sharding=split, devices=place) for place in places]
+            orders = [export(lambda x: (jnp.cumsum(x),), [spec], [spec]) for spec in specs]
+            keys = [b"%d" % at for at in range(len(places))]
+            told = await asyncio.gather(*map(host.install, keys, orders))
+            assert told == [None] * len(places)
+            for key, spec in zip(keys, specs, strict=True):
+                (made,) = host.execute(key, host.build(spec, range(8)))
+                np.testing.assert_array_equal(await host.read(made, spec), np.cumsum(range(8)))
+            found = backend.counters()
+            return found["compilations"], found["executables_loaded"]
+        finally:
+            backend.close()
+
+    hosts = [(0, 1), (2, 3), (5, 4)], [(6, 7), (1, 0)]
+    assert [asyncio.run(counters(places)) for places in hosts] == [(1, 0), (0, 2)]

@@ -6,12 +6,14 @@ import gc
 import json
 import pathlib
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -196,6 +198,33 @@ def test_a_run_without_room_names_the_largest_arrays_and_their_owners(
     other.close()
     assert float(grow(small)[0]) == 0, "there is room when the other client has left"
     assert asker != owner
+
+
+def test_the_state_of_an_optimizer_is_divided_as_its_parameters_are(
+    cluster: InProcessCluster,
+) -> None:
+    """Whole moments would not fit, and a step could not use their memory for its results."""
+    gc.collect()
+    until(lambda: not any(use.arrays_bytes for use in pw.memory().devices), "earlier arrays go")
+    tx = optax.adam(1e-2)
+
+    @pw.jit(donate_argnums=(0, 1))
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    size = MIB // 2
+    params = {"w": pw.put(numbers(size // 4), sharding=split(mesh_on(0)))}
+    state = pw.jit(tx.init)(params)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Some donated buffers were not usable")
+        for _ in range(2):
+            params, state = step(params, state)
+        assert int(state[0].count) == 2
+    whole = 3 * size
+    for device in (0, 1):
+        until(lambda at=device: not use_of(0, at).reserved_bytes, "the end of the run")
+        assert use_of(0, device).arrays_bytes - whole // 2 <= 16  # and the count of steps
 
 
 def test_a_host_that_does_not_answer_is_named(

@@ -156,6 +156,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "a sum that starts with something": lambda x: jnp.ones((4, 8)).at[jnp.zeros(ROWS, int)].add(x),
     "itself": lambda x: x,
     "no arguments": lambda x: jnp.zeros((2, 2)),
+    "no values of arguments": lambda x: jax.random.normal(jax.random.key(1, impl="rbg"), x.shape),
 }
 
 
@@ -340,6 +341,7 @@ def test_the_code_of_each_piece_can_be_read(mesh: Mesh) -> None:
     assert lowered.as_text().count("func.func public @main") == 2
     assert "island" not in lowered.as_text()
     assert lowered.out_info[1]["loss"].shape == ()
+    assert not any(b"test_islands.py" in piece.artifact for piece in lowered._pieces)
 
 
 def test_the_code_of_the_page_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

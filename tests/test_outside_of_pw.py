@@ -354,6 +354,16 @@ def test_meshes_of_pw_say_where_they_go(mesh: pw.Mesh) -> None:
     assert pw.put(v, sharding=sharding).sharding == sharding
 
 
+def test_code_does_not_say_where_in_a_script_it_was_called() -> None:
+    """So the hosts find its executable again, also when other lines of the script change."""
+    source = "lowered = pw.jit(lambda x: x * 2).lower(1.5)._traced.artifact"
+    first: dict[str, Any] = {"pw": pw}
+    second: dict[str, Any] = {"pw": pw}
+    exec(source, first)
+    exec(f"\n\n{source}", second)
+    assert first["lowered"] == second["lowered"]
+
+
 def test_what_a_function_is_lowered_to(mesh: pw.Mesh, rt: Counting) -> None:
     f = pw.jit(lambda v, n: {"sum": v.sum(0), "same": v * n}, mesh=mesh, static_argnums=1)
     v = pw.put(VALUE.T[:2], sharding=pw.NamedSharding(mesh, P(None)))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -91,8 +92,10 @@ def test_results_lie_where_the_compiler_leaves_them(what: str, mesh: Mesh) -> No
 
 
 def test_they_are_those_of_plain_jax(mesh: Mesh) -> None:
+    """But for those that depend on no argument, which JAX replicates if others depend on one."""
     local = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), AXES)
-    everything = lambda x: [function(x) for function in FUNCTIONS.values()]  # noqa: E731
+    known = [function for what, function in FUNCTIONS.items() if what != "made inside"]
+    everything = lambda x: [function(x) for function in known]  # noqa: E731
     ours = jax.tree.leaves(jit(everything)(put(VALUE, sharding=NamedSharding(mesh, P("x", "y")))))
     with jax.set_mesh(local):
         split = jax.sharding.NamedSharding(local, P("x", "y"))
@@ -131,6 +134,60 @@ def test_what_is_asked_for_goes_before(mesh: Mesh) -> None:
     assert (whole.sharding.spec, split.sharding.spec) == (P(), P("x"))
     checked = jit(lambda x: x * 2, check_nans=True)(x)
     assert checked.sharding.spec == P("x")
+
+
+def zeros(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+ZEROS: dict[str, tuple[Callable[[Any], Any], list[P]]] = {
+    "all": (zeros, [P("x"), P(None, "x"), P("x"), P(("x", "y"))]),
+    "further inside": (lambda t: {"mu": (zeros(t["a"]),)}, [P("x"), P(None, "x")]),
+    "compiled": (lambda t: jax.jit(zeros)(t["a"]), [P("x"), P(None, "x")]),
+    "compiled with others": (
+        lambda t: jax.jit(lambda t: (t["a"]["w"].sum(1), {"v": zeros(t["a"]["v"])}))(t),
+        [P(), P("x")],
+    ),
+    "another dtype": (lambda t: {"v": jnp.zeros((8, 4), int)}, [P("x")]),
+    "like arguments that lie apart": (lambda t: {"u": jnp.zeros((8, 4))}, [P()]),
+    "the only one of its shape": (lambda t: jnp.ones((16,), jnp.bfloat16), [P(("x", "y"))]),
+    "of a value": (lambda t: {"v": t["b"]["v"][0] + jnp.zeros((8, 4))}, [P()]),
+    "another shape": (lambda t: {"v": jnp.zeros((4, 8)), "step": 0}, [P(), P()]),
+    "keys": (lambda t: jax.random.split(jax.random.key(0), 16), [P(("x", "y"))]),
+    "nothing": (lambda t: jnp.zeros((0, 8)), [P()]),
+}
+
+
+@pytest.mark.parametrize("what", ZEROS)
+def test_results_without_values_of_arguments_lie_like_the_arguments(what: str, mesh: Mesh) -> None:
+    """Like the one with the same shape and the same end of its path, if these lie alike."""
+    function, specs = ZEROS[what]
+    value = np.ones((8, 4), np.float32)
+    lies = {"a": {"v": P("x"), "w": P(None, "x")}, "b": {"v": P("x")}, "c": P(("x", "y"))}
+    tree = {"a": {"v": value, "w": value}, "b": {"v": value}, "c": np.ones(16, np.float32)}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), lies)
+    results = jax.tree.leaves(jit(function)(put(tree, sharding=shardings)))
+    assert [result.sharding for result in results] == [NamedSharding(mesh, spec) for spec in specs]
+
+
+def test_the_state_of_an_optimizer_is_split_like_its_parameters(mesh: Mesh) -> None:
+    params = put({"w": VALUE, "b": VALUE[0]}, sharding=NamedSharding(mesh, P(("x", "y"))))
+    tx = optax.adamw(1e-2)
+
+    def train(params: Any, state: Any) -> Any:
+        grads = jax.grad(lambda p: ((VALUE @ p["w"].T + p["b"].sum()) ** 2).mean())(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jit(tx.init)(params)
+    step = jit(train, donate_argnums=(0, 1))
+    after = step.lower(params, state).out_info
+    moments = [state[0].mu, state[0].nu, *(after[1][0].mu, after[1][0].nu)]
+    for tree in moments:
+        assert jax.tree.map(lambda x: x.sharding, tree) == jax.tree.map(
+            lambda x: x.sharding, params
+        )
+    assert state[0].count.sharding == after[1][0].count.sharding == NamedSharding.replicated(mesh)
 
 
 def test_state_that_is_replicated_stays_so(mesh: Mesh) -> None:

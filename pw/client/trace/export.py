@@ -6,7 +6,8 @@ neither that platform nor the devices. Three things change. Typed PRNG keys beco
 integers, their only form in the runtime. Arrays that the function closes over become arguments:
 handles stay in place, and large host constants are uploaded (jax arrays once for all traces, NumPy
 arrays, which may change, for each trace). Constructs that cannot travel, such as a callback into
-this process, raise `TracingError`.
+this process, raise `TracingError`. The artifact says nothing about lines of the script: hosts find
+what they have compiled by the artifact's digest, also when the script has changed elsewhere.
 
 A function with `check_nans` has one more result: a vector with a boolean for each floating-point
 result. It is the same on all devices, so all hosts agree; users never see it.
@@ -26,6 +27,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import traceback_in_locations_limit
 
 from pw.client.arrays.array import Array
 from pw.client.arrays.mesh import Mesh
@@ -34,6 +36,7 @@ from pw.client.arrays.sharding import NamedSharding, PartitionSpec
 from pw.client.arrays.signature import ArrayType, host_value, is_key
 from pw.client.arrays.transformed import for_hosts
 from pw.client.trace.captured import lift
+from pw.client.trace.like_arguments import like_arguments
 from pw.client.trace.propagation import result_specs
 from pw.core.errors import TracingError
 from pw.core.program import Computation
@@ -134,7 +137,7 @@ def export(
     captured = tuple(_on_mesh(value, mesh) for value in lifted)
     types = (*inputs, *(_captured_type(array, mesh) for array in captured))
     avals = closed.out_avals
-    wanted = out_shardings(tree, avals)
+    wanted = like_arguments(jaxpr, arguments, inputs, tree, out_shardings(tree, avals))
     for aval, sharding in zip(avals, wanted, strict=True):
         if sharding is not None:
             sharding.core.check(tuple(aval.shape))
@@ -237,7 +240,9 @@ def _exported(
     )
     avals = [jax.core.ShapedArray(type_.spec.shape, type_.numpy_dtype) for type_ in inputs]
     try:
-        exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
+        # Pieces of a function over islands get their lines removed when it is cut: errors name them.
+        with contextlib.nullcontext() if mesh.parts else traceback_in_locations_limit(0):
+            exported = jax.export.export(compiled, platforms=[mesh.slice.platform])(*avals)
         return exported, bytes(exported.serialize())
     except Exception as error:
         raise TracingError(

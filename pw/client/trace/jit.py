@@ -63,8 +63,9 @@ def jit(
             or None for arguments that keep their sharding (replicated if they are on other devices).
             Arguments with another sharding are moved.
         out_shardings: the same for the results; None stands for the compiler's choice, which is
-            `jax.jit`'s: results of split arrays stay split where that costs nothing. Results without arguments,
-            as of `jnp.zeros_like`, are replicated.
+            `jax.jit`'s: results of split arrays stay split where that costs nothing. Results that depend on no
+            argument's values, as of `jnp.zeros_like`, get the sharding of the argument with the same shape
+            and end of its path; they are replicated if there is none, or several that lie differently.
         static_argnums, static_argnames: arguments that the trace depends on.
         donate_argnums, donate_argnames: arguments whose memory may be reused; their arrays are deleted.
         check_nans: raise `NaNFound` for all results of a call, and all that is computed from them, if one of

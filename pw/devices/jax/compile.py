@@ -78,9 +78,8 @@ class _Wanted:
 class _Pending:
     """An executable that is being made, and what waits for it."""
 
-    wanted: _Wanted
-    then: dict[bytes, Callable[[Any], None]] = field(default_factory=dict)
-    """By key: called with the executable, or with an exception."""
+    then: dict[bytes, tuple[_Wanted, Callable[[Any], None]]] = field(default_factory=dict)
+    """By key: called with the executable on its devices, or with an exception."""
     job: Job | None = None
 
 
@@ -268,13 +267,13 @@ class Compiler:
     def _forget(self, key: bytes) -> None:
         self._held.pop(key, None)
         for place, pending in list(self._pending.items()):
-            then = pending.then.pop(key, None)
-            if then is not None:
+            waits = pending.then.pop(key, None)
+            if waits is not None:
                 if not pending.then:
                     del self._pending[place]
                     if pending.job is not None and self._processes is not None:
                         self._processes.cancel(pending.job)
-                then(CompileError("the function was released while it was compiled"))
+                waits[1](CompileError("the function was released while it was compiled"))
         wish = self._wish_of.pop(key, None)
         if wish is not None:
             keys = self._made[wish].keys
@@ -375,9 +374,11 @@ class Compiler:
     def _make(self, place: Any, key: bytes, wanted: _Wanted, then: Callable[[Any], None]) -> None:
         """Load or make an executable, and call `then` with a `Made` and XLA's executable, or an
         exception."""
+        if wanted.kept_as is not None:
+            place = wanted.kept_as  # one executable serves several devices
         pending = self._pending.get(place)
         if pending is not None:
-            pending.then[key] = then
+            pending.then[key] = wanted, then
             return None
         load = partial(making.load, physical=wanted.physical, functions=wanted.functions)
         if wanted.kept_as is not None:
@@ -387,8 +388,7 @@ class Compiler:
         is_ours = wanted.order.kind is Kind.RESHARD
         if self._processes is None or is_ours or wanted.physical[0].platform != "cpu":
             return then(self._made_here(wanted, is_vetted=self._processes is None or is_ours))
-        pending = self._pending[place] = _Pending(wanted)
-        pending.then[key] = then
+        pending = self._pending[place] = _Pending({key: (wanted, then)})
 
         def answered(answer: bytes | ErrorReport) -> None:
             self.thread.put(partial(self._answered, place, pending, answer))
@@ -403,19 +403,20 @@ class Compiler:
         if self._pending.get(place) is not pending:
             return
         del self._pending[place]
-        wanted = pending.wanted
-        found: Any
-        if isinstance(answer, ErrorReport):
-            found = answer.exception()
-        else:
+        if not isinstance(answer, ErrorReport):
+            self.compilations += 1
+        is_kept = False
+        for wanted, then in pending.then.values():
+            found: Any
             try:
+                if isinstance(answer, ErrorReport):
+                    raise answer.exception()
                 found = making.load(answer, wanted.physical, wanted.functions)
-                self.compilations += 1
-                if wanted.kept_as is not None:
+                if wanted.kept_as is not None and not is_kept:
                     self._executables.save_with(wanted.kept_as, lambda: answer)
+                    is_kept = True
             except Exception as error:  # noqa: BLE001 - the error is the answer
                 found = error
-        for then in pending.then.values():
             then(found)
 
     def _made_here(self, wanted: _Wanted, *, is_vetted: bool) -> tuple[Made, Any] | Exception:

@@ -1,8 +1,8 @@
 """Keeps compiled executables in a folder, so that a restarted island need not compile again.
 
-Each executable is a file. Its name is a digest of the code, the devices, the versions and the kind
-of processor. The next incarnation of a worker finds it, and so does a spare that takes the worker's
-rank.
+Each executable is a file. Its name is a digest of the code, the number of devices, the versions and
+the kind of processor. The next incarnation of a worker finds it, and so do other workers and later
+clusters. On accelerators, the name says also which devices: there an executable is for these only.
 
 A file holds what `pw.devices.jax.making.saved` writes: facts, and XLA's executable; nothing in it is
 unpickled. But loading an executable runs code from a file. So a folder is used only if it belongs to
@@ -61,13 +61,16 @@ def may_be_kept(devices: Iterable[jax.Device]) -> bool:
 def key_of(devices: Sequence[jax.Device], *wish: object) -> bytes | None:
     """What an executable for these devices is saved under, if nothing else than `wish` determines it.
 
-    None if it is not to be kept.
+    CPU devices share it: XLA takes the device assignment when it loads an executable. None if it is
+    not to be kept.
     """
     if not may_be_kept(devices):
         return None
-    names = [f"{device.platform}:{device.process_index}:{device.id}" for device in devices]
-    here = (jax.process_index(), jax.process_count(), jax.__version__)
-    return hashlib.sha256(repr((names, here, wish)).encode()).digest()
+    where: object = len(devices)
+    if devices[0].platform != "cpu":
+        names = [f"{device.platform}:{device.process_index}:{device.id}" for device in devices]
+        where = (names, jax.process_index(), jax.process_count())
+    return hashlib.sha256(repr((where, wish)).encode()).digest()
 
 
 class Executables:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax._src.export._export import _module_to_bytecode  # what `jax.export` makes portable with
 from jax._src.interpreters import mlir
-from jax.extend.mlir import ir
+from jax.extend.mlir import ir, passmanager
 from jax.sharding import PartitionSpec
 
 from pw.client.arrays.mesh import Mesh
@@ -126,6 +126,8 @@ class Writer:
             else f"{self._name} ({at + 1} of {len(self._cut.pieces)})"
         )
         module = self._module(piece, inputs, outputs)
+        # Equal code has equal artifacts, wherever it is in a script.
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         shardings = [
             tuple(NamedSharding(self._mesh, spec).abstract() for _, spec in said)
             for said in (inputs, outputs)
