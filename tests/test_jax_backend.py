@@ -22,6 +22,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.config import traceback_in_locations_limit
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from pw.core.errors import ErrorReport
@@ -71,14 +72,14 @@ def export(
     donated: tuple[int, ...] = (),
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> tuple[Computation, bytes]:
-    """What a client makes of `function`, which takes arrays and returns a tuple of arrays."""
+    """What a client makes of `function`, which takes arrays and returns a tuple of arrays, without lines."""
 
     def lies(spec: ArraySpec) -> NamedSharding:
         mesh = AbstractMesh(spec.sharding.axis_sizes or (1,), spec.sharding.axis_names or ("x",))
         axes = [names or None for names in spec.sharding.spec]
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), traceback_in_locations_limit(0):
         exported = jax.export.export(
             jax.jit(
                 function,
