@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pw
+from pw.client.connection import current
 from pw.client.connection.waiting import POLL_S, Waiting
 from pw.core.ids import CONTROL, client_id, executor_of, scheduler_of
 from pw.core.lower import lower
@@ -30,8 +32,10 @@ from pw.core.messages import (
     ExplainHost,
     Explanation,
     GetMemory,
+    GetStatus,
     HostInfo,
     HostReport,
+    Install,
     InstallProgram,
     IslandInfo,
     IslandReport,
@@ -40,6 +44,7 @@ from pw.core.messages import (
     MeasureHost,
     Memory,
     RequestFailed,
+    Status,
     WorkReport,
 )
 from pw.core.sharding import Binding, DeviceAddress, Placement
@@ -53,6 +58,13 @@ from tests.scripted import LARGE, SMALL, Client, chain, join, split
 from tests.stage import held, mesh_on
 
 # --- who is to blame -----------------------------------------------------------------------------------
+
+
+def check_numbers(text: str, status: Status) -> None:
+    """Every client and run that a story names is one that `pw status` shows."""
+    known = {str(client.number) for client in status.clients}
+    assert set(re.findall(r"client (\d+)", text)) <= known
+    assert set(re.findall(r"run (\d+)\.", text)) <= known
 
 
 class Cluster:
@@ -90,6 +102,9 @@ class Cluster:
         self.world.wait(1.0)
         (answer,) = self.client.of(Explanation)
         assert answer.request == 7
+        self.client.tell(GetStatus(8))
+        self.world.settle()
+        check_numbers(answer.text, self.client.of(Status)[-1])
         return answer
 
     def verdict(self) -> str:
@@ -158,6 +173,15 @@ def test_a_launch_that_was_lost() -> None:
     story = cluster.why()
     assert story.text.startswith("a1 (shard 1) has not got the launch of 'stage 0'")
     assert "    a0 (shard 0): entered" in story.text
+
+
+def test_a_program_that_is_not_compiled_is_its_clients() -> None:
+    cluster = Cluster()
+    lost = cluster.swallow(Install, to="b1")
+    cluster.program = cluster.client.program(chain(cluster.specs))
+    cluster.run()
+    assert lost
+    assert "program 'chain' of client 1 (client) has not been compiled by b1" in cluster.why().text
 
 
 def test_a_host_that_does_not_answer() -> None:
@@ -376,6 +400,7 @@ def story_about(words: str, detail: str = "") -> str:
         return words in told[-1].splitlines()[0] and detail in told[-1]
 
     until(is_told, f"{words!r} in {told[-1:]}")
+    check_numbers(told[-1], current.runtime().ask.status(20.0))
     return told[-1]
 
 

@@ -192,7 +192,7 @@ class _Story:
             for work in report.heads:
                 yield f"  {self._named(work)} waits for {' and '.join(work.waits_for)}"
             for one in report.installing:
-                whose, hosts = self._client(one.program), ", ".join(one.hosts)
+                whose, hosts = self._client(client_of(one.program)), ", ".join(one.hosts)
                 yield f"program {one.name!r} of {whose} has not been compiled by {hosts}"
         for there in self._facts.hosts:
             yield from self._host(there)
