@@ -291,7 +291,6 @@ def main() -> NoReturn:
     """Serve the parent on stdin and stdout until it and all members are gone."""
     # A Ctrl-C at the terminal goes to the whole process group, but the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Libraries print to stderr: stdout carries the protocol only.
     replies_fd = os.dup(1)
     os.dup2(2, 1)

@@ -22,6 +22,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
 Done = Callable[[str | None, str | None], None]
 
 
@@ -110,7 +112,7 @@ class CoordinationServices:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},  # its greeting is a warning
+            env=os.environ | {_LOG_LEVEL: _log_level()},
         )
         assert child.stdin is not None
         assert child.stdout is not None
@@ -165,3 +167,12 @@ class CoordinationServices:
         child.stdout.close()
         if kill:
             child.wait()
+
+
+def _log_level() -> str:
+    """Return what XLA logs in the child: errors, because it greets with a warning, unless a user wants more.
+
+    1 is JAX's own default, which it puts into the environment of every process that imports it.
+    """
+    level = os.environ.get(_LOG_LEVEL, "1")
+    return "2" if level == "1" else level
