@@ -281,3 +281,25 @@ def test_the_processes_of_hosts_can_be_found_and_ended(
     assert script.end(60) == 0, script.err
     assert script.out == "ok\n"
     script.until_alone()
+
+
+def test_a_slice_knows_its_island_after_a_drain(scripts: list[Program], tmp_path: Path) -> None:
+    body = """
+        import numpy as np
+        import pw
+
+        with LocalCluster(islands=2):
+            part = pw.make_virtual_device_set().add_slice(devices=1)
+            mesh = pw.Mesh(part.devices, ("x",))
+            double = pw.jit(lambda x: 2 * x, mesh=mesh)
+            y = double(np.float32(3))
+            before = part.island
+            pw.drain(before + "-host-0", timeout_s=60)
+            assert float(double(y)) == 12
+            assert {before, part.island} == {"island-0", "island-1"}
+            assert part.devices[0].island == part.island
+            assert f"island={part.island!r}" in repr(part)
+            assert f"island={part.island!r}" in repr(mesh)
+    """
+    script = start(scripts, tmp_path, body)
+    assert script.end() == 0, script.err

@@ -20,7 +20,7 @@ class Slice:
     def __init__(self, session: Any, bound: SliceBound) -> None:
         self.runtime = session
         self.id = bound.slice
-        self.island = bound.island
+        self._island = bound.island
         self.platform = bound.platform
         self.kind = bound.kind
         self.size = len(bound.devices)
@@ -30,6 +30,12 @@ class Slice:
         """Values that functions closed over and that lie here (see `pw.client.trace.export`)."""
         self.types: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         """The interned types of arrays here (see `pw.client.arrays.signature`)."""
+
+    @property
+    def island(self) -> str:
+        """The island that the devices are on now: after a loss or a drain it may be another one."""
+        self._island = self.runtime.island(self.id) or self._island
+        return self._island
 
     @property
     def devices(self) -> tuple[VirtualDevice, ...]:

@@ -259,6 +259,10 @@ class Runtime:
         self._post(Allocate(request, bound))
         return bound.result(self._patience_s)
 
+    def island(self, slice: int) -> str:
+        """Return the island to which a slice is bound, or was last; empty if it was given back."""
+        return self._thread.island(slice)
+
     def release_slice(self, slice: int) -> None:
         """Give a slice back."""
         self._tell(ReleaseSlice(slice))

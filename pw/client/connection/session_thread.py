@@ -22,6 +22,9 @@ class SessionThread(Protocol):
     def wait_for_hosts(self) -> None:
         """Wait for the hosts that were started with the session. Raises ConnectionFailed."""
 
+    def island(self, slice: int) -> str:
+        """Return the island to which a slice is bound, or was last; empty if it was given back."""
+
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""
 

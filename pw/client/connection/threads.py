@@ -162,6 +162,10 @@ class SessionOnNode:
             )
         ready.result()
 
+    def island(self, slice: int) -> str:
+        """Return the island to which a slice is bound, or was last; empty if it was given back."""
+        return self._session.link.journal.islands.get(slice, "")
+
     def trouble(self) -> str:
         """What is in the way of a link to the controller; empty if that is not known."""
         return self._thread.call(lambda: self._node.network.trouble_of(CONTROLLER))
