@@ -123,7 +123,7 @@ def test_it_can_be_awaited_and_does_not_end_with_the_task_that_does(
     assert saving.done()
 
 
-@pytest.mark.parametrize("bad", ["text", object(), lambda: None])
+@pytest.mark.parametrize("bad", [b"text", object(), lambda: None])
 def test_what_cannot_be_in_a_tree_is_named(mesh: pw.Mesh, asked: Asked, bad: Any) -> None:
     x = pw.put(numbers(8), sharding=split(mesh))
     with pytest.raises(pw.ArgumentError, match=r"at \['opt'\]\[1\]"):

@@ -68,8 +68,8 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
     `pw.restore` reads it.
 
     Args:
-        tree: tree of pw arrays, and of jax arrays on virtual devices. Numbers, numpy arrays and other jax
-            arrays in it need no replicas; on disk they are included, and must be small.
+        tree: tree of pw arrays, and of jax arrays on virtual devices. Numbers, strings, numpy arrays and other
+            jax arrays in it need no replicas; on disk they are included, and must be small.
         path: directory to write as well, on a file system that all hosts share. It appears when it is
             complete: the hosts write beside it.
         overwrite: replace a checkpoint at the path.
@@ -103,7 +103,7 @@ def checkpoint(tree: Any, *, path: Any = None, overwrite: bool = False) -> Check
             _check_host_value(keys, leaf)
     parts: list[Future[None]] = []
     if path is not None:
-        parts.append(checkpoint_files.save(leaves, path, overwrite))
+        parts.append(checkpoint_files.save(tree, leaves, path, overwrite))
     if arrays:
         parts.append(arrays[0]._runtime.ask.checkpoint([array._id for array in arrays]))
     if remote:
@@ -135,13 +135,15 @@ def _both(first: Future[None], second: Future[None], session: Any) -> Future[Non
 
 
 def _check_host_value(keys: Any, leaf: Any) -> None:
+    if isinstance(leaf, str):
+        return
     try:
         signature_of(leaf)
     except ArgumentError:
         where = jax.tree_util.keystr(keys) or "its argument"
         raise ArgumentError(
             f"pw.checkpoint was given {leaf!r} of type {type(leaf).__name__} at {where}; it takes pw "
-            "arrays, numbers, numpy arrays and jax arrays"
+            "arrays, numbers, strings, numpy arrays and jax arrays"
         ) from None
 
 

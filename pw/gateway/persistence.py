@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from pw.client import checkpoint_files
+from pw.client import checkpoint_files, checkpoint_tree
 from pw.core.messages import FileSource
 from pw.gateway import statuses
 from pw.gateway.arrays import ProxyArray, Stored
@@ -50,8 +50,8 @@ class Persistence:
         stored = await self._reshards.named(array)
         if stored is None:
             raise _spread(name)
-        named = {checkpoint_files.SINGLE: stored.number}
-        tree = checkpoint_files.single_tree(array.shape, array.dtype)
+        named = {checkpoint_tree.SINGLE: stored.number}
+        tree = checkpoint_tree.single_tree(array.shape, array.dtype)
         saving = self._runs.runtime.ask.save(path, True, named, tree)
         saving.add_done_callback(lambda _: stored.spec)  # it is kept until then
         return saving
@@ -75,13 +75,13 @@ class Persistence:
         array, parts = target
         runtime = self._runs.runtime
         described = await self._runs.settled(runtime.ask.look(path, parts[0][1].placement))
-        found = checkpoint_files.single_in(described, path)
+        found = checkpoint_tree.single_in(described, path)
         if found != (shape, known):
             raise statuses.Status(
                 "INVALID_ARGUMENT",
                 f"the array {name} in {location} is {found[1]}{list(found[0])}, not {known}{list(shape)}",
             )
-        source = FileSource(path, described.checkpoint, checkpoint_files.SINGLE)
+        source = FileSource(path, described.checkpoint, checkpoint_tree.SINGLE)
         for part, spec in parts:
             part.consist_of(Stored(runtime, runtime.load(source, spec), spec))
         return array

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pw.client import checkpoint_files
+from pw.client import checkpoint_tree
+from pw.client.checkpoint_tree import Leaf, Node, Tree
 from pw.core.errors import ArgumentError, CheckpointFailed, OutOfHostMemory
 from pw.core.messages import CommitFiles, CopyFile, Described, FileSource
 from pw.core.sharding import ArraySpec, Placement, Sharding
@@ -70,7 +71,7 @@ def _write(path: str) -> None:
     job = CopyFile(_ID, path, False, _FILE, ("a",), ())
     shards = [form.Shard("a", _SPEC, box, _VALUE[slice(*box[0]), slice(*box[1])]) for box in _BOXES]
     form.write(job, shards)
-    tree = checkpoint_files.single_tree((3, 4), "int32")
+    tree = checkpoint_tree.single_tree((3, 4), "int32")
     form.commit(CommitFiles(_ID, path, False, (_FILE,), tree, ()))
 
 
@@ -110,24 +111,35 @@ def _checkpoint(file: str) -> Iterator[Run]:
 
 
 def _trees() -> list[bytes]:
-    leaf = checkpoint_files._Leaf
     leaves = [
-        [leaf("", "array", (3, 4), "int32")],
+        [Leaf("", "array", (3, 4), "int32")],
         [
-            leaf("['w']", "['w']", (8, 8), "bfloat16", weak=True),
-            leaf("['k']", "['k']", (2,), "uint32", "threefry2x32"),
-            leaf("['n']", number=("int", "7")),
-            leaf("['c']", number=("complex", "(1+2j)")),
-            leaf("['b']", number=("bool", "True")),
-            leaf("['x']", "", (2,), "float32", data=bytes(8)),
+            Leaf("['w']", "['w']", (8, 8), "bfloat16", weak=True),
+            Leaf("['k']", "['k']", (2,), "uint32", "threefry2x32"),
+            Leaf("['n']", number=("int", "7")),
+            Leaf("['c']", number=("complex", "(1+2j)")),
+            Leaf("['b']", number=("bool", "True")),
+            Leaf("['s']", number=("str", "a string")),
+            Leaf("['x']", "", (2,), "float32", data=bytes(8)),
         ],
     ]
-    return [msgspec.json.encode(one) for one in leaves]
+    node = Node(
+        "dict", [Node(), Node("tuple", [Node("none"), Node()]), Node("list")], ["w", 1, "l"]
+    )
+    trees = [
+        *leaves,
+        *(Tree(one, Node("list", [Node() for _ in one])) for one in leaves),
+        Tree(leaves[1], node),
+    ]
+    return [msgspec.json.encode(one) for one in trees]
 
 
 def _restore(data: bytes) -> None:
-    for leaf in checkpoint_files._leaves(Described(1, _ID, data), "a path"):
-        leaf.aval() if leaf.in_files else leaf.value()
+    tree = checkpoint_tree.read(Described(1, _ID, data), "a path")
+    for leaf in tree.leaves:
+        leaf.like()
+    if tree.structure.count() == len(tree.leaves):
+        tree.structure.tree(iter(tree.leaves))
 
 
 TARGETS = [
