@@ -383,6 +383,9 @@ def test_version(start: Start) -> None:
     one = start("pw.cli.main", "version")
     assert one.end() == 0
     assert re.fullmatch(r"pw \S+ with jax \S+ \(protocol \d+\), Python 3\.\S+\n", one.out)
+    for module in ("main", "controller", "worker"):
+        as_option = start(f"pw.cli.{module}", "--version")
+        assert (as_option.end(), as_option.out) == (0, one.out), as_option.err
 
 
 @pytest.mark.parametrize(

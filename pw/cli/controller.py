@@ -21,6 +21,7 @@ from pw.cli.process import (
     Insecure,
     PrivateAddress,
     Revoked,
+    Version,
     check_bind,
     check_log_level,
     check_private,
@@ -96,6 +97,7 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
+    version: Version = False,
     announce_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform as python_platform
 import sys
 import warnings
 from typing import Annotated
@@ -15,7 +14,15 @@ from typing import Annotated
 import typer
 
 from pw.cli import keys
-from pw.cli.process import Credentials, Insecure, configure_logging, run_app, size_of
+from pw.cli.process import (
+    Credentials,
+    Insecure,
+    Version,
+    configure_logging,
+    run_app,
+    size_of,
+    versions,
+)
 from pw.core.errors import Error
 from pw.transport.joined import default_address
 from pw.transport.security import address_in, use_tcp
@@ -53,6 +60,11 @@ def _known(address: str, credentials: str, insecure: bool) -> str:
             "which cluster? Give its --address, or set PW_ADDRESS, or join one with `pw join`"
         )
     return address
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Take the options before the command."""
 
 
 @app.command()
@@ -434,9 +446,7 @@ def sim(
 @app.command()
 def version() -> None:
     """Show the installed versions. All processes of a cluster need the same versions of pw and jax."""
-    from pw.transport.link import Versions
-
-    typer.echo(f"{Versions.installed()}, Python {python_platform.python_version()}")
+    typer.echo(versions())
 
 
 app.add_typer(keys.app, name="keys")

@@ -7,6 +7,7 @@ import gc
 import ipaddress
 import logging
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable
@@ -51,6 +52,30 @@ PrivateAddress = Annotated[str, typer.Option(metavar="ADDRESS", help=PRIVATE_HEL
 Credentials = Annotated[str, typer.Option(metavar="PATH", help=CREDENTIALS_HELP)]
 Revoked = Annotated[str, typer.Option(metavar="FILE", help=REVOKED_HELP)]
 Insecure = Annotated[bool, typer.Option("--insecure", help=INSECURE_HELP)]
+
+
+def versions() -> str:
+    """Return the installed versions, for people."""
+    from pw.transport.link import Versions
+
+    return f"{Versions.installed()}, Python {platform.python_version()}"
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        typer.echo(versions())
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        callback=_show_versions,
+        is_eager=True,  # before it is noticed that other options are missing
+        help="Show the installed versions and end.",
+    ),
+]
 TWO_WAYS = (
     "give --credentials PATH (`pw keys` makes them, see docs/clusters.md), or --insecure if you trust every "
     "process on that network"

@@ -18,6 +18,7 @@ from pw.cli.process import (
     Insecure,
     PrivateAddress,
     Revoked,
+    Version,
     check_bind,
     check_log_level,
     check_private,
@@ -161,6 +162,7 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help=f"How much to say: {', '.join(LOG_LEVELS)}.")
     ] = "info",
+    version: Version = False,
     parent_fd: Annotated[int, typer.Option(hidden=True)] = -1,
     alone: Annotated[bool, typer.Option("--alone", hidden=True)] = False,
 ) -> None:
