@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pw.core import errors
 from pw.gateway import protos, shardings, statuses
-from pw.gateway.choosing import Wanted
+from pw.gateway.choosing import Wanted, allocate
 from pw.gateway.dtypes import kind_of, name_of
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 2, 2), ("x", "y", "z"))
@@ -178,3 +178,17 @@ def test_devices_divide_over_islands() -> None:
     assert Wanted(None, 2, None).devices_each(2) is None
     with pytest.raises(errors.Error, match="5 devices do not divide over 2 islands"):
         Wanted(5, 2, None).devices_each(2)
+
+
+def test_too_many_devices_are_told_as_they_were_asked_for() -> None:
+    def refuse(devices: int, *_: Any) -> int:
+        raise errors.InsufficientDevices(f"no island has {devices} devices")
+
+    islands = [SimpleNamespace(name=name, devices=4, hosts=["a host"]) for name in "ab"]
+    ask = SimpleNamespace(status=lambda: SimpleNamespace(islands=islands))
+    runtime: Any = SimpleNamespace(ask=ask, allocate_slice=refuse)
+    words = "^64 devices are asked for, 32 on each of 2 islands: no island has 32 devices$"
+    with pytest.raises(errors.InsufficientDevices, match=words):
+        allocate(runtime, Wanted(64, None, None))
+    with pytest.raises(errors.InsufficientDevices, match=r"^no island has 64 devices$"):
+        allocate(runtime, Wanted(64, 1, None))

@@ -71,10 +71,17 @@ def allocate(runtime: Runtime, wanted: Wanted) -> list[Slice]:
     if not names:
         raise InsufficientDevices("the cluster has no island; start workers (see pw status)")
     each = wanted.devices_each(len(names))
-    return [
-        Slice(runtime, runtime.allocate_slice(each or known[name], None, name, None))
-        for name in names
-    ]
+    try:
+        return [
+            Slice(runtime, runtime.allocate_slice(each or known[name], None, name, None))
+            for name in names
+        ]
+    except InsufficientDevices as error:
+        if each is None or len(names) == 1:
+            raise
+        raise InsufficientDevices(
+            f"{wanted.devices} devices are asked for, {each} on each of {len(names)} islands: {error}"
+        ) from None
 
 
 def _number(name: str, text: str) -> int | None:
