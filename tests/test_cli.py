@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pw.cli.host import DESCRIPTORS, take_descriptors
 from pw.client.connection.runtime import Runtime
 from pw.client.connection.script import process_name
 from pw.client.connection.threads import remote
+from pw.core.errors import ConnectionFailed
 from pw.core.messages import SliceBound
 from pw.core.program import Node, Output, Value
 from pw.core.program import Program as Graph
@@ -225,7 +227,7 @@ MISTAKES = {
     "no controller": (
         "main",
         "status --address tcp://127.0.0.1:9 --timeout 0.3",
-        "is pw-controller",
+        "nothing listens there .*; check the address, and that pw-controller is running there",
     ),
     "no address": ("main", "status --address nonsense", "looks like tcp://host:port"),
     "no credentials": (
@@ -317,16 +319,35 @@ def test_a_worker_does_not_wait_for_ever_for_a_controller(lonely: tuple[Program,
 
 
 def test_what_is_in_the_way_of_the_controller_is_said(start: Start) -> None:
-    refused, here = "Connection refused; is pw-controller running there", "tcp://127.0.0.1:9"
+    nothing, here = r"nothing listens there \(Connection refused\); check", "tcp://127.0.0.1:9"
     unknown = r"the name of its host cannot be looked up \("
     closed = "without credentials this process reaches only .* --credentials"
-    for address, insecure, words in (
-        (here, "1", f"within 1 s: {refused}"),
-        ("tcp://nowhere.invalid:9", "1", unknown),
-        (here, "0", closed),
-    ):
-        how = ("--address", address, "--timeout", 1)
-        fails(start("pw.cli.main", "status", *how, PW_INSECURE=insecure), "pw", words)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other_address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        for address, insecure, words in (
+            (here, "1", f"within 1 s: {nothing}"),
+            (here, "0", f"within 1 s: {nothing}"),
+            ("tcp://nowhere.invalid:9", "1", unknown),
+            (other_address, "0", closed),
+        ):
+            how = ("--address", address, "--timeout", 1)
+            status = start("pw.cli.main", "status", *how, PW_INSECURE=insecure)
+            fails(status, "pw", words)
+            assert "check the address" not in status.err or words != closed
+
+
+def test_an_address_where_nothing_listens_is_given_up_soon() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(ConnectionFailed, match=r"tcp://127\.0\.0\.1:9: nothing listens there"):
+        Runtime(remote("tcp://127.0.0.1:9"), 1.0, 0)
+    assert 3.0 < time.monotonic() - start_s < 8.0  # about 4 s; the machine may be busy
+
+
+def test_a_controller_that_is_just_starting_is_waited_for(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    start("pw.cli.controller", "--bind", address)
+    Runtime(remote(address), 1.0, 0).close()
 
 
 def test_a_gateway_says_that_its_port_is_taken(start: Start) -> None:

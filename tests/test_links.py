@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import (
     Fetched,
     Hello,
@@ -27,7 +27,7 @@ from pw.core.messages import (
 from pw.transport import codec
 from pw.transport.link import Versions
 from pw.transport.zmtp import Zmtp
-from tests.cluster import Cluster, make_cluster, numbers
+from tests.cluster import Cluster, Recorder, make_cluster, numbers
 
 PLAIN = ["ipc", "tcp"]
 """Where raw ZeroMQ sockets can connect."""
@@ -154,8 +154,24 @@ def test_a_peer_that_cannot_be_reached_is_lost(sockets: Cluster) -> None:
     a.env.send(Address("c", "session"), Ready(0))
     sockets.until(lambda: len(a.lost) == 2)
     why = "Connection refused" if sockets.where == "tcp" else "No such file or directory"
-    assert ("b", f"could not be reached at {nowhere}: {why}") in a.lost
+    assert ("b", f"could not be reached at {nowhere}: nothing listens there ({why})") in a.lost
     assert any(node == "c" and "nonsense" in reason for node, reason in a.lost)
+
+
+def test_a_controller_is_given_up_early_only_where_nobody_listens(sockets: Cluster) -> None:
+    nowhere, silent = f"ipc://{sockets.folder}/none", f"{sockets.folder}/silent"
+    dialled: list[Recorder] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(silent)
+        listener.listen()
+        for name, endpoint in (("a", nowhere), ("b", f"ipc://{silent}")):
+            one = sockets.node(name, heartbeat_s=0.02, connect_s=60.0, nobody_s=0.1)
+            one.env.introduce(CONTROLLER, endpoint)
+            one.env.send(Address(CONTROLLER, "session"), Ready(0))
+            dialled.append(one)
+        a, b = dialled
+        sockets.until(lambda: a.lost)
+        assert not b.lost
 
 
 def test_a_peer_that_was_started_again_elsewhere_is_not_dialled_where_it_was(
@@ -294,7 +310,7 @@ def test_a_node_asks_for_its_own_silence_in_its_hello(sockets: Cluster, dials: b
 CHILD = """
 import sys, uvloop
 from pw.core.actor import Actor, handles
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import PeerLost, Ready
 from pw.transport.node import Node
 from pw.transport.stream_network import StreamNetwork

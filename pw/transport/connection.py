@@ -107,6 +107,8 @@ class Connection:
         """When bytes came that were not one whole message; of those, the owner knows."""
         self.trouble = ""
         """Why the last try to dial has failed, and what the user can do; empty if none has."""
+        self.finds_nobody = False
+        """Nothing that this process could talk to has listened at the address, at any try."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
@@ -123,6 +125,7 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._where: SocketAddress | None = None
         self._tries_nearby = security.credentials is None
+        self._has_met = False
         if isinstance(end, SocketAddress):
             self._where = end
             self._dial()
@@ -221,12 +224,9 @@ class Connection:
             self._tries_nearby = not self._security.insecure
             self._begin(near, b"DEALER")
             return
-        if where.family != socket.AF_UNIX and not self._security.takes_tcp:
-            if is_here(where):
-                self._end(NOBODY_NEAR)
-            else:
-                reason = f"it is on another machine, and {NEEDS_CREDENTIALS}"
-                self._loop.call_soon(self._refused, reason)
+        if where.family != socket.AF_UNIX and not self._security.takes_tcp and not is_here(where):
+            reason = f"it is on another machine, and {NEEDS_CREDENTIALS}"
+            self._loop.call_soon(self._refused, reason)
             return
         try:
             self._dialled = socket.socket(where.family, socket.SOCK_STREAM)
@@ -246,8 +246,12 @@ class Connection:
         if code is None:
             self._loop.remove_writer(dialled)
             code = dialled.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
+        if code in (errno.ECONNREFUSED, errno.ENOENT):
+            self._end_alone(f"nothing listens there ({os.strerror(code)})")
+        elif code:
             self._end(os.strerror(code))
+        elif dialled.family != socket.AF_UNIX and not self._security.takes_tcp:
+            self._end_alone(NOBODY_NEAR)  # that is all that the connection was for
         elif not is_trusted(dialled):
             self._end("another user's process listens there")
         else:
@@ -277,6 +281,7 @@ class Connection:
             self.peer = "{}:{}".format(*connected.getpeername())
 
     def _begin(self, connected: socket.socket, kind: bytes) -> None:
+        self._has_met, self.finds_nobody = True, False
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it is gone, which the first read says
@@ -425,6 +430,11 @@ class Connection:
         else:
             self.closed = True
             self._owner.ended(self, reason)
+
+    def _end_alone(self, reason: str) -> None:
+        """Dial again: there is nobody to talk to."""
+        self.finds_nobody = not self._has_met
+        self._end(reason)
 
     def _refused(self, reason: str) -> None:
         """Close for good: one end refuses the other."""

@@ -10,7 +10,7 @@ The life of a link, as one end sees it:
     absent -first send-> dialled -hello comes-> open
     absent -hello comes-> open, with a hello in answer
     open -frame number missing, silence, connection lost, goodbye-> absent, PeerLost
-    dialled -no hello within connect_s-> absent, PeerLost
+    dialled -no hello within connect_s, nobody there for nobody_s-> absent, PeerLost
     any -versions differ, or the name is taken-> absent, PeerRefused
     open -hello of the same or a newer incarnation-> absent, PeerLost, and open again
 
@@ -26,12 +26,13 @@ held: it is not read, and its silence does not count, until some is handled.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from functools import partial
 
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
-from pw.core.ids import Address
+from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
 from pw.core.roles import role_of
 from pw.transport import codec
@@ -68,6 +69,7 @@ class StreamNetwork:
         silence_s: after so long a silence a peer is lost, unless its hello names another bound.
         own_silence_s: the bound that our hello names; 0 for none.
         connect_s: a peer that does not answer our hello for so long is lost.
+        nobody_s: so is the controller if nobody has listened at its address for so long.
         send_buffer_bytes: the size of the kernel's buffer for each peer; 0 for its choice.
         credentials: for TLS on tcp. Without any, tcp endpoints serve only this user's processes on
             this machine (`pw.transport.nearby`), and with `insecure` every process, without TLS.
@@ -89,6 +91,7 @@ class StreamNetwork:
         silence_s: float = 10.0,
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
+        nobody_s: float = math.inf,
         send_buffer_bytes: int = 0,
         credentials: Credentials | None = None,
         insecure: bool = False,
@@ -109,6 +112,7 @@ class StreamNetwork:
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._connect_s = connect_s
+        self._nobody_s = nobody_s
         self._connection = partial(
             Connection, loop, self, send_buffer_bytes=send_buffer_bytes, security=security
         )
@@ -460,7 +464,8 @@ class StreamNetwork:
         for link in list(self.links.values()):
             if link.may_be_silent() or was_away:
                 link.excuse(away_s)
-            if reason := link.complaint(now_s, self._connect_s):
+            nobody_s = self._nobody_s if link.node == CONTROLLER else math.inf
+            if reason := link.complaint(now_s, self._connect_s, nobody_s):
                 self._lose(link, reason, Goodbye())
                 continue
             if link.is_idle(now_s, self._heartbeat_s):

@@ -81,7 +81,7 @@ def connect(
         session is returned.
 
     Raises:
-        ConnectionFailed: no controller answers at the address.
+        ConnectionFailed: no controller answers at the address; where nothing listens there, after about 4 s.
         VersionMismatch: the controller runs other versions of pw or jax.
         ValueError: `share` is not positive, `reconnect_s` or `keep_bytes` is negative, or PW_WORKER_OUTPUT is
             neither 0 nor 1.

@@ -27,6 +27,7 @@ from pw.client.connection.script import process_name
 from pw.client.connection.session_thread import SessionThread
 from pw.client.connection.views import Views
 from pw.client.connection.waiting import Fetching, Waiting
+from pw.client.session.session import with_advice
 from pw.client.session.thread_messages import (
     Allocate,
     Await,
@@ -122,7 +123,7 @@ class Runtime:
             self._thread.close()
             raise ConnectionFailed(
                 f"no answer from a controller at {self._thread.address} within {connect_s:.0f} s"
-                f"{trouble and ': '}{trouble}; is pw-controller running there?"
+                f"{trouble and ': '}{with_advice(trouble)}"
             ) from None
         except BaseException:
             self._thread.close()

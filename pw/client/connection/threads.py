@@ -43,6 +43,8 @@ SWITCH_INTERVAL_S = 0.0005
 """The interpreter's switch interval during a session. A call needs the interpreter some four times in turn with
 other threads. Beside a thread that computes in Python it takes 31 ms with Python's default of 5 ms, and 3 ms
 with this; that thread is 10 % slower while the script waits for each call. Pipelined calls get 17 % faster."""
+NOBODY_S = 3.5
+"""How long a controller that is just starting is waited for; a network looks once a second, so 4 s."""
 HOSTS_S = 90.0
 CHILDREN_S = 0.2
 """How often to look whether a child has ended while its host is awaited."""
@@ -264,7 +266,12 @@ def remote(
         def make() -> SessionOnNode:
             name = f"client-{os.getpid()}-{secrets.token_hex(4)}"
             network = StreamNetwork(
-                thread.loop, name, incarnation(), credentials=credentials, insecure=insecure
+                thread.loop,
+                name,
+                incarnation(),
+                nobody_s=NOBODY_S,
+                credentials=credentials,
+                insecure=insecure,
             )
             node = Node(name, thread.loop, network)
             network.introduce(CONTROLLER, address)

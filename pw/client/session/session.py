@@ -62,6 +62,13 @@ REDIAL_S = 0.5
 """How often to look for another controller."""
 
 
+def with_advice(trouble: str) -> str:
+    """Add what the user can do to reach a controller, unless it is in the words: give credentials."""
+    if "--credentials" in trouble:
+        return trouble
+    return f"{trouble}; check the address, and that pw-controller is running there"
+
+
 class ClientSession(Actor):
     """One client's session with a cluster."""
 
@@ -173,7 +180,7 @@ class ClientSession(Actor):
         if self.closed is not None:
             return
         if not self._attached:
-            words = f"no controller answers: {message.words}; is pw-controller running there?"
+            words = f"no controller answers: {with_advice(message.words)}"
         if not self._attached or not self.link.keeps:
             self._die(ConnectionFailed(words))
         elif self.link.is_open:
