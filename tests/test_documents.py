@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from pw.cli.main import app
 from pw.core.lifecycle import Lifecycle
 from pw.devices.host import edge_states
 from pw.sched.cluster import slice_states
@@ -23,6 +26,7 @@ LIFECYCLES: list[Lifecycle] = [
     edge_states.RECEIVER,
     slice_states.SLICE,
 ]
+COMMANDS: Any = typer.main.get_command(app)
 TABLES = {lifecycle.name: lifecycle for lifecycle in LIFECYCLES}
 
 
@@ -53,6 +57,17 @@ def test_files_that_are_named_exist(document: Path) -> None:
         return
     for path in re.findall(r"`((?:pw|docs|tests|bench|examples)/[\w/.-]+)`", document.read_text()):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_commands_that_are_named_exist(document: Path) -> None:
+    code = re.sub(r"^```.*$", "", document.read_text(), flags=re.M).replace("`", "\n")
+    called = re.findall(r"^(?:\$ )?(?:\w+=\S+ )*pw ([a-z-]+)(?: ([a-z-]+))?", code, re.M)
+    for name, first in called:
+        command = COMMANDS.commands.get(name)
+        assert command is not None, f"pw {name}"
+        group = getattr(command, "commands", {})
+        assert not (group and first) or first in group, f"pw {name} {first}"
 
 
 @pytest.mark.parametrize("mark", TABLES)
