@@ -5,6 +5,7 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
+WHEEL := .venv-wheel
 PIP   := $(RUN) -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-deps
 
 # The first Python that runs (a shim of a version manager may fail), is new enough and can make
@@ -23,6 +24,9 @@ WORKERS ?= 3
 ifneq ($(shell $(RUN) -c 'print("here")' 2>/dev/null),here)
 .PHONY: $(STAMP)
 endif
+ifneq ($(shell $(WHEEL)/bin/python -c 'print("here")' 2>/dev/null),here)
+.PHONY: $(WHEEL)/.installed
+endif
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,9 +40,10 @@ test: lint  ## everything CI checks: format, lint, types, import contracts, test
 bench: $(BENCH)  ## run all benchmarks, in about 20 minutes
 	@$(RUN) -m bench
 
-wheel: $(STAMP)  ## build dist/openpathways-*.whl, for other environments
+wheel: $(WHEEL)/.installed  ## build dist/openpathways-*.whl, for other environments
 	@rm -rf build
-	@$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@$(WHEEL)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--wheel-dir dist .
 
 lint: $(STAMP)  ## format check, lint, types and import contracts
 	@$(RUN) -m ruff format --check .
@@ -55,14 +60,18 @@ lock:  ## resolve requirements.lock again (needs uv)
 		--universal --python-version 3.11 --generate-hashes --no-header --no-emit-index-url
 
 clean:  ## remove the environment, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(WHEEL) build dist *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+define CHECK_PYTHON
+@test -n "$(PYTHON)" || { \
+	echo "error: no Python >= 3.11 with venv found; install one, or: make PYTHON=/path/to/python" >&2; \
+	exit 1; }
+endef
+
 $(STAMP): pyproject.toml requirements.lock
-	@test -n "$(PYTHON)" || { \
-		echo "error: no Python >= 3.11 with venv found; install one, or: make PYTHON=/path/to/python" >&2; \
-		exit 1; }
+	$(CHECK_PYTHON)
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { \
 		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing requirements.lock into $(VENV)"
@@ -70,6 +79,16 @@ $(STAMP): pyproject.toml requirements.lock
 		-r requirements.lock
 	@$(RUN) -m pip uninstall --quiet --yes pw 2>/dev/null  # the project's former name
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# A wheel needs only the build backend, as it is locked.
+$(WHEEL)/.installed: requirements.lock
+	$(CHECK_PYTHON)
+	@echo "creating $(WHEEL) with $(PYTHON)"
+	@$(PYTHON) -m venv --clear $(WHEEL)
+	@sed -n '/^setuptools==/,/# via/p' requirements.lock > $(WHEEL)/requirements.txt
+	@$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
+		--require-hashes -r $(WHEEL)/requirements.txt
 	@touch $@
 
 $(BENCH): $(STAMP) bench/requirements.txt bench/baselines/requirements.txt

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from importlib import metadata
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_the_commands_are_installed(python: Path, tmp_path: Path) -> None:
     assert said.startswith(f"pw {metadata.version('openpathways')} with jax ")
     for command in ("pw-controller", "pw-worker"):
         assert "--help" in run(python.parent / command, "--help", cwd=tmp_path).stdout
+
+
+def test_make_wheel_installs_only_the_build_backend_as_it_is_locked() -> None:
+    commands = run("make", "--dry-run", "--always-make", "wheel", cwd=ROOT).stdout
+    assert ".venv/" not in commands
+    (locked,) = re.findall(r"^sed -n (?:.*) requirements.lock", commands, re.M)
+    chosen = run("bash", "-c", locked, cwd=ROOT).stdout
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = [re.split(r"\W", one)[0] for one in project["build-system"]["requires"]]
+    assert re.findall(r"^(\w+)==", chosen, re.M) == names
+    assert "--hash=sha256:" in chosen
 
 
 def dist_info(folder: Path, name: str, version: str) -> str:
