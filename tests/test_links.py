@@ -158,14 +158,14 @@ def test_a_peer_that_cannot_be_reached_is_lost(sockets: Cluster) -> None:
     assert any(node == "c" and "nonsense" in reason for node, reason in a.lost)
 
 
-def test_a_controller_is_given_up_early_only_where_nobody_listens(sockets: Cluster) -> None:
+def test_a_controller_is_given_up_early_only_where_nothing_listens(sockets: Cluster) -> None:
     nowhere, silent = f"ipc://{sockets.folder}/none", f"{sockets.folder}/silent"
     dialled: list[Recorder] = []
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(silent)
         listener.listen()
         for name, endpoint in (("a", nowhere), ("b", f"ipc://{silent}")):
-            one = sockets.node(name, heartbeat_s=0.02, connect_s=60.0, nobody_s=0.1)
+            one = sockets.node(name, heartbeat_s=0.02, connect_s=60.0, absent_s=0.1)
             one.env.introduce(CONTROLLER, endpoint)
             one.env.send(Address(CONTROLLER, "session"), Ready(0))
             dialled.append(one)

@@ -107,8 +107,8 @@ class Connection:
         """When bytes came that were not one whole message; of those, the owner knows."""
         self.trouble = ""
         """Why the last try to dial has failed, and what the user can do; empty if none has."""
-        self.finds_nobody = False
-        """Nothing that this process could talk to has listened at the address, at any try."""
+        self.finds_no_peer = False
+        """No process that this one could talk to has listened at the address, at any try."""
         self._loop = loop
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
@@ -281,7 +281,7 @@ class Connection:
             self.peer = "{}:{}".format(*connected.getpeername())
 
     def _begin(self, connected: socket.socket, kind: bytes) -> None:
-        self._has_met, self.finds_nobody = True, False
+        self._has_met, self.finds_no_peer = True, False
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it is gone, which the first read says
@@ -432,8 +432,8 @@ class Connection:
             self._owner.ended(self, reason)
 
     def _end_alone(self, reason: str) -> None:
-        """Dial again: there is nobody to talk to."""
-        self.finds_nobody = not self._has_met
+        """Dial again: there is no peer to talk to."""
+        self.finds_no_peer = not self._has_met
         self._end(reason)
 
     def _refused(self, reason: str) -> None:

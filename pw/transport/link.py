@@ -156,14 +156,14 @@ class Link:
         """When a frame came last, or a part of one: a large frame may take longer than any silence."""
         return self.heard_s if self.source is None else max(self.heard_s, self.source.heard_s)
 
-    def complaint(self, now_s: float, connect_s: float, nobody_s: float = math.inf) -> str:
+    def complaint(self, now_s: float, connect_s: float, absent_s: float = math.inf) -> str:
         """Why the peer is lost: not reached in time, or silent for too long; else empty.
 
-        The time is `connect_s`, and `nobody_s` where nobody has ever listened.
+        The time is `connect_s`, and `absent_s` where no peer has ever listened.
         """
         if self.incarnation is not None:
             return f"silent for {self.silence_s:g} s" if self.is_silent(now_s) else ""
-        patience_s = min(connect_s, nobody_s) if self.out.finds_nobody else connect_s
+        patience_s = min(connect_s, absent_s) if self.out.finds_no_peer else connect_s
         if now_s - self.made_s <= patience_s:
             return ""
         trouble = f": {self.out.trouble}" if self.out.trouble else ""

@@ -10,7 +10,7 @@ The life of a link, as one end sees it:
     absent -first send-> dialled -hello comes-> open
     absent -hello comes-> open, with a hello in answer
     open -frame number missing, silence, connection lost, goodbye-> absent, PeerLost
-    dialled -no hello within connect_s, nobody there for nobody_s-> absent, PeerLost
+    dialled -no hello within connect_s, no peer there for absent_s-> absent, PeerLost
     any -versions differ, or the name is taken-> absent, PeerRefused
     open -hello of the same or a newer incarnation-> absent, PeerLost, and open again
 
@@ -69,7 +69,7 @@ class StreamNetwork:
         silence_s: after so long a silence a peer is lost, unless its hello names another bound.
         own_silence_s: the bound that our hello names; 0 for none.
         connect_s: a peer that does not answer our hello for so long is lost.
-        nobody_s: so is the controller if nobody has listened at its address for so long.
+        absent_s: so is the controller if no process has listened at its address for so long.
         send_buffer_bytes: the size of the kernel's buffer for each peer; 0 for its choice.
         credentials: for TLS on tcp. Without any, tcp endpoints serve only this user's processes on
             this machine (`pw.transport.nearby`), and with `insecure` every process, without TLS.
@@ -91,7 +91,7 @@ class StreamNetwork:
         silence_s: float = 10.0,
         own_silence_s: float = 0.0,
         connect_s: float = 10.0,
-        nobody_s: float = math.inf,
+        absent_s: float = math.inf,
         send_buffer_bytes: int = 0,
         credentials: Credentials | None = None,
         insecure: bool = False,
@@ -112,7 +112,7 @@ class StreamNetwork:
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._connect_s = connect_s
-        self._nobody_s = nobody_s
+        self._absent_s = absent_s
         self._connection = partial(
             Connection, loop, self, send_buffer_bytes=send_buffer_bytes, security=security
         )
@@ -464,8 +464,8 @@ class StreamNetwork:
         for link in list(self.links.values()):
             if link.may_be_silent() or was_away:
                 link.excuse(away_s)
-            nobody_s = self._nobody_s if link.node == CONTROLLER else math.inf
-            if reason := link.complaint(now_s, self._connect_s, nobody_s):
+            absent_s = self._absent_s if link.node == CONTROLLER else math.inf
+            if reason := link.complaint(now_s, self._connect_s, absent_s):
                 self._lose(link, reason, Goodbye())
                 continue
             if link.is_idle(now_s, self._heartbeat_s):

@@ -43,7 +43,7 @@ SWITCH_INTERVAL_S = 0.0005
 """The interpreter's switch interval during a session. A call needs the interpreter some four times in turn with
 other threads. Beside a thread that computes in Python it takes 31 ms with Python's default of 5 ms, and 3 ms
 with this; that thread is 10 % slower while the script waits for each call. Pipelined calls get 17 % faster."""
-NOBODY_S = 3.5
+ABSENT_S = 3.5
 """How long a controller that is just starting is waited for; a network looks once a second, so 4 s."""
 HOSTS_S = 90.0
 CHILDREN_S = 0.2
@@ -269,7 +269,7 @@ def remote(
                 thread.loop,
                 name,
                 incarnation(),
-                nobody_s=NOBODY_S,
+                absent_s=ABSENT_S,
                 credentials=credentials,
                 insecure=insecure,
             )
