@@ -306,7 +306,8 @@ class Connection:
             role = role_of(self._node) if self._node else None
             self.identity = credentials.identify(wire.tls.certificate, role)
             if self._node and not self.identity.may_be(self._node):
-                raise AccessRefused(f"its certificate is that of {self.identity}")
+                words = f"its certificate is that of {self.identity}, not of {self._node}"
+                raise AccessRefused(words)
             early = wire.tls.feed(b"")
         except (BlockingIOError, InterruptedError):
             return
