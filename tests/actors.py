@@ -78,6 +78,9 @@ class FakeEnv:
     def tenant_of(self, node: str) -> str:
         return self.world.tenants.get(node, OPERATOR)
 
+    def islands_of(self, node: str) -> tuple[str, ...]:
+        return self.world.islands.get(node, ())
+
     def forget(self, node: str) -> None:
         self.world.counters[f"forgotten {node}"] += 1
 
@@ -142,6 +145,8 @@ class World:
         self.audited: list[tuple[str, dict[str, object]]] = []
         self.tenants: dict[str, str] = {}
         """The tenants of nodes that are not the operator's."""
+        self.islands: dict[str, tuple[str, ...]] = {}
+        """The only islands that certificates of nodes allow."""
         self.bulk: dict[int, FakeBulk] = {}
 
     # --- nodes and messages --------------------------------------------------------------------------

@@ -86,8 +86,8 @@ class Cluster:
         else:
             path = f"ipc://{self.folder}/{name}-{len(self.nodes)}"
             bind = path if self.where == "ipc" else "tcp://127.0.0.1:0"
-            if self.where == "tls":
-                how.setdefault("credentials", credentials_of(name, self.folder))
+            if self.where == "tls" and "credentials" not in how:
+                how["credentials"] = credentials_of(name, self.folder)
             how.setdefault("bind", bind if listens else None)
             if "credentials" not in how:
                 how.setdefault("insecure", self.where == "tcp")

@@ -676,7 +676,7 @@ def test_what_could_not_be_sent_is_not_told_to_the_next_controller() -> None:
     nothing = dict.fromkeys(
         (
             *("address", "now_s", "call_later", "introduce", "forget", "log", "count"),
-            *("recorder", "tenant_of", "audit"),
+            *("recorder", "tenant_of", "islands_of", "audit"),
         )
     )
     link = JournalingEnv(cast(Any, SimpleNamespace(send=send, **nothing)))

@@ -28,6 +28,7 @@ from pw.transport import credentials as module
 from pw.transport import private_files
 from pw.transport.authority import Authority
 from pw.transport.credentials import Credentials, Identity, explain, found
+from pw.transport.identity import island_of
 from pw.transport.joined import joined_address, joined_file
 from pw.transport.security import Security
 
@@ -820,3 +821,60 @@ def test_secrets_follow_from_the_private_key_and_the_purpose(issued: Callable[..
     assert Credentials.read(file).derived(b"claims") == first
     assert Credentials.read(file).derived(b"other") != first
     assert Credentials.read(issued(Role.CONTROLLER, "two")).derived(b"claims") != first
+
+
+# --- names and islands -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "node", "may"),
+    [
+        (Role.WORKER, "w0", "w0", True),
+        (Role.WORKER, "w0", "w0/1", True),
+        (Role.WORKER, "w0", "w0/", True),
+        (Role.WORKER, "w0", "w1", False),
+        (Role.WORKER, "w0", "w00", False),
+        (Role.WORKER, "w0", "w0-1", False),
+        (Role.WORKER, "w0", "/w0", False),
+        (Role.WORKER, "w0", "", False),
+        (Role.WORKER, "controller", "controller", False),
+        (Role.WORKER, "client-a", "client-a", False),
+        (Role.CONTROLLER, "main", "controller", True),
+        (Role.CLIENT, "ann", "client-7", True),
+        (Role.CLIENT, "ann", "w0", False),
+    ],
+)
+def test_a_worker_has_the_name_of_its_certificate(
+    role: Role, name: str, node: str, may: bool
+) -> None:
+    assert Identity(role, name, "", "", 0.0, "pw").may_be(node) is may
+
+
+def test_new_credentials_of_another_worker_are_not_taken(
+    tmp_path: Path, authority: Authority
+) -> None:
+    now_s = 0.0
+    file = write(tmp_path / "own.pem", authority.issue(Role.WORKER, "w0"))
+    credentials = Credentials(file, None, lambda: now_s)
+    write(file, authority.issue(Role.WORKER, "w1"))
+    now_s = 10.0
+    assert not credentials.refresh()
+    assert credentials.own.name == "w0"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("spiffe://other/pw/island/east", "spiffe://pw/pw/island/", "spiffe://pw/pw/island"),
+        *("SPIFFE://pw/pw/island/a/b", "spiffe://pw/pw/island/a b"),
+    ],
+)
+def test_a_bound_on_islands_that_cannot_be_read_does_not_count_as_none(uri: str) -> None:
+    with pytest.raises(Error, match="allows no island"):
+        island_of(uri, "pw")
+
+
+def test_uris_that_are_no_islands_bound_nothing() -> None:
+    assert island_of("spiffe://pw/pw/island/east", "pw") == "east"
+    for uri in ("spiffe://pw/pw/worker/w0", "https://example.com/pw/island/east"):
+        assert island_of(uri, "pw") is None

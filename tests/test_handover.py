@@ -487,3 +487,9 @@ def test_a_runtime_that_never_lives_long_is_started_again_all_the_same() -> None
 
     assert pause_before(EXIT_AGAIN, 1) == 0.0 < pause_before(EXIT_ERROR, 1)
     assert pause_before(EXIT_AGAIN, 5000) == LONGEST_PAUSE_S
+
+
+def test_a_refused_worker_tries_again_ever_more_slowly() -> None:
+    from pw.cli.supervisor import pause_when_refused
+
+    assert [pause_when_refused(times) for times in (0, 1, 2, 4, 5, 5000)] == [2, 4, 8, 32, 60, 60]

@@ -352,3 +352,17 @@ def test_a_mistake_is_one_line_of_the_program(home: Path, tmp_path: Path) -> Non
         assert one.err.count("\n") == 1
     finally:
         one.kill()
+
+
+def test_a_certificate_names_the_islands_of_a_worker(keys: Pw) -> None:
+    keys("issue", "worker", "w0", "--island", "east", "--island", "west")
+    assert Credentials.read("w0.pem").own.islands == ("east", "west")
+    assert "may join only east, west" in keys("show", "w0.pem")
+    assert "east, west" in keys("show")
+    keys("issue", "worker", "w1")
+    assert Credentials.read("w1.pem").own.islands == ()
+    assert "may join only" not in keys("show", "w1.pem")
+    with pytest.raises(Error, match="only workers join islands"):
+        keys("issue", "client", "ann", "--island", "east")
+    with pytest.raises(Error, match="'a b' is no island that a certificate can name"):
+        keys("issue", "worker", "w2", "--island", "a b")

@@ -451,3 +451,39 @@ def test_a_drained_host_has_its_time_though_that_of_another_island_ends() -> Non
     bench.host("a0", "a", 2)
     assert bench.news(Draining)[-1].nodes == ("a0",)
     assert not drained(bench)
+
+
+def test_a_host_joins_only_islands_that_its_certificate_allows() -> None:
+    bench = Bench()
+    bench.world.islands = {"w0": ("east",), "w1/0": ("west", "east")}
+    for node in ("w0", "w1/0"):
+        bench.host(node, "north")
+        bench.host(node, "north", 0, spare=True)
+        refused = bench.world.to(executor_of(node), HostRejected)
+        assert [one.error.kind for one in refused] == ["AccessRefused"] * 2
+        assert "does not allow the island 'north'" in refused[0].error.message
+    assert "north" not in bench.manager.inventory.islands
+    bench.host("w1/0", "west")
+    (formed,) = bench.world.to(executor_of("w1/0"), FormIsland)
+    assert formed.island == "west"
+
+
+def test_a_spare_takes_no_seat_that_its_certificate_does_not_allow() -> None:
+    bench = Bench()
+    bench.world.islands = {"s": ("east",)}
+    bench.island("west", 1, 1)
+    bench.host("s", "", 0, spare=True)
+    bench.lose("west0")
+    bench.world.wait(RESTART_S + REJOIN_S)
+    assert not bench.world.to(executor_of("s"), FormIsland)
+    bench.host("t", "", 0, spare=True)
+    assert bench.world.to(executor_of("t"), FormIsland)
+
+
+def test_a_host_whose_certificate_was_narrowed_does_not_get_its_former_seat() -> None:
+    bench = Bench()
+    bench.island("west", 1, 1)
+    bench.lose("west0")
+    bench.world.islands = {"west0": ("east",)}
+    bench.host("west0", "east")
+    assert bench.world.to(executor_of("west0"), FormIsland)[-1].island == "east"

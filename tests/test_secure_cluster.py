@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from pw.core.roles import Role
 from pw.transport.authority import Authority
-from tests.daemons import Program, start_module
+from pw.transport.credentials import Credentials
+from tests.daemons import Program, start_module, until
 
 pytestmark = pytest.mark.processes
 
@@ -61,7 +62,7 @@ class Closed(NamedTuple):
     controller: Program
     start: Callable[..., Program]
 
-    def issue(self, role: Role, name: str, tenant: str = "", **how: str) -> Path:
+    def issue(self, role: Role, name: str, tenant: str = "", **how: Any) -> Path:
         return issue(self.authority, self.folder / f"{role}-{name}.pem", role, name, tenant, **how)
 
     def script(self, *arguments: object, **variables: str) -> Program:
@@ -70,10 +71,10 @@ class Closed(NamedTuple):
 
 
 def issue(
-    authority: Authority, file: Path, role: Role, name: str, tenant: str = "", **how: str
+    authority: Authority, file: Path, role: Role, name: str, tenant: str = "", **how: Any
 ) -> Path:
     file.touch(0o600)
-    file.write_bytes(authority.issue(role, name, tenant, **how))  # type: ignore[arg-type]
+    file.write_bytes(authority.issue(role, name, tenant, **how))
     return file
 
 
@@ -92,10 +93,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     controller = start("pw.cli.controller", *bind, *rules, "--credentials", keys)
     controller.until_says("listens at")
     address = re.findall(r"listens at (\S+)", controller.out)[0]
-    keys = issue(authority, folder / "worker.pem", Role.WORKER, "host")
+    keys = issue(authority, folder / "worker.pem", Role.WORKER, "h")
     worker = start(
         "pw.cli.worker",
-        *("--controller", address, "--island", "i", "--name", "h"),
+        *("--controller", address, "--island", "i"),
         PW_CREDENTIALS=str(keys),
     )
     try:
@@ -268,3 +269,95 @@ def test_credentials_without_an_address_are_not_ignored(cluster: Closed) -> None
     assert "no address of a controller" in script.err
     script = Program(cluster.folder, ["-c", body], PW_CREDENTIALS=str(keys), PW_ADDRESS="")
     assert script.end() == 0, script.err
+
+
+# --- names of workers -------------------------------------------------------------------------------------
+
+WORKER_THAT_LIES = """
+from pw.cli.worker import main
+from pw.transport.identity import Identity
+Identity.may_be = Identity.may_join = lambda self, what: True  # it does not check itself
+main()
+"""
+
+
+def test_a_worker_takes_no_name_and_seat_of_another_one_that_is_away(cluster: Closed) -> None:
+    def worker(
+        keys: Path, *arguments: str, code: tuple[str, ...] = ("-m", "pw.cli.worker")
+    ) -> Program:
+        options = ["--controller", cluster.address, "--island", "seats", "--credentials", str(keys)]
+        return Program(cluster.folder, [*code, *options, *arguments], JAX_PLATFORMS="cpu")
+
+    own, other = cluster.issue(Role.WORKER, "w1"), cluster.issue(Role.WORKER, "w2")
+    first = worker(own)
+    first.until_says("joined")
+    first.process.terminate()
+    assert first.end() == 0
+    honest = worker(other, "--name", "w1")
+    assert honest.end() == 1
+    assert "w1 is not the name of its certificate, which is that of worker w2" in honest.err
+    thief = worker(other, "--name", "w1", code=("-c", WORKER_THAT_LIES))
+    second = None
+    try:
+        thief.until_says("refused")
+        assert "w1 is not the name of its certificate" in thief.err
+        second = worker(own)
+        second.until_says("joined")
+        assert "joined node=w1" in second.err
+        assert "joined" not in thief.err
+        assert thief.process.poll() is None, "its supervisor tries again"
+    finally:
+        thief.kill()
+        if second is not None:
+            second.kill()
+
+
+def test_a_certificate_bounds_the_islands_of_a_worker(cluster: Closed) -> None:
+    keys = cluster.issue(Role.WORKER, "w3", islands=["east", "west"])
+    arguments = ("--controller", cluster.address, "--credentials", str(keys), "--island")
+    words = "does not allow the island 'north', only east, west"
+    told = cluster.start("pw.cli.worker", *arguments, "north")
+    assert told.end() == 1
+    assert words in told.err
+    thief = Program(cluster.folder, ["-c", WORKER_THAT_LIES, *arguments, "north"])
+    try:
+        thief.until_says("tries again")
+        assert words in thief.err
+    finally:
+        thief.kill()
+    good = cluster.start("pw.cli.worker", *arguments, "west")
+    good.until_says("joined")
+    good.kill()
+
+
+def test_a_revoked_worker_comes_back_when_it_has_new_credentials(tmp_path: Path) -> None:
+    authority, lists = Authority.create(), tmp_path / "crl.pem"
+    lists.write_bytes(authority.revoke())
+    started: list[Program] = []
+
+    def start(module: str, *arguments: object) -> Program:
+        secrets = ("--credentials", arguments[0], "--revoked", lists)
+        started.append(start_module(module, *arguments[1:], *secrets, folder=tmp_path))
+        return started[-1]
+
+    keys = issue(authority, tmp_path / "c.pem", Role.CONTROLLER, "c")
+    try:
+        controller = start("pw.cli.controller", keys, "--bind", "tcp://127.0.0.1:0")
+        controller.until_says("listens at")
+        address = re.findall(r"listens at (\S+)", controller.out)[0]
+        keys = issue(authority, tmp_path / "w.pem", Role.WORKER, "w")
+        worker = start("pw.cli.worker", keys, "--controller", address, "--island", "i")
+        worker.until_says("joined")
+        serial = Credentials.read(keys).own.serial
+        new = tmp_path / "crl.new"
+        new.write_bytes(authority.revoke(serial))
+        new.rename(lists)
+        worker.until_says("tries again")
+        assert "is revoked" in worker.err
+        joined = worker.err.count("joined")
+        issue(authority, tmp_path / "new.pem", Role.WORKER, "w").rename(keys)
+        until(lambda: worker.err.count("joined") > joined, "the worker is back")
+        assert worker.process.poll() is None
+    finally:
+        for one in reversed(started):
+            one.kill()

@@ -66,7 +66,7 @@ def meet(cluster: Cluster, listener: Recorder, dialler: Recorder) -> None:
 def test_both_ends_know_each_other(
     cluster: Cluster, issue: Callable[..., Credentials], audit: Callable[[str], list[str]]
 ) -> None:
-    a = cluster.node("a", credentials=issue(Role.WORKER, "one"))
+    a = cluster.node("a", credentials=issue(Role.WORKER, "a"))
     b = cluster.node(
         "client-b", listens=False, credentials=issue(Role.CLIENT, "laptop", "research")
     )
@@ -77,7 +77,7 @@ def test_both_ends_know_each_other(
     there = cluster.network(a).identity_of("client-b")
     assert there is not None
     assert (there.role, there.name, there.tenant) == (Role.CLIENT, "laptop", "research")
-    assert str(cluster.network(b).identity_of("a")) == "worker one"
+    assert str(cluster.network(b).identity_of("a")) == "worker a"
     assert a.env.tenant_of("client-b") == "research"
     assert a.env.tenant_of("a") == "operator"
     assert a.env.tenant_of("client-c") == ""
@@ -286,18 +286,19 @@ def test_no_incarnation_takes_a_live_name_from_another_identity(
     cluster: Cluster, issue: Callable[..., Credentials], audit: Callable[[str], list[str]]
 ) -> None:
     a = cluster.node("a")
-    b = cluster.node("b", listens=False, credentials=issue(Role.WORKER, "b"))
+    b = cluster.node("client-b", listens=False, credentials=issue(Role.CLIENT, "b"))
     meet(cluster, a, b)
-    cluster.until(lambda: numbers(a) == [0])
+    cluster.until(lambda: cluster.network(a).identity_of("client-b"))
     thief = cluster.node(
-        "b", incarnation=2**62, listens=False, credentials=issue(Role.WORKER, "thief")
+        "client-b", incarnation=2**62, listens=False, credentials=issue(Role.CLIENT, "thief")
     )
     meet(cluster, a, thief)
-    assert "the name b belongs to a process with another identity" in refused(cluster, thief)
+    assert "the name client-b belongs to a process with another identity" in refused(cluster, thief)
     (line,) = audit("refused")
-    assert "name=spiffe://pw/pw/worker/thief" in line
-    b.env.send(a.env.address, Ready(1))
-    cluster.until(lambda: numbers(a) == [0, 1])
+    assert "name=spiffe://pw/pw/client/thief/thief" in line
+    there = cluster.network(a).identity_of("client-b")
+    assert there is not None
+    assert there.name == "b"
     assert not a.lost
     assert not b.lost
 
@@ -307,12 +308,49 @@ def test_the_same_identity_takes_its_name_with_a_newer_certificate(
 ) -> None:
     a = cluster.node("a")
     for incarnation in (1, 2):
-        b = cluster.node(
-            "b", incarnation, listens=False, credentials=issue(Role.WORKER, "machine-7")
-        )
+        b = cluster.node("b/7", incarnation, listens=False, credentials=issue(Role.WORKER, "b"))
         meet(cluster, a, b)
         cluster.until(lambda n=incarnation: numbers(a) == [0] * n)
     assert [reason for _, reason in a.lost] == ["replaced by a newer incarnation"]
+
+
+@pytest.mark.parametrize("name", ["w1", "w10", "w1.x", "w", "x/w10/"])
+def test_a_name_that_no_process_has_is_for_its_own_certificate_only(
+    cluster: Cluster,
+    issue: Callable[..., Credentials],
+    audit: Callable[[str], list[str]],
+    name: str,
+) -> None:
+    """The worker with that name is away, so nothing but the certificate says whose it is."""
+    a = cluster.node("a")
+    thief = cluster.node(name, listens=False, credentials=issue(Role.WORKER, "w1-0"))
+    meet(cluster, a, thief)
+    words = f"{name} is not the name of its certificate, which is that of worker w1-0"
+    assert words in refused(cluster, thief)
+    (line,) = audit("refused")
+    assert words in line
+    assert a.received == []
+
+
+@pytest.mark.parametrize("name", ["w1", "w1/0", "w1/pod-7"])
+def test_a_certificate_allows_its_name_and_more_after_a_slash(
+    cluster: Cluster, issue: Callable[..., Credentials], name: str
+) -> None:
+    a = cluster.node("a")
+    b = cluster.node(name, listens=False, credentials=issue(Role.WORKER, "w1"))
+    meet(cluster, a, b)
+    cluster.until(lambda: numbers(a) == [0])
+
+
+def test_nothing_is_said_to_a_listener_with_another_name(
+    cluster: Cluster, issue: Callable[..., Credentials]
+) -> None:
+    """A worker that listens at the address of another one does not get what is meant for that."""
+    false = cluster.node("w1", credentials=issue(Role.WORKER, "w0"))
+    b = cluster.node("b", listens=False)
+    meet(cluster, false, b)
+    assert "its certificate is that of worker w0, not of w1" in refused(cluster, b)
+    assert cluster.of(false).counters["frames_received"] == 0
 
 
 def test_a_name_that_is_dialled_is_not_given_to_another_identity(
@@ -381,7 +419,7 @@ def test_a_link_ends_when_its_certificate_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(credentials_module, "LOOK_S", 0.0)
-    lists, stolen = tmp_path / "crl.pem", issue(Role.WORKER, "stolen")
+    lists, stolen = tmp_path / "crl.pem", issue(Role.WORKER, "b")
     lists.write_bytes(authority().revoke())
     a = cluster.node("a", credentials=issue(Role.WORKER, "a", revoked=lists), heartbeat_s=0.02)
     b = cluster.node("b", listens=False, credentials=stolen)
@@ -391,7 +429,7 @@ def test_a_link_ends_when_its_certificate_is_revoked(
     cluster.until(lambda: numbers(a) == [0, 0])
     lists.write_bytes(authority().revoke(stolen.own.serial))
     serial = stolen.own.serial
-    words = f"the certificate of worker stolen is revoked (serial {serial}); it needs a new one"
+    words = f"the certificate of worker b is revoked (serial {serial}); it needs a new one"
     assert words in refused(cluster, b)
     assert a.lost == [("b", words)]
     (line,) = audit("revoked")

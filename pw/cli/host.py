@@ -29,6 +29,7 @@ from pw.cli.process import (
     EXIT_AGAIN,
     EXIT_ERROR,
     EXIT_OK,
+    EXIT_REFUSED,
     EXIT_UNAVAILABLE,
     SILENT_HEARTBEATS,
     Daemon,
@@ -78,6 +79,7 @@ class HostRuntime:
     _address: str
     _keeper: Keeper | None
     _device_memory_bytes: int | None = None
+    _has_credentials: bool = False
     _hosts: tuple[str, ...] = ()
     _devices: list[object] = field(default_factory=list)
 
@@ -166,8 +168,10 @@ class HostRuntime:
             self._daemon.stop(EXIT_AGAIN)
             return
         fail("pw-worker", error.message)
-        unreachable = error.kind == "ConnectionFailed"
-        self._daemon.stop(EXIT_UNAVAILABLE if unreachable else EXIT_ERROR)
+        code = EXIT_UNAVAILABLE if error.kind == "ConnectionFailed" else EXIT_ERROR
+        if error.kind == "AccessRefused" and self._has_credentials:
+            code = EXIT_REFUSED
+        self._daemon.stop(code)
 
 
 def run(
@@ -199,14 +203,18 @@ def run(
     try:
         group.prepare(options.platform, options.devices)
         folder = beside(controller)
-        security = Security.of(
-            controller,
-            options.credentials,
-            insecure=options.insecure,
-            revoked=options.revoked,
-            role=Role.WORKER,
-            warns=False,  # pw-worker has
-        )
+        try:
+            security = Security.of(
+                controller,
+                options.credentials,
+                insecure=options.insecure,
+                revoked=options.revoked,
+                role=Role.WORKER,
+                warns=False,  # pw-worker has
+            )
+        except Error as error:  # pw-worker could use them, so they have changed, or are revoked
+            fail("pw-worker", str(error))
+            _exit(EXIT_REFUSED)
         bind = options.bind or free_endpoint(folder, "host")
         network = StreamNetwork(
             loop,
@@ -244,6 +252,7 @@ def run(
         address,
         keeper,
         options.device_memory or None,
+        security.credentials is not None,
     )
     node = Node(name, loop, network)
     network.introduce(CONTROLLER, controller)

@@ -71,6 +71,13 @@ def issue(
             "may do all. By default the NAME."
         ),
     ] = "",
+    island: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of a worker: an island that it may join; give it again for more. By default all.",
+        ),
+    ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="How long they are valid.")] = DAYS,
     address: Annotated[
         str, typer.Option(help="The controller's address, tcp://host:port, for pw join.")
@@ -90,7 +97,8 @@ def issue(
     file = out or Path(f"{name}.pem")
     if file.exists() and not replace:
         raise Error(f"{file} exists; add --replace, or name another file with --out")
-    private_files.write(file, _folder(keys).issue(role, name, tenant, days, address))
+    made = _folder(keys).issue(role, name, tenant, days, address, island or ())
+    private_files.write(file, made)
     typer.echo(f"wrote {file}, for the {role} {name}: its private key is in it, so keep it secret")
 
 
@@ -123,13 +131,14 @@ def show(
             one.role.value,
             one.name,
             one.tenant,
+            ", ".join(one.islands),
             said(one.until),
             state(one.serial, one.until),
             one.serial,
         )
         for one in folder.issued()
     )
-    columns = ("role", "name", "tenant", "until", "state", "serial")
+    columns = ("role", "name", "tenant", "islands", "until", "state", "serial")
     head = (
         f"authority of the trust domain {authority.trust_domain} in {folder.path}, until "
         f"{said(authority.expires.timestamp())}"
@@ -150,6 +159,8 @@ def _show_file(path: Path, revoked: Mapping[str, float]) -> None:
     content = private_files.read(file, private=False)
     for one in identities_in(content, str(file)):
         typer.echo(f"{one}, until {said(one.expires)}, serial {one.serial}, {one.uri}")
+        if one.islands:
+            typer.echo(f"may join only {', '.join(one.islands)}")
         if one.serial in revoked:
             typer.echo(f"revoked {said(revoked[one.serial])}")
     if address := joined.address_in(content):

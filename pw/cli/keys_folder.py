@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Issued(msgspec.Struct, frozen=True):
     tenant: str
     until: float
     """Seconds since 1970."""
+    islands: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return str(Identity(self.role, self.name, self.tenant, self.serial, self.until, ""))
@@ -83,11 +84,20 @@ class KeysFolder:
             private_files.read(lists, private=False) if lists.exists() else b"",
         )
 
-    def issue(self, role: Role, name: str, tenant: str, days: float, address: str) -> bytes:
+    def issue(
+        self,
+        role: Role,
+        name: str,
+        tenant: str,
+        days: float,
+        address: str,
+        islands: Sequence[str] = (),
+    ) -> bytes:
         """Make credentials (see `Authority.issue`), and record them."""
-        pem = self.authority().issue(role, name, tenant, days, address)
+        pem = self.authority().issue(role, name, tenant, days, address, islands)
         identity = identities_in(pem, "the new file")[0]
-        record = Issued(identity.serial, name, role, identity.tenant, identity.expires)
+        until = identity.expires
+        record = Issued(identity.serial, name, role, identity.tenant, until, identity.islands)
         with self._locked():
             known = private_files.read(self.path / ISSUED) if (self.path / ISSUED).exists() else b""
             private_files.write(self.path / ISSUED, known + msgspec.json.encode(record) + b"\n")

@@ -27,6 +27,8 @@ EXIT_UNAVAILABLE = 69
 """The controller cannot be reached."""
 EXIT_AGAIN = 75
 """This incarnation is over; start the next one."""
+EXIT_REFUSED = 77
+"""The credentials cannot be used, or the controller refuses them; the operator may mend that."""
 
 GC_ALLOCATIONS = 10_000
 """The threshold of the youngest generation: allocations minus deallocations."""

@@ -18,6 +18,9 @@ What follows depends on how a child ends:
                                                 a bounded number of times
     the controller cannot be reached         -> if it never was: the end; otherwise the next child
                                                 until no controller is found for `reconnect_s`
+    its credentials cannot be used, or are
+    refused                                  -> the next child, after 2 s, then 4 s and so on up to
+                                                60 s: the operator may put others in their place
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from pw.cli.process import (
     EXIT_AGAIN,
     EXIT_ERROR,
     EXIT_OK,
+    EXIT_REFUSED,
     EXIT_UNAVAILABLE,
     SILENT_HEARTBEATS,
     fail,
@@ -50,6 +54,8 @@ LEAST_SILENCE_S = 3.0
 CRASHES = 10
 WITHIN_S = 600.0
 LONGEST_PAUSE_S = 2.0
+FIRST_REFUSED_S, LONGEST_REFUSED_S = 2.0, 60.0
+"""Pauses after children that were refused."""
 LONG_LIFE_S = 10.0
 """A child that crashes after such a life is replaced at once."""
 
@@ -105,10 +111,10 @@ class Supervisor:
     def run(self) -> int:
         """Restart children until told to stop, or another child would not help."""
         preload([RUNTIME])
-        short_lives = 0
+        short_lives = refusals = 0
         crashes: list[float] = []
         lost_since: float | None = None
-        served = False
+        served = was_refused = False
         while True:
             begun_s = time.monotonic()
             child = _Child(self._options, Watch(self._heartbeat_s, self._silence_s))
@@ -120,12 +126,25 @@ class Supervisor:
             if code in (EXIT_OK, EXIT_ERROR):
                 return code
             now = time.monotonic()
+            if code == EXIT_REFUSED:
+                was_refused, lost_since = True, None
+                pause_s = pause_when_refused(refusals)
+                refusals += 1
+                meaning = (
+                    "put credentials that the cluster takes in the place of this worker's, or start it with "
+                    "the name and island that they allow; it tries again"
+                )
+                log("warning", "refused", self._name, meaning=meaning, next_in_s=pause_s)
+                if self._pause(pause_s):
+                    return EXIT_OK
+                continue
+            refusals = 0
             short_lives = 0 if now - begun_s > LONG_LIFE_S else short_lives + 1
             if code == EXIT_UNAVAILABLE:
                 lost_since = (
                     lost_since or begun_s
                 )  # a child that had a controller has looked for it
-                if not served:
+                if not (served or was_refused):
                     return EXIT_ERROR
                 if now - lost_since >= self._options.reconnect:
                     fail("pw-worker", "the controller did not come back; giving up")
@@ -190,3 +209,8 @@ def pause_before(code: int, short_lives: int) -> float:
     if not short_lives or (code == EXIT_AGAIN and short_lives <= CRASHES):
         return 0.0
     return min(LONGEST_PAUSE_S, 0.05 * 2.0 ** min(short_lives, 10))
+
+
+def pause_when_refused(times: int) -> float:
+    """Return the seconds before the next child, after one that was refused and so many before it."""
+    return min(LONGEST_REFUSED_S, FIRST_REFUSED_S * 2.0 ** min(times, 10))

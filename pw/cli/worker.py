@@ -32,6 +32,7 @@ from pw.core.errors import Error
 from pw.core.ids import NAME_CHARACTERS
 from pw.core.roles import Role
 from pw.core.watchdog import STALL_S
+from pw.transport.access import not_the_name
 from pw.transport.private import PrivateFolder, free_endpoint
 from pw.transport.security import Security
 
@@ -68,7 +69,11 @@ def serve(
         ),
     ] = False,
     name: Annotated[
-        str, typer.Option(help="Unique name of this host in the cluster; made up by default.")
+        str,
+        typer.Option(
+            help="Unique name of this host in the cluster. With credentials it is the name in the certificate, "
+            "which is the default, or that name, a '/' and more; else it is made up by default."
+        ),
     ] = "",
     bind: Annotated[
         str,
@@ -169,7 +174,7 @@ def serve(
     """Run one host of a pw cluster until SIGTERM, or until it has been drained.
 
     Exit codes: 0 after SIGTERM or Ctrl-C, or when drained; 1 after an error, which is one line on
-    standard error.
+    standard error. A worker whose credentials are revoked or refused does not end: it says so, and tries again.
     """
     if not alone and not hasattr(os, "memfd_create"):  # parcels are such files
         raise Error(
@@ -200,6 +205,16 @@ def serve(
     check_bind(bind, security)
     check_reachable(controller, f"tcp://{advertise}:0" if advertise else bind)
     check_private(private_address)
+    if security.credentials is not None:
+        own = security.credentials.own
+        name = name or own.name
+        if not own.may_be(name):
+            raise Error(not_the_name(name, own))
+        if island and not own.may_join(island):
+            raise Error(
+                f"the certificate of {own} does not allow the island {island!r}, only "
+                f"{', '.join(own.islands)}; use another --island, or issue a certificate for it"
+            )
     name = name or f"{island or 'spare'}-{socket.gethostname()}-{os.getpid()}"
     options = HostOptions(
         controller=controller,

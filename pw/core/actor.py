@@ -73,6 +73,9 @@ class Env(Protocol):
     def tenant_of(self, node: str) -> str:
         """The tenant of a peer: "operator" on links without TLS; empty if it never had a link."""
 
+    def islands_of(self, node: str) -> tuple[str, ...]:
+        """The only islands that the certificate of a peer allows it to join; empty for all."""
+
     def log(self, level: str, event: str, **fields: object) -> None:
         """Write one structured line: `level` is debug, info, warning or error."""
 

@@ -1,7 +1,8 @@
 """Decides which peers get a link to a node, and remembers the tenant of each.
 
-A hello is refused if the certificate is not of the role of its node's name, or if the name's link
-is live and belongs to another identity. So no incarnation number, however large, takes a name.
+A hello is refused if the certificate does not allow its node's name: it is of another role, or of a
+worker with another name. It is refused, too, if the name's link is live and belongs to another
+identity. So no incarnation number, however large, takes a name.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Access:
         self._credentials = credentials
         self._node = node
         self._tenants: dict[str, str] = {}
+        self._islands: dict[str, tuple[str, ...]] = {}
         self._audited_s: dict[tuple[str, str], float] = {}
 
     def refused(self, peer: str, identity: Identity | None, reason: str, node: str = "") -> None:
@@ -62,6 +64,8 @@ class Access:
         words = ""
         if identity is not None and identity.role is not role_of(name):
             words = f"{name} is the name of a {role_of(name)}, but its certificate is that of {identity}"
+        elif identity is not None and not identity.may_be(name):
+            words = not_the_name(name, identity)
         elif connection.is_local and hello.incarnation > (time.time() + FUTURE_S) * 1e9:
             words = f"{name} says that it starts in the future; set the clock of this machine right"
         elif link is not None and not _is_same(link, identity):
@@ -75,9 +79,14 @@ class Access:
         """Remember the identity of a peer whose link is open."""
         identity = link.identity = connection.identity
         self._tenants.pop(link.node, None)
+        self._islands.pop(link.node, None)
         if len(self._tenants) >= _REMEMBERED:
-            del self._tenants[next(iter(self._tenants))]
+            oldest = next(iter(self._tenants))
+            del self._tenants[oldest]
+            self._islands.pop(oldest, None)
         self._tenants[link.node] = OPERATOR if identity is None else identity.tenant
+        if identity is not None and identity.islands:
+            self._islands[link.node] = identity.islands
         if self._credentials is not None:
             link.shown_serial = self._credentials.own.serial
         if identity is not None:
@@ -95,6 +104,10 @@ class Access:
         """The tenant of a peer that has or had a link; the operator for plain links, else empty."""
         return OPERATOR if node == self._node else self._tenants.get(node, "")
 
+    def islands_of(self, node: str) -> tuple[str, ...]:
+        """The only islands that a peer which has or had a link may join; empty for all."""
+        return self._islands.get(node, ())
+
     def revoked(self, links: Iterable[Link]) -> list[tuple[Link, ErrorReport]]:
         """Read changed credentials; the links whose certificates are revoked since, and what to say."""
         credentials = self._credentials
@@ -109,6 +122,15 @@ class Access:
                 words += "; it needs a new one"
                 found.append((link, ErrorReport.of(AccessRefused(words), where=self._node)))
         return found
+
+
+def not_the_name(name: str, identity: Identity) -> str:
+    """Why a worker may not have a name."""
+    return (
+        f"{name} is not the name of its certificate, which is that of {identity}: it may be called "
+        f"{identity.name}, or {identity.name}/ and more; start it with such a --name, or issue a certificate "
+        f"for {name.partition('/')[0]}"
+    )
 
 
 def _is_same(link: Link, identity: Identity | None) -> bool:

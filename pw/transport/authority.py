@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pw.core.errors import Error
 from pw.core.roles import Role
 from pw.transport.certificates import identity_of
-from pw.transport.identity import TRUST_DOMAIN, said, uri_of
+from pw.transport.identity import TRUST_DOMAIN, island_uri, said, uri_of
 
 AUTHORITY_DAYS = 3652
 DAYS = 90
@@ -117,7 +117,13 @@ class Authority:
         return uri.removeprefix("spiffe://")
 
     def issue(
-        self, role: Role, name: str, tenant: str = "", days: float = DAYS, address: str = ""
+        self,
+        role: Role,
+        name: str,
+        tenant: str = "",
+        days: float = DAYS,
+        address: str = "",
+        islands: Sequence[str] = (),
     ) -> bytes:
         """Make a key and a certificate for a process.
 
@@ -125,16 +131,20 @@ class Authority:
             tenant: of a client; by default its name.
             days: how long they are valid, at most as long as the authority is.
             address: the controller's, for the process.
+            islands: the only ones that a worker may join; all if there are none.
 
         Returns:
             PEM with comment lines: the private key, the certificate, and the authority's certificate.
 
         Raises:
-            Error: the name, tenant or address cannot be in a certificate or its file.
+            Error: the name, tenant, address or an island cannot be in a certificate or its file.
         """
         if role is Role.CLIENT:
             tenant = tenant or name
         uri = uri_of(role, name, tenant, self.trust_domain)
+        if islands and role is not Role.WORKER:
+            raise Error(f"only workers join islands; leave them out for the {role} {name}")
+        uris = [uri, *(island_uri(one, self.trust_domain) for one in dict.fromkeys(islands))]
         if address and (
             not address.startswith("tcp://") or not address.isprintable() or " " in address
         ):
@@ -159,7 +169,8 @@ class Authority:
                 x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own), critical=False
             )
             .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False
+                x509.SubjectAlternativeName(list(map(x509.UniformResourceIdentifier, uris))),
+                critical=False,
             )
             .sign(self._key, hashes.SHA256())
         )

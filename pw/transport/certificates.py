@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pw.core.errors import AccessRefused, Error
-from pw.transport.identity import Identity, said, subject_of
+from pw.transport.identity import Identity, island_of, said, subject_of
 
 _BLOCK = re.compile(
     rb"-----BEGIN ([A-Z0-9 ]+)-----\r?\n.*?-----END \1-----[ \t]*(?:\r?\n|\Z)", re.DOTALL
@@ -118,6 +118,7 @@ def bundle(pem: bytes, authority_pem: bytes, where: str) -> Bundle:
 
 def identity_of(certificate: x509.Certificate) -> Identity:
     """The identity that a certificate states. Raises AccessRefused, without a subject, if it states none."""
+    uris: list[str]
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
@@ -128,7 +129,12 @@ def identity_of(certificate: x509.Certificate) -> Identity:
         raise AccessRefused(NO_IDENTITY)
     role, name, tenant, domain = found[0]
     expires = certificate.not_valid_after_utc.timestamp()
-    return Identity(role, name, tenant, f"{certificate.serial_number:x}", expires, domain)
+    try:
+        islands = tuple(one for uri in uris if (one := island_of(uri, domain)) is not None)
+    except Error as error:  # a bound that cannot be read does not count as none
+        raise AccessRefused(f"cannot be used: {error}") from error
+    serial = f"{certificate.serial_number:x}"
+    return Identity(role, name, tenant, serial, expires, domain, islands)
 
 
 def identities_in(pem: bytes, where: str) -> list[Identity]:

@@ -30,8 +30,8 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol
 
-from pw.core.errors import Error
-from pw.core.roles import Role
+from pw.core.errors import AccessRefused, Error
+from pw.core.roles import role_of
 from pw.transport import nearby
 from pw.transport.chunks import PREAMBLE
 from pw.transport.codec import MAX_FRAME_BYTES
@@ -85,7 +85,7 @@ class Connection:
         end: the address to dial, or the socket of an accepted connection.
         send_buffer_bytes: the size of the kernel's buffer; 0 for its choice.
         security: how tcp is used; by default not at all.
-        role: the role that the peer's certificate must have; None for any.
+        node: the node that is dialled, whose name the peer's certificate must allow; empty for any.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Connection:
         send_buffer_bytes: int = 0,
         *,
         security: Security = CLOSED,
-        role: Role | None = None,
+        node: str = "",
     ) -> None:
         self.closed = False
         self.identity: Identity | None = None
@@ -113,7 +113,7 @@ class Connection:
         self._owner = owner
         self._send_buffer_bytes = send_buffer_bytes
         self._security = security
-        self._role = role
+        self._node = node
         self._wire: Wire | None = None
         self._dialled: socket.socket | None = None
         self._zmtp = Zmtp(b"DEALER", 0)
@@ -308,7 +308,11 @@ class Connection:
         try:
             if not wire.shake():
                 return
-            self.identity = credentials.identify(wire.tls.certificate, self._role)
+            role = role_of(self._node) if self._node else None
+            self.identity = credentials.identify(wire.tls.certificate, role)
+            if self._node and not self.identity.may_be(self._node):
+                words = f"its certificate is that of {self.identity}, not of {self._node}"
+                raise AccessRefused(words)
             early = wire.tls.feed(b"")
         except (BlockingIOError, InterruptedError):
             return

@@ -169,8 +169,9 @@ class Credentials:
             return False
         try:
             read = self._read()
-            if read.bundle.identity.role is not self.own.role:
-                words = f"{self._path} is for the {read.bundle.identity} now"
+            new, own = read.bundle.identity, self.own
+            if new.role is not own.role or (own.role is Role.WORKER and new.name != own.name):
+                words = f"{self._path} is for the {new} now"
                 raise Error(f"{words}, and this process is the {self.own}")
             self._last = read
         except Error as error:

@@ -4,6 +4,10 @@
     spiffe://TRUST-DOMAIN/pw/worker/NAME
     spiffe://TRUST-DOMAIN/pw/client/TENANT/NAME
 
+The certificate of a worker may have further URIs, which name the only islands that it may join:
+
+    spiffe://TRUST-DOMAIN/pw/island/ISLAND
+
 The form of trust domains and names is that of the SPIFFE-ID specification, section 2.
 """
 
@@ -14,7 +18,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pw.core.errors import Error
-from pw.core.roles import Role
+from pw.core.roles import Role, role_of
 
 TRUST_DOMAIN = "pw"
 """The trust domain of an authority that is given none."""
@@ -24,6 +28,8 @@ _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
 _URI = re.compile(
     r"(?i:spiffe)://([^/]*)/pw/(?:(controller|worker)/([^/]+)|(client)/([^/]+)/([^/]+))"
 )
+
+_ISLAND = re.compile(r"(?i:spiffe)://([^/]*)/pw/island(?:/(.*))?", re.DOTALL)
 
 
 def said(moment: float) -> str:
@@ -43,6 +49,22 @@ class Identity(NamedTuple):
     expires: float
     """When the certificate expires, in seconds since 1970."""
     trust_domain: str
+    islands: tuple[str, ...] = ()
+    """The only islands that a worker may join; empty for all."""
+
+    def may_be(self, node: str) -> bool:
+        """Whether the process may be the node with a name.
+
+        A worker has the name of its certificate, or that name and more after a `/`, as in `w0/1`. No name in a
+        certificate has a `/`, so no two certificates allow the same name. The names of other roles are free.
+        """
+        if self.role is not role_of(node):
+            return False
+        return self.role is not Role.WORKER or node.partition("/")[0] == self.name
+
+    def may_join(self, island: str) -> bool:
+        """Whether the worker may join an island."""
+        return not self.islands or island in self.islands
 
     @property
     def uri(self) -> str:
@@ -96,6 +118,31 @@ def uri_of(role: Role, name: str, tenant: str, trust_domain: str) -> str:
     if tenant:
         raise Error(f"only clients have a tenant; leave it out for the {role} {name}")
     return f"spiffe://{trust_domain}/pw/{role}/{name}"
+
+
+def island_uri(island: str, trust_domain: str) -> str:
+    """Return the URI that allows an island. Raises Error if the name cannot be in a URI."""
+    if not _NAME.fullmatch(island):
+        raise Error(
+            f"{island!r} is no island that a certificate can name: it has letters, digits, '.', '-' and '_', "
+            "at most 200"
+        )
+    return f"spiffe://{trust_domain}/pw/island/{island}"
+
+
+def island_of(uri: str, trust_domain: str) -> str | None:
+    """Return the island that a URI allows; None if it is a URI of another kind.
+
+    Raises:
+        Error: it is of another trust domain, or its island has no possible name.
+    """
+    found = _ISLAND.fullmatch(uri)
+    if found is None:
+        return None
+    domain, island = found.groups()
+    if domain.lower() != trust_domain or not _NAME.fullmatch(island or ""):
+        raise Error(f"{uri!r} allows no island of the trust domain {trust_domain}")
+    return str(island)
 
 
 def subject_of(uri: str) -> Subject | None:

@@ -128,6 +128,10 @@ class LocalNetwork:
         """All nodes are of this process."""
         return "operator"
 
+    def islands_of(self, node: str) -> tuple[str, ...]:
+        """No peer has a certificate here."""
+        return ()
+
     def close(self) -> None:
         """Leave the hub; the others get a PeerLost after all messages."""
         self.hub._leave(self)

@@ -72,6 +72,9 @@ class Network(Protocol):
     def tenant_of(self, node: str) -> str:
         """The tenant of a peer: "operator" on links without TLS; empty if it never had a link."""
 
+    def islands_of(self, node: str) -> tuple[str, ...]:
+        """The only islands that the certificate of a peer allows it to join; empty for all."""
+
     def resume(self, node: str) -> None:
         """Read again from a peer that was held (see `Mailroom.holds`)."""
 

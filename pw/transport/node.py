@@ -46,6 +46,7 @@ class ActorEnv:
         self.introduce = node.network.introduce
         self.forget = node.network.forget
         self.tenant_of = node.network.tenant_of
+        self.islands_of = node.network.islands_of
 
     def send(self, to: Address, message: object) -> None:
         """Send `message`; it is handled, or leaves, later in this loop turn."""

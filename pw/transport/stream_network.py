@@ -34,7 +34,6 @@ from functools import partial
 from pw.core.errors import AccessRefused, ConnectionFailed, ErrorReport
 from pw.core.ids import CONTROLLER, Address
 from pw.core.messages import Goodbye, Heartbeat, Hello, PeerLost, PeerRefused, Refused
-from pw.core.roles import role_of
 from pw.transport import codec
 from pw.transport.access import Access
 from pw.transport.connection import LOST, Connection
@@ -100,6 +99,7 @@ class StreamNetwork:
         access = self._access = Access(name, credentials)
         security = Security(credentials, insecure)
         self.tenant_of = access.tenant_of
+        self.islands_of = access.islands_of
         self._warnings = Warnings(name)
         entrance = self._entrance = Entrance(self, access, security, self._warnings)
         self._listening = Listening(loop, entrance, bind, advertise, security) if bind else None
@@ -223,7 +223,7 @@ class StreamNetwork:
             del self._endpoints[node]  # or every message would try again
             self._node.tell_all(node, PeerLost(node, str(error)))
             return None
-        connection = self._connection(where, role=role_of(node))
+        connection = self._connection(where, node=node)
         link = Link(node, connection, endpoint, self._loop.time())
         self.links[node] = self.connections[connection] = link
         self._say_hello(link)

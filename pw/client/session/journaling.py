@@ -38,6 +38,7 @@ class JournalingEnv:
         self.introduce = env.introduce
         self.forget = env.forget
         self.tenant_of = env.tenant_of
+        self.islands_of = env.islands_of
         self.log = env.log
         self.audit = env.audit
         self.count = env.count

@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from pw.core.actor import Env, Part, handles
-from pw.core.errors import ErrorReport, HostLost
+from pw.core.errors import AccessRefused, Error, ErrorReport, HostLost
 from pw.core.ids import CONTROL, SERVICES, Address, executor_of
 from pw.core.messages import (
     CoordinationStarted,
@@ -60,6 +60,15 @@ class Overdue:
     epoch: int
 
 
+def not_allowed(host: Host) -> str:
+    """Why a host may not join the island that it asks for."""
+    return (
+        f"the certificate of {host.node} does not allow the island {host.registration.island!r}, only "
+        f"{', '.join(host.allowed)}; use another --island, or issue a certificate with `pw keys issue worker "
+        f"{host.node.partition('/')[0]} --island {host.registration.island}`"
+    )
+
+
 @dataclass(eq=False, repr=False)
 class Epochs(Part):
     """Which host is in which island, and the epochs of islands."""
@@ -76,6 +85,11 @@ class Epochs(Part):
     @handles(RegisterHost)
     def _register(self, sender: Address, message: RegisterHost) -> None:
         node = sender.node
+        host = Host(node, message, self.env.islands_of(node))
+        if message.island and not host.may_join(message.island):
+            self.env.audit("refused", node=node, reason=not_allowed(host))
+            self._reject(host, AccessRefused(not_allowed(host)))
+            return
         for island in self.inventory.islands.values():
             if node in island.hosts and island.state != "waiting":
                 self.end_epoch(island, f"host {node} registered again", node, True)
@@ -84,7 +98,6 @@ class Epochs(Part):
         if message.epoch:
             self._recall(sender, message)
             return
-        host = Host(node, message)
         if node in self.inventory.draining:
             self.inventory.draining[node] = host
             self.announce()
@@ -92,6 +105,8 @@ class Epochs(Part):
             self._form_complete()
             return
         own = self.inventory.island_with_rank_of(node)
+        if own is not None and not host.may_join(own.name):
+            own = None
         if not message.island and own is None:
             self._wait_as_spare(host, "it takes any island's free seat")
             return
@@ -110,14 +125,17 @@ class Epochs(Part):
                 known.epoch, known.newest = former.epoch, former.newest
                 known.is_late = former.is_late
         if (error := known.objection(node, message)) is not None:
-            self.env.log("warning", "host rejected", host=node, reason=str(error))
-            self.env.send(sender, HostRejected(ErrorReport.of(error)))
+            self._reject(host, error)
         elif known.has_seat(node):
             if message.island_hosts and known.name != message.island:
                 self._remember_home(message)
             self._seat(known, host)
         else:
             self._wait_as_spare(host, f"island {known.name} has its hosts, or waits for them")
+
+    def _reject(self, host: Host, error: Error) -> None:
+        self.env.log("warning", "host rejected", host=host.node, reason=str(error))
+        self.env.send(executor_of(host.node), HostRejected(ErrorReport.of(error)))
 
     def _recall(self, sender: Address, message: RegisterHost) -> None:
         """End the epoch that a host was in under an earlier controller."""

@@ -34,6 +34,13 @@ class Host:
 
     node: str
     registration: RegisterHost
+    allowed: tuple[str, ...] = ()
+    """The only islands that its certificate allows; empty for all."""
+
+    def may_join(self, island: str) -> bool:
+        """Whether its certificate allows an island."""
+        return not self.allowed or island in self.allowed
+
     joined: IslandJoined | None = None
 
 
@@ -219,7 +226,7 @@ class Inventory:
             guests = home is not None and any(
                 member.registration.island != name for member in home.hosts.values()
             )
-            if island.is_like(host.registration):
+            if island.is_like(host.registration) and host.may_join(island.name):
                 if name == island.name:
                     belonging.append(host)
                 elif not name or guests:

@@ -44,6 +44,7 @@ class SimEnv:
         self.recorder = node.recorder
         self.introduce = node.network.introduce
         self.tenant_of = node.world.tenant_of
+        self.islands_of = node.world.islands_of
         self.forget = node.network.forget
 
     def send(self, to: Address, message: object) -> None:

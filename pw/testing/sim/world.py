@@ -148,6 +148,10 @@ class World:
                 return tenant_in_turn(node, self.profile.clients)
         return OPERATOR
 
+    def islands_of(self, node: str) -> tuple[str, ...]:
+        """No node has a certificate here: every host may join all islands."""
+        return ()
+
     def at(self, time_s: float, action: Callable[..., None], *args: Any) -> Event:
         """Plan `action(*args)` for a moment, which must not have passed."""
         event = Event(action, args)
