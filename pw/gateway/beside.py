@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,8 @@ LARGE_BYTES = 1 << 20
 """Larger host buffers reach the gateway as files in memory: the stream would copy them twice."""
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ERRORS, _FATAL = 2, 3
+_OF_CALLBACK = "error calling callback"
+"""Is in the error of a run one of whose Python functions has raised."""
 
 _running: dict[Child, tuple[PrivateFolder, str]] = {}
 """The gateways of this process, with the folders that JAX shares with each."""
@@ -98,8 +101,29 @@ def _log_from(level: int) -> None:
     utils.absl_set_min_log_level(level)
 
 
+def _wait_for_effects() -> None:
+    """Let the effects of the last calls happen, as JAX does at exit: only then may its gateway end.
+
+    An error that nothing has raised yet is told in one line. The errors of callbacks are left out: JAX has
+    logged each when it happened.
+    """
+    from jax._src.dispatch import runtime_tokens as tokens
+
+    told: set[str] = set()
+    for token in (*tokens.current_tokens.values(), *tokens.output_runtime_tokens.values()):
+        try:
+            token.block_until_ready()
+        except Exception as error:  # noqa: BLE001 - the script ends, whatever went wrong
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            if _OF_CALLBACK not in words and words not in told:
+                told.add(words)
+                print(f"a call of this script has failed: {words}", file=sys.stderr)
+    tokens.clear()
+
+
 def _exit() -> None:
     if _running:
+        _wait_for_effects()
         _log_from(_FATAL)
     for child, (folder, files) in _running.items():
         child.stop()

@@ -107,9 +107,13 @@ class Functions:
                 if not call.call:
                     self._known.pop(call.function, None)
                     continue
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._run, args=(call, connection, lock), name="pw-callback", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # Python starts no threads any more when a script ends
+                    self._run(call, connection, lock)
 
     def _run(self, call: _Call, connection: socket.socket, lock: threading.Lock) -> None:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pw.core.compact import Compact
 from pw.core.errors import ArgumentError
 from pw.core.messages import INLINE_BYTES, Artifact, RegisterProgram
-from pw.core.program import Program
+from pw.core.program import Kind, Program
 from pw.transport import codec
 
 MANY_ARGUMENTS = codec.MAX_FRAME_BYTES // 2 // INLINE_BYTES
@@ -23,6 +23,7 @@ class Programs:
         """How many programs need each artifact; the controller keeps an artifact as long."""
         self._needs: dict[int, tuple[bytes, ...]] = {}
         self._names: dict[int, str] = {}
+        self._with_effects: set[int] = set()
         self._released: deque[int] = deque()
         self.release = self._released.append
         """Takes a program to be released with the next tick; callable from `__del__`."""
@@ -34,21 +35,28 @@ class Programs:
         """Return a program's name."""
         return self._names.get(program, "")
 
+    def has_effects(self, program: int) -> bool:
+        """Whether a program calls Python functions on hosts."""
+        return program in self._with_effects
+
     def unsent(self, artifacts: Mapping[bytes, bytes]) -> tuple[Artifact, ...]:
         """Return the artifacts that the controller does not have."""
         return tuple(Artifact(d, blob) for d, blob in artifacts.items() if d not in self.artifacts)
 
-    def add(self, number: int, name: str, artifacts: Mapping[bytes, bytes]) -> None:
+    def add(self, number: int, program: Program, artifacts: Mapping[bytes, bytes]) -> None:
         """Count a program that was registered."""
+        if any(one.kind is Kind.PYTHON for one in program.computations):
+            self._with_effects.add(number)
         self.artifacts.update(artifacts.keys())
         self._needs[number] = tuple(artifacts)
-        self._names[number] = name
+        self._names[number] = program.name
 
     def forget_released(self) -> Iterator[int]:
         """Forget the released programs, and yield their numbers."""
         while self._released:
             program = self._released.popleft()
             self._names.pop(program, None)
+            self._with_effects.discard(program)
             for digest in self._needs.pop(program, ()):
                 self.artifacts[digest] -= 1
                 if not self.artifacts[digest]:

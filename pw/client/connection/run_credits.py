@@ -31,15 +31,19 @@ class RunCredits:
         self._waiting: list[Callable[[], object]] = []
         self._started = 0
         self._ended = 0
+        self._effects = 0
+        """The newest run that calls Python functions, counted as `_started`."""
         self._inputs: deque[tuple[int, int]] = deque()
         """For each upload, the number of the run that needs it, and its size in bytes."""
         self.inputs_bytes = 0
         self._calls: deque[tuple[int, int, str]] = deque(maxlen=CALLS_NAMED)
         """Of each of the newest runs: number, count of results, name of the program."""
 
-    def started(self, run: int, results: int, name: str) -> None:
+    def started(self, run: int, results: int, name: str, has_effects: bool = False) -> None:
         """Count a run that was sent."""
         self._started += 1
+        if has_effects:
+            self._effects = self._started
         self._calls.append((run, results, name))
 
     def ended(self, count: int) -> None:
@@ -74,6 +78,10 @@ class RunCredits:
         """Count an upload for the next run."""
         self._inputs.append((self._started + 1, size_bytes))
         self.inputs_bytes += size_bytes
+
+    def has_no_effects(self) -> bool:
+        """Whether no run in flight calls Python functions, where runs end in the order of their calls."""
+        return self._ended >= self._effects or self.closed
 
     def has_room(self) -> bool:
         """Whether another upload may be sent. Assumes that runs end in the order of their calls."""

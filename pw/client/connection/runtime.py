@@ -174,11 +174,13 @@ class Runtime:
     def close(self, error: Error | None = None) -> None:
         """End the session and release all that it owns on every host. Idempotent.
 
-        Without an error, waits first until hosts have written the checkpoints on their way to disk.
+        Without an error, waits first until hosts have called the Python functions of runs in flight, and have
+        written the checkpoints on their way to disk.
         """
         if self.forked:
             return
         if error is None and self._closing is None:
+            self._wait_until(self._run_credits.has_no_effects, "Python functions on hosts to end")
             self.ask.wait_until_saved()
         closed: Future[None] = Future()
         with self._lock:
@@ -286,7 +288,7 @@ class Runtime:
             self._thread.post(Tell(RegisterProgram(number, body, new)))
             if self._output is not None and python:
                 self._thread.post(Listen(tuple(python)))
-            self.programs.add(number, program.name, artifacts)
+            self.programs.add(number, program, artifacts)
         return number
 
     def run(self, program: int, args: Sequence[int | bytes], results: int) -> list[int]:
@@ -312,7 +314,9 @@ class Runtime:
                 return None
             *made, run = self._ids(results + 1)
             self._thread.post(Tell(Run(run, program, tuple(args), tuple(made))))
-            self._run_credits.started(run, results, self.programs.name(program))
+            programs = self.programs
+            name, has_effects = programs.name(program), programs.has_effects(program)
+            self._run_credits.started(run, results, name, has_effects)
             return made
 
     def has_credit(self) -> bool:
