@@ -39,7 +39,7 @@ class Stage:
 
     def _start(self) -> None:
         self.cluster = self._ends.enter_context(
-            pw.LocalCluster(hosts_per_island=2, devices_per_host=2)
+            pw.LocalCluster(hosts_per_island=2, devices_per_host=2, allow_python=True)
         )
         self.single = self.worker("single", 4)
         until(lambda: len(self.status().islands) == 2, "the second island")
