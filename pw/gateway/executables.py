@@ -128,7 +128,7 @@ class Executables:
 
     async def _facts(self, code: Stablehlo, placement: Placement) -> Facts:
         asked = self._runs.runtime.ask.compile(code, placement, Detail.FACTS)
-        compiled = await self._runs.settled(asked)
+        compiled = await self._runs.waited(asked)
         assert compiled.facts is not None
         return compiled.facts
 
@@ -317,7 +317,7 @@ class Executables:
     async def _detail(self, body: Any, detail: Detail) -> Any:
         made = self.find(body.loaded_executable_handle)
         asked = self._runs.runtime.ask.compile(made.code, made.placement, detail)
-        return await self._runs.settled(asked)
+        return await self._runs.waited(asked)
 
     # --- ends ----------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ JAX cannot send a Python function. So the script's process keeps its functions u
 gives JAX a number to send in the place of each (`install`). When a computation calls one, its host asks the
 gateway, and the gateway the script's process, over a unix socket in their private folder:
 
-    gateway -> script   (call, function, operands), or (0, function, ()) to forget a function
+    gateway -> script   (call, function, operands), or (0, function, ()) to forget a function,
+                        or (0, 0, (), line) to show the line of a long wait, or none
     script -> gateway   (call, results, error)
 
 Each is a msgpack array after its length. The script's process runs each call in a thread of its own.
@@ -13,6 +14,7 @@ Each is a msgpack array after its length. The script's process runs each call in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import struct
@@ -27,6 +29,7 @@ import numpy as np
 
 from pw.client.connection.calls import Calls
 from pw.client.session.thread_messages import Called
+from pw.client.show.live import Screen, screen_here
 from pw.core.sharding import dtype_of
 
 
@@ -40,6 +43,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
     call: int
     function: int
     operands: tuple[_Array, ...]
+    line: str = ""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -100,13 +104,20 @@ class Functions:
 
     def _serve(self, connection: socket.socket) -> None:
         lock = threading.Lock()
-        with connection, connection.makefile("rb") as stream:
+        screen = _Screen()
+        with (
+            contextlib.suppress(OSError),  # the gateway has ended
+            connection,
+            connection.makefile("rb") as stream,
+        ):
             while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
                 (size,) = _LENGTH.unpack(head)
                 call = _decode_call(stream.read(size))
                 if not call.call:
                     self._known.pop(call.function, None)
+                    screen.show(call.line)
                     continue
+                screen.show("")  # the function may print
                 thread = threading.Thread(
                     target=self._run, args=(call, connection, lock), name="pw-callback", daemon=True
                 )
@@ -169,6 +180,26 @@ class Functions:
         callbacks.emit_python_callback = emit_by_number
 
 
+class _Screen:
+    """This process's terminal or notebook, with the line of a wait."""
+
+    def __init__(self) -> None:
+        self._screen: Screen | None = None
+        self._is_shown = False
+
+    def show(self, line: str) -> None:
+        """Show a line, or none if it is empty."""
+        if not line and not self._is_shown:
+            return
+        try:
+            self._screen = self._screen or screen_here()
+            if self._screen is not None:
+                self._screen.show(line) if line else self._screen.clear()
+        except (OSError, ValueError):  # the screen is gone
+            pass
+        self._is_shown = bool(line)
+
+
 # --- in the gateway's process --------------------------------------------------------------------------
 
 
@@ -202,6 +233,14 @@ class Caller:
         """No executable of this artifact is left, and no run of one."""
         for number in self._functions.pop(artifact, ()):
             self._start(self._write(_Call(0, number, ())))
+
+    def tell(self, line: str) -> None:
+        """Have the script show the line of a wait, or none if it is empty."""
+        self._start(self._told(line))
+
+    async def _told(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            await self._write(_Call(0, 0, (), line))
 
     def _called(self, call: Called) -> None:
         self._loop.call_soon_threadsafe(self._begin, call)

@@ -26,6 +26,7 @@ from pw.gateway.plugins import PLUGIN, Plugins
 from pw.gateway.reshards import Reshards
 from pw.gateway.runs import Runs
 from pw.gateway.transfers import DONATE, Transfers
+from pw.gateway.waits import Waits
 
 _RESULTS = {
     "make_array_from_host_buffer_request": "array_handle",
@@ -77,8 +78,9 @@ class Client:
         self.buffers = HostBuffers(self._loop)
         self.arrays = ProxyArrays()
         self._devices = devices
-        self._runs = Runs(runtime, self._loop, devices.placement)
         self._caller = Caller(functions, runtime.calls)
+        self._waits = Waits(self._loop, self._caller.tell if functions else None)
+        self._runs = Runs(runtime, self._loop, devices.placement, self._waits)
         transfers = self._transfers = Transfers(self.arrays, self.buffers, devices, self._runs)
         self._reshards = Reshards(devices, self._runs, transfers)
         loaders = {
@@ -235,6 +237,7 @@ class Client:
             task.cancel()
         self.buffers.close(Disconnected("the client has left"))
         self.executables.close()
+        self._waits.close()
         self._caller.close()
         self._runs.close()
         self.arrays.clear()
@@ -281,7 +284,7 @@ class Client:
 
         async def wait() -> None:
             assert waiting is not None
-            await self._runs.settled(waiting)
+            await self._runs.waited(waiting)
             del arrays[:]  # kept until now, so that they are not released
 
         return None if waiting is None else Later(wait())

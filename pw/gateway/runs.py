@@ -19,6 +19,7 @@ from pw.core.sharding import ArraySpec, Placement
 from pw.core.stablehlo import spec_of_shards
 from pw.gateway import statuses
 from pw.gateway.arrays import INLINE_BYTES, ProxyArray, Stored, memory_of
+from pw.gateway.waits import Waits
 
 T = TypeVar("T")
 
@@ -29,7 +30,11 @@ MOVES_KEPT = 256
 class Runs:
     """Runs programs, and stores, moves and reads arrays, for one client of the gateway.
 
-    `placement` returns the placement of JAX's devices.
+    Args:
+        runtime: the session.
+        loop: the gateway's loop.
+        placement: returns the placement of JAX's devices.
+        waits: shows what the script waits for.
     """
 
     def __init__(
@@ -37,9 +42,11 @@ class Runs:
         runtime: Runtime,
         loop: asyncio.AbstractEventLoop,
         placement: Callable[[tuple[int, ...]], Placement],
+        waits: Waits,
     ) -> None:
         self.runtime = runtime
         self._placement = placement
+        self._waits = waits
         self._loop = loop
         self._thread = threading.get_ident()
         self._moves: OrderedDict[tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]], int] = (
@@ -68,6 +75,14 @@ class Runs:
         self.then(future, settle)
         await here
         return future.result()
+
+    async def waited(self, future: Future[T]) -> T:
+        """Return the result of a future for which the script waits."""
+        end = self._waits.begin(future)
+        try:
+            return await self.settled(future)
+        finally:
+            end()
 
     async def credit(self) -> None:
         """Wait until a run can be sent."""
@@ -188,7 +203,7 @@ class Runs:
 
     async def _fetched(self, stored: Stored, asked: Future[Any]) -> np.ndarray[Any, Any]:
         try:
-            ((_, value),) = await self.settled(asked)
+            ((_, value),) = await self.waited(asked)
         finally:
             stored.reads -= 1
         fetched: np.ndarray[Any, Any] = value

@@ -388,7 +388,7 @@ class Runtime:
 
     def fetch_shards(self, array: int, spec: ArraySpec, positions: tuple[int, ...]) -> Future[Any]:
         """Return the future of the shards at these mesh positions, as (box, value) in any order."""
-        future: Future[Any] = Future()
+        future: Future[Any] = Waiting(about=partial(self._about_arrays, ((array, spec),)))
         self._post(Get(array, spec, future, positions))
         return future
 

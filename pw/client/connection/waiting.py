@@ -48,11 +48,12 @@ class Waiting(Future[T]):
     def _outcome(self, timeout: float | None) -> T:
         if self.about is None or (timeout is not None and timeout <= QUIET_S):
             return self._at_most(timeout, timeout)
-        if not self._settles(QUIET_S):
-            patiently(self._settles, self.about, timeout, waited_s=QUIET_S)
+        if not self.settles(QUIET_S):
+            patiently(self.settles, self.about, timeout, waited_s=QUIET_S)
         return self._at_most(0, timeout)
 
-    def _settles(self, timeout_s: float | None) -> bool:
+    def settles(self, timeout_s: float | None) -> bool:
+        """Wait at most so long; return whether there is a result or an error."""
         try:
             self.exception(timeout_s)
         except TimeoutError:
