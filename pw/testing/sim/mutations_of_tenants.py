@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pw.core.ids import Address, store_of
-from pw.core.messages import AddClient, ArraysLost, FetchReplica, Install, OfferReplica, Uploaded
+from pw.core.messages import AddClient, ArraysLost, FetchReplica, Install, Offer, OfferReplica, Uploaded
 from pw.core.roles import permits
 from pw.core.tenants import OPERATOR
 from pw.testing.sim.breaking import mutation, rehandle, tamper
@@ -105,6 +105,22 @@ def _hopeful(cluster: SimCluster) -> None:
         return believed
 
     rehandle(control, Uploaded, believe)
+
+
+@mutation("offers-not-guarded", "shares", "repeats")
+def _careless(cluster: SimCluster) -> None:
+    """The giver may delete and donate what it has offered before the taker has it."""
+    control = cluster.controller
+
+    def unguard(handler: Any) -> Any:
+        def unguarded(sender: Address, message: Offer) -> None:
+            handler(sender, message)
+            for client in control.sessions.clients:
+                client.offered.clear()
+
+        return unguarded
+
+    rehandle(control, Offer, unguard)
 
 
 @mutation("shares-of-clients-alone", "divided", "shares")
