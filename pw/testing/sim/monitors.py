@@ -384,7 +384,9 @@ class Monitors:
         if not self._world.ledger.any:
             self._world.checked["repeats"] += 1
             if repeated := self._cluster.node.counters["runs_repeated"]:
-                raise Violation("repeats", f"{repeated} runs were repeated, and nothing was injected")
+                raise Violation(
+                    "repeats", f"{repeated} runs were repeated, and nothing was injected"
+                )
 
     def check_census(self) -> None:
         """Raise Violation if an actor still holds anything."""

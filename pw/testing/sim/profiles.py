@@ -86,6 +86,9 @@ class Profile:
     divided: bool = False
     """Those clients are of several tenants, among which the island is divided first."""
 
+    parts: bool = False
+    """All of those clients but one work on parts of the island, and do not wait for their results."""
+
     def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
         """The same faults in a cluster of another size."""
         return dataclasses.replace(
@@ -159,6 +162,7 @@ PROFILES = {
         Profile("calm"),
         Profile("tenants", hosts=3, clients=4, span_s=4.0, tenants=True),
         Profile("divided", hosts=3, clients=5, span_s=4.0, tenants=True, divided=True),
+        Profile("parts", hosts=4, clients=6, span_s=4.0, tenants=True, parts=True),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
         Profile("intruders", intrusions=20.0),
