@@ -26,6 +26,8 @@ class Profile:
     landing_refused: float = 0.0
     computation_failure: float = 0.0
     """For each execution."""
+    read_failure: float = 0.0
+    """For each read of a value by one host."""
     partitions: float = 0.0
     pauses: float = 0.0
     crashes: float = 0.0
@@ -246,6 +248,7 @@ PROFILES = {
             **(_NETWORK | _LOSSES),
         ),
         Profile("branches", branches=0.8),
+        Profile("reads", branches=0.8, read_failure=0.02),
         Profile(
             "branches-lost",
             span_s=20.0,
