@@ -92,6 +92,11 @@ class Value:
         self.error, self.payload = error, None
 
 
+def is_alone(value: Value) -> bool:
+    """Whether other hosts may have read a value that this host could not read."""
+    return value.error is None or value.alone
+
+
 @dataclass(slots=True)
 class Execute:
     """Enqueue an installed computation, which fills `results`.

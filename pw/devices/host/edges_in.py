@@ -34,7 +34,7 @@ from pw.core.recorder import RECEIVED
 from pw.core.reshard import route_layout
 from pw.core.sharding import DeviceAddress
 from pw.core.ticker import Ticker
-from pw.devices.host.backend import Backend, Build, Op, Read, Value
+from pw.devices.host.backend import Backend, Build, Op, Read, Value, is_alone
 from pw.devices.host.backend import Part as ShardPart
 from pw.devices.host.counted import Slots, parts_of, reads, taken
 from pw.devices.host.early_edges import EarlyMessages
@@ -45,7 +45,7 @@ from pw.devices.host.edge_states import (
     Receiving,
     route_bytes,
 )
-from pw.devices.host.edges_out import is_alone, shards_of, source_boxes
+from pw.devices.host.edges_out import shards_of, source_boxes
 from pw.devices.host.observing import Observing
 from pw.devices.host.run_table import RunTable
 

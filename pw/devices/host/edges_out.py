@@ -31,7 +31,7 @@ from pw.core.plan import Route, Send
 from pw.core.recorder import SENT
 from pw.core.reshard import route_layout
 from pw.core.sharding import Box, DeviceAddress
-from pw.devices.host.backend import Op, Read, Value
+from pw.devices.host.backend import Op, Read, Value, is_alone
 from pw.devices.host.counted import Slots, reads
 from pw.devices.host.early_edges import EarlyMessages
 from pw.devices.host.edge_states import EdgeKey, Outgoing, SendEvent, Sending
@@ -263,11 +263,6 @@ class EdgesOut(Part):
                 0,
                 now_s - outgoing.since_s,
             )
-
-
-def is_alone(value: Value) -> bool:
-    """Whether other hosts may have read a value that this host could not read."""
-    return value.error is None or value.alone
 
 
 def shards_of(route: Route) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from pw.core.guards import NOT_TAKEN, is_skipped, predicate_spec
 from pw.core.plan import Execute
 from pw.core.program import Computation
 from pw.core.sharding import ArraySpec
-from pw.devices.host.backend import Backend, Build, Read, Value, relative
+from pw.devices.host.backend import Backend, Build, Read, Value, is_alone, relative
 from pw.devices.host.launch_end import LaunchEnds
 from pw.devices.host.views import ViewPart, view_op
 from pw.devices.host.work import Arriving, HostLaunch, HostRun, OpQueue, Taken
@@ -57,7 +57,7 @@ class Guards:
             if taken is None:
                 return False
             if isinstance(taken, ErrorReport):
-                alone = run.slots[instruction.guard].alone
+                alone = is_alone(run.slots[instruction.guard])
                 return self.poison(launch, instruction, taken, alone=alone)
             if taken is instruction.unless:
                 return self.poison(launch, instruction, NOT_TAKEN)
@@ -162,7 +162,7 @@ class Guards:
         if decision is None:
             return False
         if isinstance(decision, ErrorReport) and not is_skipped(decision):
-            return self.poison(launch, merge, decision, alone=slots[merge.args[0]].alone)
+            return self.poison(launch, merge, decision, alone=is_alone(slots[merge.args[0]]))
         first = 1 if decision is True else 1 + len(merge.results)
         sources = range(first, first + len(merge.results))
         if self.arriving and any(slots[merge.args[at]] in self.arriving for at in sources):

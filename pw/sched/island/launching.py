@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,6 +60,11 @@ class Launcher(Part):
         """Launch all that may go."""
         while (task := self._next()) is not None:
             self._launch(task)
+
+    @staticmethod
+    def _keep_free(taken: set[Group], groups: Iterable[Group]) -> None:
+        """Hold later launches back from devices on which an earlier one has no room yet."""
+        taken.update(groups)
 
     # --- picking -------------------------------------------------------------------------------------
 
@@ -121,7 +126,7 @@ class Launcher(Part):
                     self.in_flight.like(task) >= UNKNOWN_AT_ONCE
                 )
                 if untried or not is_open(task.footprint):
-                    taken.update(groups)
+                    self._keep_free(taken, groups)
                     continue
                 reservation = task.here.reservation
                 if reservation is None or reservation.is_admitted or admission.admit(reservation):

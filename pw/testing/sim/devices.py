@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.core.errors import ArrayDeleted, CompileError, ErrorReport, InternalError
+from pw.core.errors import ArrayDeleted, CompileError, ComputationFailed, ErrorReport, InternalError
 from pw.core.messages import Detail, ThreadReport
 from pw.core.program import Computation, Kind
 from pw.core.sharding import ArraySpec, Box, DeviceAddress, box_slices, dtype_of, host_boxes
@@ -25,6 +25,7 @@ from pw.devices.host import backend as ops
 from pw.devices.host.backend import Value
 from pw.testing.sim.compilers import Compilers
 from pw.testing.sim.digests import DOES_NOT_COMPILE, examined, lasts_s
+from pw.testing.sim.ledger import A_READ
 from pw.testing.sim.node import SimNode
 from pw.testing.sim.shards import Buffers, Installed, Layout, Shards, empty, write_parts
 from pw.testing.sim.world import Violation
@@ -336,7 +337,7 @@ class SimBackend:
     def _move(self, op: ops.Move) -> None:
         failure = self._failure(op.source)
         if failure is not None:
-            op.result.error = failure
+            op.result.alone, op.result.error = op.source.alone, failure
             self._tell(op.result)
             return
         source: Shards = op.source.payload
@@ -409,6 +410,10 @@ class SimBackend:
         failure = self._failure(op.value)
         if failure is not None:
             return failure
+        rate = 0.0 if self._world.calm else self._world.profile.read_failure
+        if rate and self._random.random() < rate:
+            words = self._world.ledger.failure(A_READ)
+            return ErrorReport.of(ComputationFailed(words), self.host)
         shards: Shards = op.value.payload
         wanted = [(op.devices[position].ordinal, box) for position, box in op.boxes]
         if any(ordinal not in shards for ordinal, _ in wanted):

@@ -102,6 +102,7 @@ class Gangs:
         if failure is not None:
             # This host enqueues nothing, so the other hosts must hear of it.
             if len(hosts) > 1 and any(value.alone for value in op.args if value.error):
+                backend.broken = failure
                 self._fail(member, failure)
             else:
                 backend.executed(op, failure, ())

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+A_READ = "a read"
+"""In the place of a computation: a host could not read a value."""
+
 
 class Ledger:
     """Every injected fault, and the nodes that it touched."""

@@ -6,6 +6,7 @@
 | G4 | nothing is launched before the producers of its remote inputs |
 | once | no segment is launched twice on a host in one epoch |
 | epochs | a host takes no launch of another epoch than its own |
+| repeats | no run is repeated unless something was injected |
 | epochs last | no island leaves its epoch unless something was injected |
 | credits | a client gets back the credits of its runs, no more, and in the end no less (in `workload`) |
 | values | read before made, made twice, wrong parts (in `devices`) |
@@ -377,6 +378,15 @@ class Monitors:
         memory.reserve, memory.end = reserved, ended
 
     # --- the end -------------------------------------------------------------------------------------
+
+    def check_repeats(self) -> None:
+        """Check that no run was repeated unless something was injected."""
+        if not self._world.ledger.any:
+            self._world.checked["repeats"] += 1
+            if repeated := self._cluster.node.counters["runs_repeated"]:
+                raise Violation(
+                    "repeats", f"{repeated} runs were repeated, and nothing was injected"
+                )
 
     def check_census(self) -> None:
         """Raise Violation if an actor still holds anything."""

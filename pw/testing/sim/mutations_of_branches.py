@@ -95,3 +95,17 @@ def _once(cluster: SimCluster) -> None:
         rehandle(host.executor, _Advance, lambda handler: lambda *note: interpreter.advance())
 
     cluster.alterations.append(careless)
+
+
+@mutation("gang-without-its-poisoned-host", "reads", "G1", "liveness", "credits")
+def _silent_leaver(cluster: SimCluster) -> None:
+    """A host that alone could not read a predicate leaves its gang without a word."""
+
+    def leave(host: SimHost) -> None:
+        guards: Any = host.executor.interpreter._guards
+        poison = guards.poison
+        guards.poison = lambda launch, instruction, error, *, alone=False: poison(
+            launch, instruction, error
+        )
+
+    cluster.alterations.append(leave)

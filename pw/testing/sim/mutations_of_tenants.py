@@ -8,9 +8,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from pw.core.ids import Address, store_of
-from pw.core.messages import AddClient, ArraysLost, FetchReplica, Install, OfferReplica, Uploaded
+from pw.core.messages import (
+    AddClient,
+    ArraysLost,
+    FetchReplica,
+    Install,
+    Offer,
+    OfferReplica,
+    Uploaded,
+)
 from pw.core.roles import permits
 from pw.core.tenants import OPERATOR
+from pw.sched.island.scheduler import IslandScheduler
 from pw.testing.sim.breaking import mutation, rehandle, tamper
 from pw.testing.sim.cluster import SimCluster
 from pw.testing.sim.host import SimHost
@@ -105,6 +114,33 @@ def _hopeful(cluster: SimCluster) -> None:
         return believed
 
     rehandle(control, Uploaded, believe)
+
+
+@mutation("offers-not-guarded", "shares", "repeats")
+def _careless(cluster: SimCluster) -> None:
+    """The giver may delete and donate what it has offered before the taker has it."""
+    control = cluster.controller
+
+    def unguard(handler: Any) -> Any:
+        def unguarded(sender: Address, message: Offer) -> None:
+            handler(sender, message)
+            for client in control.sessions.clients:
+                client.offered.clear()
+
+        return unguarded
+
+    rehandle(control, Offer, unguard)
+
+
+@mutation("later-launches-first", "parts", "shares")
+def _crowded(cluster: SimCluster) -> None:
+    """A launch without room on some of its devices keeps none of them free."""
+
+    def crowd(scheduler: IslandScheduler) -> None:
+        launching: Any = scheduler._launcher
+        launching._keep_free = lambda taken, groups: None
+
+    cluster.on_spawn.append(crowd)
 
 
 @mutation("shares-of-clients-alone", "divided", "shares")

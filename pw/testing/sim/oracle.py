@@ -23,7 +23,7 @@ from pw.core.program import Program, Value
 from pw.core.sharding import ArraySpec, box_slices, dtype_of
 from pw.sched.control.checkpoints.replicas import REPLICAS
 from pw.testing.sim.digests import DOES_NOT_COMPILE, compute, computes
-from pw.testing.sim.ledger import Ledger
+from pw.testing.sim.ledger import A_READ, Ledger
 from pw.testing.sim.programs import Draft
 from pw.testing.sim.ragged import travelled
 from pw.testing.sim.views import contents
@@ -186,7 +186,8 @@ class Oracle:
         if kind == "ComputationFailed":
             injected = self._ledger.failed_computation(words.split(" [on ")[0])
             if injected is not None:
-                return None if injected in truth.computations else f"{said} (of another array)"
+                is_its = injected in truth.computations or injected == A_READ
+                return None if is_its else f"{said} (of another array)"
             if "closed by the peer" not in words:
                 return said
         elif kind not in INFRASTRUCTURE:

@@ -26,6 +26,8 @@ class Profile:
     landing_refused: float = 0.0
     computation_failure: float = 0.0
     """For each execution."""
+    read_failure: float = 0.0
+    """For each read of a value by one host."""
     partitions: float = 0.0
     pauses: float = 0.0
     crashes: float = 0.0
@@ -85,6 +87,9 @@ class Profile:
     """Clients share one island for good; the monitor checks the share of each."""
     divided: bool = False
     """Those clients are of several tenants, among which the island is divided first."""
+
+    parts: bool = False
+    """All of those clients but one work on parts of the island, and do not wait for their results."""
 
     def sized(self, hosts: int | None, clients: int | None, runs: int | None) -> Profile:
         """The same faults in a cluster of another size."""
@@ -159,6 +164,7 @@ PROFILES = {
         Profile("calm"),
         Profile("tenants", hosts=3, clients=4, span_s=4.0, tenants=True),
         Profile("divided", hosts=3, clients=5, span_s=4.0, tenants=True, divided=True),
+        Profile("parts", hosts=4, clients=6, span_s=4.0, tenants=True, parts=True),
         Profile("slow", slow_hosts=0.4, latency_spike=0.02, clock_skew=0.02),
         Profile("clients", **_CLIENTS),
         Profile("intruders", intrusions=20.0),
@@ -242,6 +248,7 @@ PROFILES = {
             **(_NETWORK | _LOSSES),
         ),
         Profile("branches", branches=0.8),
+        Profile("reads", branches=0.8, read_failure=0.02),
         Profile(
             "branches-lost",
             span_s=20.0,

@@ -130,6 +130,7 @@ def _play(world: World, clients: list[SimClient], mutation: str | None) -> None:
     world.run(world.now_s + AFTERMATH_S, budget, lambda: False)
     if cluster.census():
         gc.collect()
+    monitors.check_repeats()
     monitors.check_census()
 
 

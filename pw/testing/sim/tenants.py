@@ -63,6 +63,8 @@ class Tenant(SimClient):
         self.takes_s = LONGEST_S * (0.1 if self.visits else draw.uniform(0.5, 1.0))
         self.waits_for = 1 if self.visits else draw.choice((0, 1, 1, 2, 5))
         """Calls in flight of one that waits for the oldest; 0 for one that does not wait."""
+        if self.world.profile.parts:
+            self.waits_for = int(self.is_wide)
         self.think_s = VISIT_S if self.visits else draw.uniform(0.02, 0.12) * self.takes_s
         self.in_flight: deque[int] = deque()
         self.there: set[int] = set()
@@ -77,9 +79,15 @@ class Tenant(SimClient):
         shares = (1.0, 2.0, GREED) if self.world.profile.divided else (1.0, 2.0, 4.0)
         return 16.0 if self.visits else draw.choice(shares), self.number
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it works on the whole island."""
+        return not self.world.profile.parts or self.number == 0 or self.visits
+
     def _place(self) -> tuple[str, int]:
         members = self.cluster.islands["island-0"]
-        return "island-0", len(members) * members[0].devices
+        devices = len(members) * members[0].devices
+        return "island-0", devices if self.is_wide else max(1, devices // 2)
 
     def act(self, life: int) -> None:
         """Begin and finish; in between, each answer leads to the next call."""
@@ -187,14 +195,18 @@ class Tenancy:
             return
         *_, visitor = self._tenants
         longest_s = 2 * LONGEST_S + len(self._tenants) * LONGEST_S + CONTENDED_TIME_US * 1e-6
-        if self._cluster.policy != "fifo" and visitor.slowest_s > longest_s:
+        promised = self._cluster.policy != "fifo" and not self._cluster.world.profile.parts
+        if promised and visitor.slowest_s > longest_s:
             words = f"a call of {visitor.name}, which calls once in a while"
             raise Violation("response", f"{words}, took {visitor.slowest_s * 1e3:.0f} ms")
         world = self._cluster.world
         start_s = max(tenant.began_s for tenant in self._tenants) + LEARN_S
         while start_s + WINDOW_S <= world.now_s:
             world.checked["shares"] += 1
-            self._look_at(start_s, start_s + WINDOW_S)
+            if world.profile.parts:
+                self._look_for_gaps(start_s, start_s + WINDOW_S)
+            else:
+                self._look_at(start_s, start_s + WINDOW_S)
             start_s += STEP_S
 
     def _look_at(self, start_s: float, end_s: float) -> None:
@@ -228,6 +240,17 @@ class Tenancy:
                 longest_s = max(b - a for a, b in pairwise(began))
                 if longest_s > AGED_S:
                     raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")
+
+    def _look_for_gaps(self, start_s: float, end_s: float) -> None:
+        """Nobody waits for ever for all of its devices to be free, while others use parts of them."""
+        *residents, _ = self._tenants
+        for tenant in residents:
+            began = (
+                at for at, name, _ in self._used if name == tenant.name and start_s <= at < end_s
+            )
+            longest_s = max(b - a for a, b in pairwise([start_s, *began, end_s]))
+            if longest_s > AGED_S:
+                raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")
 
     def _dues(self, residents: Sequence[Tenant]) -> list[float]:
         """Return the part due to each: of its tenant's part, by its share."""
