@@ -242,7 +242,7 @@ class Tenancy:
                     raise Violation("shares", f"{tenant.name} got nothing for {longest_s:.2f} s")
 
     def _look_for_gaps(self, start_s: float, end_s: float) -> None:
-        """Nobody waits for ever for all of its devices to be free, while others use parts of them."""
+        """No tenant waits for ever until all of its devices are free, while others use parts of them."""
         *residents, _ = self._tenants
         for tenant in residents:
             began = (
